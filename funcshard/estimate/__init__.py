@@ -12,66 +12,41 @@ A model is traced once into a profile. A plan and a profile then give a report. 
 
 from funcshard.estimate.estimating import estimate
 from funcshard.estimate.machine import (
-    RESERVED_RUNS,
-    SOURCES,
     Hardware,
     Link,
-    ReservedRun,
     Source,
-    Timed,
     calibrate,
     collective_time,
-    compute_time,
     hardware_names,
     load_hardware,
-    offload_time,
-    reserved_band,
-    weakest,
 )
 from funcshard.estimate.reports import (
     Comparison,
-    Held,
-    Holding,
     Holdings,
     Report,
-    ReportTable,
-    UnitPair,
-    UnitUse,
-    by_unit,
     compare,
     draw_holdings,
     draw_memory,
     draw_pareto,
     draw_timeline,
     holdings,
-    pareto_front,
     tabulate,
 )
 from funcshard.estimate.search import (
     Best,
-    Change,
     Infeasible,
-    Point,
     Space,
     auto_plan,
-    changes_to_fit,
 )
 from funcshard.estimate.trace import Profile, profile
 from funcshard.estimate.walk import (
-    CATEGORIES,
-    LANES,
     OPTIMIZERS,
-    Moment,
     OptimizerMemory,
     Runtime,
-    Span,
 )
 
 __all__ = [
-    "CATEGORIES", "LANES", "OPTIMIZERS", "RESERVED_RUNS", "SOURCES", "Best", "Change", "Comparison", "Hardware", "Held",
-    "Holding", "Holdings", "Infeasible", "Link", "Moment", "OptimizerMemory", "Point", "Profile", "Report", "ReportTable",
-    "ReservedRun", "Runtime", "Source", "Space", "Span", "Timed", "UnitPair", "UnitUse", "auto_plan", "by_unit",
-    "calibrate", "changes_to_fit", "collective_time", "compare", "compute_time", "draw_holdings", "draw_memory",
-    "draw_pareto", "draw_timeline", "estimate", "hardware_names", "holdings", "load_hardware", "offload_time",
-    "pareto_front", "profile", "reserved_band", "tabulate", "weakest",
+    "OPTIMIZERS", "Best", "Comparison", "Hardware", "Holdings", "Infeasible", "Link", "OptimizerMemory", "Profile", "Report",
+    "Runtime", "Source", "Space", "auto_plan", "calibrate", "collective_time", "compare", "draw_holdings", "draw_memory",
+    "draw_pareto", "draw_timeline", "estimate", "hardware_names", "holdings", "load_hardware", "profile", "tabulate",
 ]  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 
 from funcshard._utils import check_bytes, check_choice, check_count, without_collection
@@ -15,13 +14,12 @@ from funcshard.estimate.machine import (
     weakest,
 )
 from funcshard.estimate.reports import Report
-from funcshard.estimate.trace import Profile, Program
+from funcshard.estimate.trace import Profile
 from funcshard.estimate.walk import (
     OPTIMIZERS,
     HardwareClock,
     OptimizerMemory,
     Runtime,
-    Simulation,
     check_runtime,
     simulate_step,
 )
@@ -31,7 +29,6 @@ from funcshard.plan import (
     Schedule,
     check_plan,
     make_schedule,
-    predict_step,
     recomputed_modules,
 )
 
@@ -100,28 +97,44 @@ def estimate(
             "make_schedule(plan)"
         )
     micro_batches = check_count("micro_batches", micro_batches, of="micro-batches")
-    machine = load_hardware(hardware)
-    asked_budget, limit = budget_on(machine, budget)
-    names = recomputed_modules(plan, remat)
-    clock = HardwareClock(machine, plan.mesh_axes)
+    target_hardware = load_hardware(hardware)
+    asked_budget, budget_limit = budget_on(target_hardware, budget)
+    remat_modules = recomputed_modules(plan, remat)
+    clock = HardwareClock(target_hardware, plan.mesh_axes)
     check_runtime(runtime)
-    on_device = Runtime.on(machine.device) if runtime is None else runtime
+    on_device = runtime or Runtime.on(target_hardware.device)
+    # Note: a GPU saves less for attention and dropout than a CPU does.
     profile = profile.on(accelerator=on_device.accelerator)
+    # Why: an estimate makes thousands of small objects, and a garbage collection between takes
+    # longer than it does.
     with without_collection():
-        simulation, followed = run_step(
-            profile, plan, profile.program(plan, remat=names), clock, optimizer=optimizer_memory(optimizer),
-            schedule=schedule, micro_batches=micro_batches, reduce=reduce, runtime=on_device,
-        )  # fmt: skip
-    pools = simulation.ledger.pools(streams=on_device.streams)
-    kept = reserved_band(pools, machine.memory) if on_device.accelerator else (0, 0, "")
-    options = {
-        "remat": tuple(names), "micro_batches": micro_batches, "optimizer": optimizer, "reduce": reduce, "runtime": runtime,
+        simulation = simulate_step(
+            profile,
+            plan,
+            profile.program(plan, remat=remat_modules),
+            clock,
+            optimizer=optimizer_memory(optimizer),
+            runtime=on_device,
+            schedule=schedule or make_schedule(plan),
+            micro_batches=micro_batches,
+            reduce=reduce,
+        )
+    pool_bytes = simulation.ledger.pools(streams=on_device.streams)
+    reserved_range = (0, 0, "")  # the CPU's allocator keeps no pools
+    if on_device.accelerator:
+        reserved_range = reserved_band(pool_bytes, target_hardware.memory)
+    report_options = {
+        "remat": tuple(remat_modules),
+        "micro_batches": micro_batches,
+        "optimizer": optimizer,
+        "reduce": reduce,
+        "runtime": runtime,
         "budget": asked_budget,
-    }  # fmt: skip
+    }
     return Report(
         plan=plan,
-        schedule=followed,
-        hardware=machine.name,
+        schedule=simulation.schedule,
+        hardware=target_hardware.name,
         timeline=simulation.ledger.timeline(),
         spans=simulation.spans,
         events=simulation.events,
@@ -130,43 +143,45 @@ def estimate(
         exposed=simulation.exposed,
         tokens=profile.tokens * micro_batches,
         flops=3 * profile.forward_flops * micro_batches,
-        peak_flops=machine.flops.get(profile.compute_dtype, 0.0),
-        reserved=kept[:2],
-        reserved_source=kept[2],
-        budget=limit,
+        peak_flops=target_hardware.flops.get(profile.compute_dtype, 0.0),
+        reserved=reserved_range[:2],
+        reserved_source=reserved_range[2],
+        budget=budget_limit,
         unit_memory=simulation.unit_memory,
         sources={
             "peak": "calibrated" if on_device.communicators else "traced",
             "traffic": "exact",
-            "reserved": reserved_how(machine.name),
+            "reserved": reserved_how(target_hardware.name),
             "step_time": weakest(
                 clock.copied,
                 source_of_sum((span.seconds, span.source) for span in simulation.spans),
             ),
-            "budget": "given" if limit == asked_budget else machine.sources["memory"].how,
+            "budget": "given"
+            if budget_limit == asked_budget
+            else target_hardware.sources["memory"].how,
         },
-        options=options,
+        options=report_options,
     )
 
 
 def budget_on(hardware: Hardware, budget: int | str | None) -> tuple[int | None, int]:
     """Return a budget in bytes, and what a rank may use: no more than the device has."""
     asked_budget = None if budget is None else check_bytes("budget", budget, example="80GiB")
-    return asked_budget, hardware.memory if asked_budget is None else min(
-        asked_budget, hardware.memory
-    )
+    if asked_budget is None:
+        return None, hardware.memory
+    return asked_budget, min(asked_budget, hardware.memory)
 
 
 def _check_model_axes(plan: Plan) -> None:
     """Raise if all ranks along model axes hold the whole model: then nothing divides its work."""
-    axes = [axis for axis, size in plan.model_axes if size > 1]
-    local = {axis for unit in plan.unit_list for buffer in unit.buffers for axis in buffer.local}
-    if axes and local.isdisjoint(axes):
+    model_axes = [axis for axis, size in plan.model_axes if size > 1]
+    cut_axes = {axis for unit in plan.unit_list for buffer in unit.buffers for axis in buffer.local}
+    if model_axes and cut_axes.isdisjoint(model_axes):
         raise ValueError(
             "estimate needs a plan that cuts leaves along its model axes; found mesh axes "
             f"{dict(plan.mesh_axes)}, and no leaf that is local along "
-            f"{' or '.join(map(repr, axes))}: trace one rank's part of the model, and pass "
-            f"make_plan(..., local={{'path': {{{axes[0]!r}: 0}}}}). If these ranks hold whole "
+            f"{' or '.join(map(repr, model_axes))}: trace one rank's part of the model, and pass "
+            f"make_plan(..., local={{'path': {{{model_axes[0]!r}: 0}}}}). If these ranks hold whole "
             "leaves and split the batch or sequence, plan them as ranks of the 'replicate' axis"
         )
 
@@ -183,41 +198,3 @@ def optimizer_memory(optimizer: str | OptimizerMemory | None) -> OptimizerMemory
             "OptimizerMemory(states=...)"
         )
     return optimizer
-
-
-def run_step(
-    profile: Profile,
-    plan: Plan,
-    program: Program,
-    clock: HardwareClock,
-    *,
-    optimizer: OptimizerMemory | None,
-    runtime: Runtime,
-    schedule: Schedule | None = None,
-    micro_batches: int = 1,
-    reduce: Reduce = "each",
-) -> tuple[Simulation, Schedule]:
-    """Simulate a step of a plan; return it, and the schedule in the order of the program."""
-    units = plan.units
-    given_schedule = schedule if schedule is not None else make_schedule(plan)
-    order = tuple(name for name in program.order if name in units)
-    backward = tuple((moment_kind, name) for moment_kind, name in program.backward if name in units)
-    followed = dataclasses.replace(given_schedule, order=order, backward=backward)
-    reached = (
-        program.reached
-        if "" in units
-        else [place for place in program.reached if place.unit in units]
-    )
-    predicted = predict_step(
-        plan,
-        followed,
-        not_saved=program.not_saved,
-        micro_batches=micro_batches,
-        reduce=reduce,
-        reached=reached,
-    )
-    simulation = simulate_step(
-        plan, program, predicted, clock, optimizer=optimizer, runtime=runtime, micro_batches=micro_batches, reduce=reduce,
-        buffers=profile.buffers, inputs=profile.inputs * micro_batches,
-    )  # fmt: skip
-    return simulation, followed

@@ -25,8 +25,8 @@ def chain(units: list[Unit]) -> Profile:
     """Return the profile of units ``u0``, ``u1``, … that run one after the other."""
     forms = {f"u{i}.w": torch.empty(unit.numel, device="meta", requires_grad=True) for i, unit in enumerate(units)}
     return Profile(
-        retrace=lambda remat: _tape(units, remat), dtypes=dict.fromkeys(forms, "float32"), tokens=8, inputs=64, buffers=0,
-        embedded=0, forms=forms,
+        retrace=lambda remat, apart: _tape(units, remat), dtypes=dict.fromkeys(forms, "float32"), tokens=8, inputs=64,
+        buffers=0, embedded=0, forms=forms,
     )  # fmt: skip
 
 

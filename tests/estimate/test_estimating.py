@@ -10,8 +10,9 @@ import torch.nn.functional as F
 
 import funcshard as fs
 from funcshard.demo.gpt import GPT, GPTConfig
-from funcshard.estimate import LANES, Hardware, OptimizerMemory, Runtime, Source, compute_time, load_hardware
-from funcshard.estimate.walk import HardwareClock
+from funcshard.estimate import Hardware, OptimizerMemory, Runtime, Source, load_hardware
+from funcshard.estimate.machine import compute_time
+from funcshard.estimate.walk import LANES, HardwareClock
 
 MIXED = fs.MixedPrecision(torch.bfloat16, torch.float32)
 

@@ -14,7 +14,8 @@ from benchmarks.published import END, START, put
 from benchmarks.published_cases import Case, cases, configure, rows, tokens_per_second, unseen
 from benchmarks.published_fit import KINDS, fitted_rows, title
 from benchmarks.published_table import compare_memory, compare_speed, with_memory
-from funcshard.estimate import RESERVED_RUNS, load_hardware
+from funcshard.estimate import load_hardware
+from funcshard.estimate.machine import RESERVED_RUNS
 
 PAGE = Path(__file__).parents[2] / "docs" / "estimates.md"
 GIB = 2**30

@@ -79,29 +79,32 @@ def calibrate(
             f"sizes must hold at least 2 sizes, for a latency and a bandwidth; found {sizes}: add "
             "one"
         )
-    path = None if path is None else check_path("path", path)
+    if path is not None:
+        path = check_path("path", path)
     if path is not None and not path.parent.is_dir():
         raise ValueError(
             f"path must lie in a folder that exists; found {os.fspath(path)!r}: create "
             f"{path.parent}"
         )
-    say = progress or _say
+    report_progress = progress or _say
     way = "shared memory" if shared_memory else "gloo"
-    say(
+    report_progress(
         f"Measuring {ranks} ranks over {way}: about {_expected(len(sizes), seconds):.0f} s on an "
         "idle machine …"
     )
-    with tempfile.TemporaryDirectory(prefix="funcshard-calibrate-") as folder:
+    with tempfile.TemporaryDirectory(prefix="funcshard-calibrate-") as temporary_folder:
         torch.multiprocessing.spawn(
             _rank,
-            (ranks, folder, shared_memory, sizes, seconds, reference or Reference()),
+            (ranks, temporary_folder, shared_memory, sizes, seconds, reference or Reference()),
             nprocs=ranks,
         )
-        rank_results = [torch.load(Path(folder, f"rank{rank}.pt")) for rank in range(ranks)]
+        rank_results = [
+            torch.load(Path(temporary_folder, f"rank{rank}.pt")) for rank in range(ranks)
+        ]
     hardware = _describe(rank_results, ranks, shared_memory)
     if path is not None:
         Path(path).write_text(hardware.to_json(), encoding="utf-8")
-        say(f"Wrote {os.fspath(path)}")
+        report_progress(f"Wrote {os.fspath(path)}")
     return hardware
 
 
@@ -123,16 +126,18 @@ def fit_link(kind: str, size: int, times: Mapping[int, float], source: Source) -
         '1.0e-06 s, 1.0e+09 B/s'
     """
     # Points with their weights.
-    points = [(nbytes, seconds, 1 / seconds**2) for nbytes, seconds in times.items()]
+    weighted_points = [(nbytes, seconds, 1 / seconds**2) for nbytes, seconds in times.items()]
 
+    # Note: the sums of a weighted least-squares line.
     def total(term: Callable[[float, float], float]) -> float:
-        return sum(weight * term(nbytes, seconds) for nbytes, seconds, weight in points)
+        return sum(weight * term(nbytes, seconds) for nbytes, seconds, weight in weighted_points)
 
-    weights = total(lambda x, y: 1)
-    mean_x, mean_y = total(lambda x, y: x) / weights, total(lambda x, y: y) / weights
+    total_weight = total(lambda x, y: 1)
+    mean_x, mean_y = total(lambda x, y: x) / total_weight, total(lambda x, y: y) / total_weight
     slope = total(lambda x, y: (x - mean_x) * (y - mean_y)) / total(lambda x, y: (x - mean_x) ** 2)
     if slope <= 0:  # noise hides the bandwidth: the largest buffer gives a lower bound
         slope = times[max(times)] / max(times)
+    # Note: a latency below zero is noise too.
     latency = mean_y - slope * mean_x
     if latency < 0:  # the best line through zero
         latency, slope = 0.0, total(lambda x, y: x * y) / total(lambda x, y: x * x)
@@ -145,8 +150,8 @@ def _say(text: str) -> None:
 
 def _expected(sizes: int, seconds: float) -> float:
     # A collective with its sweep takes 0.01 s, and two steps 0.4 s each.
-    runs = PASSES * ROUNDS * (len(KINDS) * sizes * 0.01 + 2 * 0.4)
-    return 10 + runs + seconds * (len(PRODUCTS) + 2 + len(TENSORS) + 1)
+    run_seconds = PASSES * ROUNDS * (len(KINDS) * sizes * 0.01 + 2 * 0.4)
+    return 10 + run_seconds + seconds * (len(PRODUCTS) + 2 + len(TENSORS) + 1)
 
 
 def _rank(
@@ -159,12 +164,16 @@ def _rank(
     reference: Reference,
 ) -> None:
     """Measure on one rank and leave the times in a file of ``folder``."""
+    # Note: each rank of a job on the CPU has one thread.
     torch.set_num_threads(1)
     if sys.platform == "linux" and "lo" in {name for _, name in socket.if_nameindex()}:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(str(Path(folder, "store")), ranks)
-    wait = datetime.timedelta(minutes=5)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=wait)
+    file_store = dist.FileStore(str(Path(folder, "store")), ranks)
+    store_timeout = datetime.timedelta(minutes=5)
+    # Note: ranks meet in a file, so no port has to be free.
+    dist.init_process_group(
+        "gloo", store=file_store, rank=rank, world_size=ranks, timeout=store_timeout
+    )
     mesh = init_mesh({"shard": ranks}, device="cpu", shared_memory=shared_memory)
     rank_results = measure(mesh, sizes, seconds, reference)
     dist.destroy_process_group()
@@ -173,38 +182,40 @@ def _rank(
 
 def _describe(measured: Sequence[Mapping[str, Any]], ranks: int, shared_memory: bool) -> Hardware:
     """Return the description for the measurements of all ranks."""
-    way, carrier, option = "gloo", "gloo", " --gloo"
+    carrier_name, carrier_text, command_option = "gloo", "gloo", " --gloo"
     if shared_memory:
-        way, carrier, option = "shm", "shared memory", ""
+        carrier_name, carrier_text, command_option = "shm", "shared memory", ""
     today = datetime.date.today().isoformat()
-    source = Source(f"measured by python -m funcshard calibrate{option} on {_cpu()}, {today}")
+    source = Source(
+        f"measured by python -m funcshard calibrate{command_option} on {_cpu()}, {today}"
+    )
 
     def mean(figure: str) -> float:
         return statistics.mean(figures[figure] for figures in measured)
 
-    times: dict[str, dict[int, float]] = {kind: {} for kind in KINDS}
+    best_times: dict[str, dict[int, float]] = {kind: {} for kind in KINDS}
     for kind, size in measured[0]["collectives"]:
-        runs = zip(*(figures["collectives"][kind, size] for figures in measured), strict=True)
-        times[kind][size] = min(map(statistics.mean, runs))
-    links = tuple(fit_link(kind, ranks, times[kind], source) for kind in KINDS)
-    flops = {
+        rank_times = zip(*(figures["collectives"][kind, size] for figures in measured), strict=True)
+        best_times[kind][size] = min(map(statistics.mean, rank_times))
+    links = tuple(fit_link(kind, ranks, best_times[kind], source) for kind in KINDS)
+    peak_flops = {
         dtype: statistics.mean(figures["flops"][dtype] for figures in measured)
         for dtype in measured[0]["flops"]
     }
-    bandwidth = mean("memory_bandwidth")
-    rates = StepRates(
+    memory_bandwidth = mean("memory_bandwidth")
+    step_rates = StepRates(
         *map(statistics.mean, zip(*(figures["rates"] for figures in measured), strict=True))
     )
-    step = Source(f"{source.text}, in a training step of a transformer")
+    step_source = Source(f"{source.text}, in a training step of a transformer")
     return Hardware(
-        name=f"cpu-{ranks}x-{way}",
-        about=f"{_cpu()}; {ranks} ranks with one thread each, {carrier}.",
+        name=f"cpu-{ranks}x-{carrier_name}",
+        about=f"{_cpu()}; {ranks} ranks with one thread each, {carrier_text}.",
         memory=_memory() // ranks,
-        memory_bandwidth=bandwidth,
-        flops=flops,
-        flops_efficiency=min(1.0, rates.flops / flops["float32"]),
-        memory_efficiency=min(1.0, rates.bandwidth / bandwidth),
-        optimizer_efficiency=min(1.0, mean("update") / bandwidth),
+        memory_bandwidth=memory_bandwidth,
+        flops=peak_flops,
+        flops_efficiency=min(1.0, step_rates.flops / peak_flops["float32"]),
+        memory_efficiency=min(1.0, step_rates.bandwidth / memory_bandwidth),
+        optimizer_efficiency=min(1.0, mean("update") / memory_bandwidth),
         kernel_overhead=mean("kernel_overhead"),
         offload=Link(1, 0.0, mean("copy"), source),
         ranks_per_node=ranks,
@@ -214,12 +225,12 @@ def _describe(measured: Sequence[Mapping[str, Any]], ranks: int, shared_memory: 
         sources={
             "memory": Source(f"memory of {_cpu()} shared by {ranks} ranks, {today}"),
             "memory_bandwidth": source,
-            "flops_efficiency": step,
-            "memory_efficiency": step,
-            "optimizer_efficiency": step,
+            "flops_efficiency": step_source,
+            "memory_efficiency": step_source,
+            "optimizer_efficiency": step_source,
             "kernel_overhead": source,
             "ranks_per_node": Source("the number of ranks that was measured", "exact"),
-            **{f"flops.{name}": source for name in flops},
+            **{f"flops.{name}": source for name in peak_flops},
         },
     )
 
@@ -228,9 +239,11 @@ def _cpu() -> str:
     """Return the name of the CPU and the number of cores that this process may use."""
     name = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").is_file():
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        name = next(iter(models), name)
+        info_lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        model_names = [
+            line.partition(":")[2].strip() for line in info_lines if line.startswith("model name")
+        ]
+        name = next(iter(model_names), name)
     return f"{name} with {cores()} cores"
 
 

@@ -157,11 +157,11 @@ class Hardware:
                 f"flops of {self.name!r} must name at least one dtype; found none: add 'float32'"
             )
         for name, value in self._numbers().items():
-            label = f"{name} of {self.name!r}"
+            figure_label = f"{name} of {self.name!r}"
             if name == "kernel_overhead":
-                check_number(label, value, least=0)
+                check_number(figure_label, value, least=0)
             else:
-                check_number(label, value, above=0)
+                check_number(figure_label, value, above=0)
             if name not in self.sources:
                 raise ValueError(
                     f"every figure of {self.name!r} must have a source; found none for {name}: add "
@@ -178,10 +178,10 @@ class Hardware:
                 "of a node; found none: add the latency and bandwidth of at least one number of "
                 "ranks"
             )
-        sizes = [size_factor.bytes for size_factor in self.size_factors]
-        if sizes != sorted(set(sizes)):
+        factor_sizes = [size_factor.bytes for size_factor in self.size_factors]
+        if factor_sizes != sorted(set(factor_sizes)):
             raise ValueError(
-                f"size_factors must stand in order of their bytes; found {sizes}: sort them"
+                f"size_factors must stand in order of their bytes; found {factor_sizes}: sort them"
             )
 
     def __hash__(self) -> int:
@@ -206,8 +206,9 @@ class Hardware:
             "device": self.device,
         }
         for name, value in self._numbers().items():
-            figures, _, dtype = name.rpartition(".")
-            table = data.setdefault(figures, {}) if figures else data
+            # Note: a figure is written beside its source; those of dtypes have their own table.
+            table_name, _, dtype = name.rpartition(".")
+            table = data.setdefault(table_name, {}) if table_name else data
             table[dtype] = {"value": value, **_source_data(self.sources[name])}
         data["offload"] = _record_data(self.offload)
         for name in _LISTS:
@@ -238,15 +239,16 @@ class Hardware:
 
 def _from_data(data: dict[str, Any]) -> Hardware:
     known_fields = {class_field.name for class_field in fields(Hardware)} - {"sources"}
-    if wrong := sorted(set(data) - known_fields):
+    if wrong_fields := sorted(set(data) - known_fields):
         raise ValueError(
             f"a hardware description must have the fields {', '.join(sorted(known_fields))}; found "
-            f"{wrong[0]!r}: " + did_you_mean(wrong[0], known_fields, otherwise="remove it")
+            f"{wrong_fields[0]!r}: "
+            + did_you_mean(wrong_fields[0], known_fields, otherwise="remove it")
         )
     values: dict[str, Any] = {"name": _part(data, "name"), "flops": {}}
     sources: dict[str, Source] = {}
-    optional = ("optimizer_efficiency",) if "optimizer_efficiency" in data else ()
-    for name in (*_FIGURES, *optional):
+    optional_figures = {"optimizer_efficiency"}.intersection(data)
+    for name in (*_FIGURES, *optional_figures):
         values[name], sources[name] = _figure(name, _part(data, name))
     for dtype, figure in file_data.table("flops", _part(data, "flops")).items():
         values["flops"][dtype], sources[f"flops.{dtype}"] = _figure(f"flops.{dtype}", figure)
@@ -303,16 +305,17 @@ def load_hardware(hardware: str | os.PathLike[str] | Hardware) -> Hardware:
             "'h100-8x400gbps'"
         )
     hardware_text = os.fspath(hardware)
+    # Note: a name wins over a file of the same name; a Path is always a file.
     if isinstance(hardware, str) and hardware_text in _names():
         return _shipped(_names()[hardware_text])
     path = Path(hardware_text)
     if not path.is_file():
-        names, all_names = hardware_names(), _names()
-        aliases = sorted(all_names.keys() - set(names))
+        shipped_names, all_names = hardware_names(), _names()
+        short_names = sorted(all_names.keys() - set(shipped_names))
         advice = "python -m funcshard calibrate writes such a file"
         raise ValueError(
-            f"hardware must be one of {', '.join(names)}, one of their short names "
-            f"{', '.join(aliases)}, or the path of a JSON file; found {hardware_text!r}: "
+            f"hardware must be one of {', '.join(shipped_names)}, one of their short names "
+            f"{', '.join(short_names)}, or the path of a JSON file; found {hardware_text!r}: "
             + did_you_mean(hardware_text, all_names, otherwise=advice)
         )
     try:
@@ -378,24 +381,26 @@ def _source(name: str, data: Mapping[str, Any]) -> Source:
 
 
 def _source_data(source: Source) -> dict[str, str]:
-    how = {} if source.how == "calibrated" else {"how": source.how}
-    return {"source": source.text, **how}
+    data = {"source": source.text}
+    if source.how != "calibrated":
+        data["how"] = source.how
+    return data
 
 
 def _record(record: type[Any], name: str, data: Any) -> Any:
     """Return a link or a size factor that ``_record_data`` wrote."""
     file_data.table(name, data)
-    figures = {key: _part(data, key) for key in _figures_of(record)}
+    record_figures = {key: _part(data, key) for key in _figures_of(record)}
     # Note: a link without a kind serves all kinds.
     kind = {"kind": file_data.text("kind", data["kind"])} if "kind" in data else {}
-    return record(**figures, **kind, source=_source(name, data))
+    return record(**record_figures, **kind, source=_source(name, data))
 
 
 def _record_data(record: Link | SizeFactor) -> dict[str, Any]:
     kind = getattr(record, "kind", ALL_KINDS)
     data = {} if kind == ALL_KINDS else {"kind": kind}
-    figures = {key: getattr(record, key) for key in _figures_of(type(record))}
-    return {**data, **figures, **_source_data(record.source)}
+    record_figures = {key: getattr(record, key) for key in _figures_of(type(record))}
+    return {**data, **record_figures, **_source_data(record.source)}
 
 
 def _figures_of(record: type[Link | SizeFactor]) -> list[str]:

@@ -57,58 +57,66 @@ def measure(
     group = mesh.groups["shard"]
     # Why not always: ranks that share a core wait for each other, which is part of their step.
     clock = CLOCK if group.size <= cores() else time.perf_counter
-    peaks: dict[Any, Callable[[], Any]] = {}
-    flops: dict[str, int] = {}
+    peak_runs: dict[Any, Callable[[], Any]] = {}
+    flops_by_dtype: dict[str, int] = {}
     for dtype in DTYPES:
         name = dtype_name(dtype)
-        shapes = PRODUCTS if dtype == torch.float32 else SMALL
-        flops[name] = sum(2 * m * k * n for m, k, n in shapes)
-        for m, k, n in shapes:
-            peaks[name, m, k, n] = functools.partial(
+        product_shapes = PRODUCTS if dtype == torch.float32 else SMALL
+        flops_by_dtype[name] = sum(2 * m * k * n for m, k, n in product_shapes)
+        for m, k, n in product_shapes:
+            peak_runs[name, m, k, n] = functools.partial(
                 torch.matmul,
                 torch.randn(m, k, dtype=torch.float32, device="cpu").to(dtype),
                 torch.randn(k, n, dtype=torch.float32, device="cpu").to(dtype),
             )
     for size in TENSORS:
-        peaks["add", size] = functools.partial(torch.add, _ones(size), _ones(size))
-    peaks["copy"] = functools.partial(_ones(TENSORS[-1]).copy_, _ones(TENSORS[-1]))
+        peak_runs["add", size] = functools.partial(torch.add, _ones(size), _ones(size))
+    peak_runs["copy"] = functools.partial(_ones(TENSORS[-1]).copy_, _ones(TENSORS[-1]))
     collectives = {(kind, size): _collective(group, kind, size) for kind in KINDS for size in sizes}
-    swept = _ones(2 * max(sizes))
-    train, update, updated = reference_step(reference)
-    best = dict.fromkeys(peaks, math.inf)
-    links: dict[Any, list[float]] = {key: [] for key in collectives}
-    counts: dict[Any, int] = {}
-    kernels, trained, runs, updates = [], [], [], []
-    train()
-    update()  # the first update makes the optimizer's state
+    swept_memory = _ones(2 * max(sizes))
+    train_step, update_step, updated_bytes = reference_step(reference)
+    best_seconds = dict.fromkeys(peak_runs, math.inf)
+    link_seconds: dict[Any, list[float]] = {key: [] for key in collectives}
+    run_counts: dict[Any, int] = {}
+    kernel_seconds, train_seconds, kernel_runs, update_seconds = [], [], [], []
+    train_step()
+    update_step()  # the first update makes the optimizer's state
     for _ in range(passes):
-        for key, run in peaks.items():
-            counts[key] = counts.get(key) or _count(run, group, seconds / passes / ROUNDS)
-            for _ in range(ROUNDS if counts[key] > 1 else 1):
+        for key, run_once in peak_runs.items():
+            # Note: ranks agree on the number of runs, because they time them together.
+            run_counts[key] = run_counts.get(key) or _count(
+                run_once, group, seconds / passes / ROUNDS
+            )
+            for _ in range(ROUNDS if run_counts[key] > 1 else 1):
                 _together(group)
-                best[key] = min(best[key], _clock(run, times=counts[key], now=clock))
+                # Note: other programs only add time, so the fastest run is the truest.
+                best_seconds[key] = min(
+                    best_seconds[key], _clock(run_once, times=run_counts[key], now=clock)
+                )
         for _ in range(ROUNDS):
-            kernels.append(_clock(_small_kernels, now=clock))
-            for key, run in collectives.items():
-                swept.add_(1)
+            kernel_seconds.append(_clock(_small_kernels, now=clock))
+            for key, run_once in collectives.items():
+                # Note: empties the caches, as the computations between two collectives of a step
+                # do.
+                swept_memory.add_(1)
                 _together(group)
-                links[key].append(_clock(run))
+                link_seconds[key].append(_clock(run_once))
             _together(group)
-            trained.append(_clock(train, now=clock))
-            updates.append(_clock(update, now=clock))
-            runs.append(times_of(train))
-    overhead = min(kernels) / (2 * KERNELS)
+            train_seconds.append(_clock(train_step, now=clock))
+            update_seconds.append(_clock(update_step, now=clock))
+            kernel_runs.append(times_of(train_step))
+    kernel_overhead = min(kernel_seconds) / (2 * KERNELS)
     return {
-        "collectives": links,
+        "collectives": link_seconds,
         "flops": {
-            name: count / sum(taken for key, taken in best.items() if key[0] == name)
-            for name, count in flops.items()
+            name: count / sum(taken for key, taken in best_seconds.items() if key[0] == name)
+            for name, count in flops_by_dtype.items()
         },
-        "memory_bandwidth": 3 * sum(TENSORS) / sum(best["add", size] for size in TENSORS),
-        "copy": TENSORS[-1] / best["copy"],
-        "kernel_overhead": overhead,
-        "rates": tuple(rates_of(runs, statistics.median(trained), overhead)),
-        "update": updated / statistics.median(updates),
+        "memory_bandwidth": 3 * sum(TENSORS) / sum(best_seconds["add", size] for size in TENSORS),
+        "copy": TENSORS[-1] / best_seconds["copy"],
+        "kernel_overhead": kernel_overhead,
+        "rates": tuple(rates_of(kernel_runs, statistics.median(train_seconds), kernel_overhead)),
+        "update": updated_bytes / statistics.median(update_seconds),
     }
 
 
@@ -120,26 +128,29 @@ def _collective(group: Group, kind: str, size: int) -> Callable[[], Any]:
     ranks, rank = group.size, group.rank
     whole_tensor = _ones(max(size // 4 // ranks, 1) * ranks * 4)
     shard = whole_tensor[: whole_tensor.numel() // ranks].clone()
-    grads = [part.clone() for part in whole_tensor.tensor_split(LEAVES)]
+    gradient_parts = [part_numel.clone() for part_numel in whole_tensor.tensor_split(LEAVES)]
     if kind == "all_gather":
         return lambda: group.all_gather_shared(shard).wait()
     if kind == "reduce_scatter":
-        return lambda: _reduce(group.reduce_scatter, ranks, torch.empty_like(shard), grads)
+        return lambda: _reduce(group.reduce_scatter, ranks, torch.empty_like(shard), gradient_parts)
     if kind == "all_reduce":
-        return lambda: _reduce(group.all_reduce, ranks, torch.cat(grads))
+        return lambda: _reduce(group.all_reduce, ranks, torch.cat(gradient_parts))
     if kind == "broadcast":
         return lambda: group.broadcast(whole_tensor, 0).wait()
     # Exchanges: a rank sends `size` bytes to others, in equal parts or all to the next rank.
-    part = size // 4
-    takers, givers = [(rank + 1) % ranks], [(rank - 1) % ranks]
+    part_numel = size // 4
+    taking_ranks, giving_ranks = [(rank + 1) % ranks], [(rank - 1) % ranks]
     if kind == "all_to_all":
-        part //= ranks - 1
-        takers = givers = [other for other in range(ranks) if other != rank]
-    sent = [part * (other in takers) for other in range(ranks)]
-    received = [part * (other in givers) for other in range(ranks)]
-    data = _ones(sum(sent) * 4)
+        part_numel //= ranks - 1
+        taking_ranks = giving_ranks = [other for other in range(ranks) if other != rank]
+    sent_sizes = [part_numel * (other in taking_ranks) for other in range(ranks)]
+    received_sizes = [part_numel * (other in giving_ranks) for other in range(ranks)]
+    sent_data = _ones(sum(sent_sizes) * 4)
     return lambda: group.all_to_all(
-        torch.empty(sum(received), dtype=torch.float32, device="cpu"), data, received, sent
+        torch.empty(sum(received_sizes), dtype=torch.float32, device="cpu"),
+        sent_data,
+        received_sizes,
+        sent_sizes,
     ).wait()
 
 
@@ -161,9 +172,9 @@ def _together(group: Group) -> None:
 def _count(run: Callable[[], Any], group: Group, seconds: float) -> int:
     """Return how often all ranks run a job, for a time; it runs once more before, to allocate."""
     run()
-    once = torch.tensor([_clock(run)], device="cpu")
-    group.all_reduce(once).wait()
-    return max(1, min(1000, int(seconds / max(float(once) / group.size, 1e-6))))
+    once_seconds = torch.tensor([_clock(run)], device="cpu")
+    group.all_reduce(once_seconds).wait()
+    return max(1, min(1000, int(seconds / max(float(once_seconds) / group.size, 1e-6))))
 
 
 def _clock(

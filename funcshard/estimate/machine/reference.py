@@ -76,17 +76,21 @@ class KernelTimes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        start = CLOCK()
+        start_seconds = CLOCK()
         out = func(*args, **kwargs)
-        seconds = CLOCK() - start
+        seconds = CLOCK() - start_seconds
         inputs, results = list(tensors_in((args, kwargs))), list(tensors_in(out))
         known_storages = {storage_id(tensor) for tensor in inputs}
         if results and (
             writes_inputs(func)
             or any(storage_id(tensor) not in known_storages for tensor in results)
         ):
-            moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *results))
-            self.kernels.append(KernelTime(count_flops(func, args, kwargs, out), moved, seconds))
+            moved_bytes = sum(
+                tensor.numel() * tensor.element_size() for tensor in (*inputs, *results)
+            )
+            self.kernels.append(
+                KernelTime(count_flops(func, args, kwargs, out), moved_bytes, seconds)
+            )
         return out
 
 
@@ -124,14 +128,17 @@ def reference_step(reference: Reference) -> tuple[Callable[[], None], Callable[[
         True
         >>> update()
     """
-    width, size = reference.width, (reference.batch, reference.length)
+    width, batch_shape = reference.width, (reference.batch, reference.length)
     embedding = nn.Embedding(reference.vocabulary, width)
     head = nn.Linear(width, reference.vocabulary)
     blocks = nn.ModuleList(_Block(width, reference.heads) for _ in range(reference.layers))
-    norm = nn.LayerNorm(width)
-    params = [*nn.ModuleList([embedding, blocks, norm, head]).parameters()]
+    final_norm = nn.LayerNorm(width)
+    params = [*nn.ModuleList([embedding, blocks, final_norm, head]).parameters()]
     optimizer = torch.optim.AdamW(params, fused=True)
-    tokens = torch.arange(size[0] * size[1], device="cpu").view(size) % reference.vocabulary
+    tokens = (
+        torch.arange(batch_shape[0] * batch_shape[1], device="cpu").view(batch_shape)
+        % reference.vocabulary
+    )
 
     def train() -> None:
         for param in params:
@@ -139,7 +146,7 @@ def reference_step(reference: Reference) -> tuple[Callable[[], None], Callable[[
         x = embedding(tokens)
         for block in blocks:
             x = block(x)
-        F.cross_entropy(head(norm(x)).flatten(0, 1), tokens.flatten()).backward()
+        F.cross_entropy(head(final_norm(x)).flatten(0, 1), tokens.flatten()).backward()
 
     def update() -> None:
         optimizer.step()
@@ -172,19 +179,21 @@ def rates_of(
         >>> rates_of([[KernelTime(600, 10, 3.0), KernelTime(0, 20, 1.0)]], 8.0, kernel_overhead=0.0)
         StepRates(flops=100.0, bandwidth=10.0)
     """
-    typical = [
+    # Note: a median over runs, because other programs slow single kernels down.
+    typical_kernels = [
         kernel_runs[0]._replace(
             seconds=statistics.median(timed_run.seconds for timed_run in kernel_runs)
         )
         for kernel_runs in zip(*runs, strict=True)
     ]
-    computing = [kernel for kernel in typical if kernel.flops]
-    moving = [kernel for kernel in typical if not kernel.flops]
+    flop_kernels = [kernel for kernel in typical_kernels if kernel.flops]
+    other_kernels = [kernel for kernel in typical_kernels if not kernel.flops]
     # Why a least: tiny kernels take no longer than their overhead.
-    seconds_left = max(seconds - kernel_overhead * len(typical), 0.1 * seconds)
-    scale = seconds_left / sum(kernel.seconds for kernel in typical)
+    seconds_left = max(seconds - kernel_overhead * len(typical_kernels), 0.1 * seconds)
+    time_scale = seconds_left / sum(kernel.seconds for kernel in typical_kernels)
     return StepRates(
-        sum(kernel.flops for kernel in computing)
-        / (scale * sum(kernel.seconds for kernel in computing)),
-        sum(kernel.bytes for kernel in moving) / (scale * sum(kernel.seconds for kernel in moving)),
+        sum(kernel.flops for kernel in flop_kernels)
+        / (time_scale * sum(kernel.seconds for kernel in flop_kernels)),
+        sum(kernel.bytes for kernel in other_kernels)
+        / (time_scale * sum(kernel.seconds for kernel in other_kernels)),
     )

@@ -76,7 +76,7 @@ def reserved_band(pools: int, memory: int | None = None) -> tuple[int, int, str]
         ValueError: a number is negative.
 
     Example:
-        >>> from funcshard.estimate import reserved_band
+        >>> from funcshard.estimate.machine import reserved_band
         >>> low, high, source = reserved_band(1_000_000)
         >>> 1_000_000 < low < high < 1_600_000
         True
@@ -85,12 +85,15 @@ def reserved_band(pools: int, memory: int | None = None) -> tuple[int, int, str]
     """
     pools = check_count("pools", pools, 0, of="bytes")
     factors = [reserved_run.factor for reserved_run in RESERVED_RUNS]
-    low, high = min(factors), max(factors)
+    least_factor, most_factor = min(factors), max(factors)
     source_text = (
-        f"{low:.2f} to {high:.2f} times the allocator's pools, the least and the most of "
+        f"{least_factor:.2f} to {most_factor:.2f} times the allocator's pools, the least and the most of "
         f"{len(RESERVED_RUNS)} runs in {_TITAN} and {_MEASURED}"
     )
-    bound = max(pools, check_count("memory", memory, 0, of="bytes")) if memory is not None else None
-    ends = [int(pools * factor) for factor in (low, high)]
-    least, most_bytes = ends if bound is None else [min(end, bound) for end in ends]
+    least, most_bytes = int(pools * least_factor), int(pools * most_factor)
+    # Note: a full allocator gives unused blocks back, so it never reserves more than the device
+    # has.
+    if memory is not None:
+        bound = max(pools, check_count("memory", memory, 0, of="bytes"))
+        least, most_bytes = min(least, bound), min(most_bytes, bound)
     return least, most_bytes, source_text

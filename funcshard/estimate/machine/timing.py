@@ -86,15 +86,19 @@ def collective_time(
     if ranks == 1:
         return Timed(0.0, "exact")
     # Why all ranks in one node without a network: a measured machine, such as a laptop.
-    nodes = _nodes(ranks, stride, hardware.ranks_per_node) if hardware.network else 1
-    links = hardware.network if nodes > 1 else hardware.node
-    kind_links = _of_kind(links, event_kind)
+    node_count = _nodes(ranks, stride, hardware.ranks_per_node) if hardware.network else 1
+    axis_links = hardware.network if node_count > 1 else hardware.node
+    kind_links = _of_kind(axis_links, event_kind)
+    # Note: without a measured all-reduce, it is the two halves of NCCL's ring.
     if event_kind == "all_reduce" and not kind_links:
-        scatter = collective_time(hardware, "reduce_scatter", nbytes, ranks, stride=stride)
-        gather = collective_time(hardware, "all_gather", nbytes, ranks, stride=stride)
-        return Timed(scatter.seconds + gather.seconds, weakest(scatter.source, gather.source))
-    if nodes > 1:
-        return _across_nodes(hardware, event_kind, nbytes, ranks, nodes)
+        scatter_time = collective_time(hardware, "reduce_scatter", nbytes, ranks, stride=stride)
+        gather_time = collective_time(hardware, "all_gather", nbytes, ranks, stride=stride)
+        return Timed(
+            scatter_time.seconds + gather_time.seconds,
+            weakest(scatter_time.source, gather_time.source),
+        )
+    if node_count > 1:
+        return _across_nodes(hardware, event_kind, nbytes, ranks, node_count)
     return _inside_node(hardware, event_kind, nbytes, ranks)
 
 
@@ -119,7 +123,8 @@ def compute_time(
         ValueError: a number is negative, or the description has no peak for the dtype.
 
     Example:
-        >>> from funcshard.estimate import compute_time, load_hardware
+        >>> from funcshard.estimate import load_hardware
+        >>> from funcshard.estimate.machine import compute_time
         >>> h100 = load_hardware("h100")
         >>> compute_time(h100, 0, 0, "bfloat16").seconds
         0.0
@@ -131,7 +136,7 @@ def compute_time(
     nbytes = check_count("nbytes", nbytes, 0, of="bytes")
     kernels = check_count("kernels", kernels, 0)
     name = dtype if isinstance(dtype, str) else dtype_name(dtype)
-    computing = 0.0
+    flop_seconds = 0.0
     if flops:
         if name not in hardware.flops:
             raise ValueError(
@@ -139,18 +144,22 @@ def compute_time(
                 f"{', '.join(hardware.flops)}; found {name!r}: add its FLOP/s to a copy of the "
                 "description"
             )
-        computing = flops / (hardware.flops[name] * hardware.flops_efficiency)
-    moving = nbytes / (hardware.memory_bandwidth * hardware.memory_efficiency)
-    used = ("memory_bandwidth", "memory_efficiency")
-    if computing > moving:
-        used = (f"flops.{name}", "flops_efficiency")
-    parts: dict[tuple[str, ...], float] = {
-        used: max(computing, moving),
+        flop_seconds = flops / (hardware.flops[name] * hardware.flops_efficiency)
+    memory_seconds = nbytes / (hardware.memory_bandwidth * hardware.memory_efficiency)
+    used_figures = ("memory_bandwidth", "memory_efficiency")
+    if flop_seconds > memory_seconds:
+        used_figures = (f"flops.{name}", "flops_efficiency")
+    seconds_by_figures: dict[tuple[str, ...], float] = {
+        used_figures: max(flop_seconds, memory_seconds),
         ("kernel_overhead",): kernels * hardware.kernel_overhead,
     }
-    longest = max(parts, key=parts.__getitem__)
-    how = [hardware.sources[figure_name].how for figure_name in longest if parts[longest]]
-    return Timed(sum(parts.values()), weakest(*how))
+    longest_figures = max(seconds_by_figures, key=seconds_by_figures.__getitem__)
+    how = [
+        hardware.sources[figure_name].how
+        for figure_name in longest_figures
+        if seconds_by_figures[longest_figures]
+    ]
+    return Timed(sum(seconds_by_figures.values()), weakest(*how))
 
 
 def update_time(hardware: Hardware, nbytes: int) -> Timed:
@@ -166,14 +175,14 @@ def update_time(hardware: Hardware, nbytes: int) -> Timed:
         0.0
     """
     nbytes = check_count("nbytes", nbytes, 0, of="bytes")
-    name, efficiency = "optimizer_efficiency", hardware.optimizer_efficiency
+    efficiency_name, efficiency = "optimizer_efficiency", hardware.optimizer_efficiency
     if efficiency is None:
-        name, efficiency = "memory_efficiency", hardware.memory_efficiency
+        efficiency_name, efficiency = "memory_efficiency", hardware.memory_efficiency
     seconds = nbytes / (hardware.memory_bandwidth * efficiency)
     if not nbytes:
         return Timed(seconds, "exact")
     sources = hardware.sources
-    return Timed(seconds, weakest(sources["memory_bandwidth"].how, sources[name].how))
+    return Timed(seconds, weakest(sources["memory_bandwidth"].how, sources[efficiency_name].how))
 
 
 def offload_time(hardware: Hardware, nbytes: int) -> Timed:
@@ -184,7 +193,8 @@ def offload_time(hardware: Hardware, nbytes: int) -> Timed:
         nbytes: bytes that are copied; a copy of no bytes takes no time.
 
     Example:
-        >>> from funcshard.estimate import load_hardware, offload_time
+        >>> from funcshard.estimate import load_hardware
+        >>> from funcshard.estimate.machine import offload_time
         >>> offload_time(load_hardware("h100"), 0).seconds
         0.0
     """
@@ -197,7 +207,9 @@ def offload_time(hardware: Hardware, nbytes: int) -> Timed:
 
 def _nodes(ranks: int, stride: int, per_node: int) -> int:
     """Return how many nodes the axis through rank 0 reaches."""
-    return ranks if stride >= per_node else (ranks - 1) * stride // per_node + 1
+    if stride >= per_node:
+        return ranks
+    return (ranks - 1) * stride // per_node + 1
 
 
 def _of_kind(links: Sequence[Link], kind: str) -> list[Link]:
@@ -214,10 +226,10 @@ def _inside_node(hardware: Hardware, kind: str, nbytes: int, ranks: int) -> Time
     if node_links:
         latency, bandwidth, how = _at(node_links, ranks)
         return Timed(latency + nbytes / bandwidth, how)
-    reached = 2 if kind == "ppermute" else ranks
-    latency, bandwidth, how = _at(_node_links(hardware, kind), reached)
+    reached_ranks = 2 if kind == "ppermute" else ranks
+    latency, bandwidth, how = _at(_node_links(hardware, kind), reached_ranks)
     if kind not in ("all_gather", "reduce_scatter"):
-        bandwidth = _wire(bandwidth, reached)
+        bandwidth = _wire(bandwidth, reached_ranks)
     return Timed(latency + nbytes / bandwidth, how)
 
 
@@ -232,29 +244,38 @@ def _node_links(hardware: Hardware, kind: str) -> list[Link]:
 
 
 def _across_nodes(hardware: Hardware, kind: str, nbytes: int, ranks: int, nodes: int) -> Timed:
-    full = hardware.ranks_per_node
+    ranks_per_node = hardware.ranks_per_node
     crossed_nodes = 2 if kind == "ppermute" else nodes  # nodes that one message crosses
     links = _of_kind(hardware.network, kind) or _shared(hardware.network)
     latency, bandwidth, how = _at(links, crossed_nodes)
-    rank_share = ranks / nodes / full  # of the node's cards
+    # Note: groups side by side share the cards of a node.
+    rank_share = ranks / nodes / ranks_per_node  # of the node's cards
     # Why: the links are those of a ring through all ranks of each node. A ring through fewer ranks
     # has fewer steps there.
-    if full > 1:
-        in_node, _, node_how = _at(_node_links(hardware, kind), full)
-        steps = crossed_nodes * full * (1 - (1 / full if kind == "ppermute" else rank_share))
-        latency = max(latency - steps * in_node / (full - 1), latency * rank_share)
+    if ranks_per_node > 1:
+        in_node, _, node_how = _at(_node_links(hardware, kind), ranks_per_node)
+        node_steps = (
+            crossed_nodes
+            * ranks_per_node
+            * (1 - (1 / ranks_per_node if kind == "ppermute" else rank_share))
+        )
+        latency = max(latency - node_steps * in_node / (ranks_per_node - 1), latency * rank_share)
         how = weakest(how, node_how)
-    wire = _wire(bandwidth, full * crossed_nodes)  # bytes per second through all cards of a node
+    wire_bandwidth = _wire(
+        bandwidth, ranks_per_node * crossed_nodes
+    )  # bytes per second through all cards of a node
     factor, factor_how = _size_factor(hardware, nbytes if kind in EXCHANGES else nbytes // ranks)
     how = weakest(how, factor_how)
     if kind == "ppermute":
-        return Timed(latency + nbytes * full / (wire * factor), how)
+        return Timed(latency + nbytes * ranks_per_node / (wire_bandwidth * factor), how)
     if kind == "all_to_all":
         # Why the share: data for ranks of the own node does not pass through the cards.
-        outside = (ranks - ranks / nodes) / (ranks - 1)
-        return Timed(latency + nbytes * outside * full / (wire * factor), how)
-    sent = nbytes if kind == "broadcast" else nbytes * (ranks - 1) / ranks
-    return Timed(latency + sent / (wire * rank_share * factor), how)
+        outside_share = (ranks - ranks / nodes) / (ranks - 1)
+        return Timed(
+            latency + nbytes * outside_share * ranks_per_node / (wire_bandwidth * factor), how
+        )
+    sent_bytes = nbytes if kind == "broadcast" else nbytes * (ranks - 1) / ranks
+    return Timed(latency + sent_bytes / (wire_bandwidth * rank_share * factor), how)
 
 
 def _wire(bandwidth: float, ranks: int) -> float:
@@ -264,25 +285,28 @@ def _wire(bandwidth: float, ranks: int) -> float:
 
 def _at(links: Sequence[Link], size: int) -> tuple[float, float, str]:
     """Return latency, bandwidth and source for a number of ranks or nodes."""
-    index = bisect.bisect_left([link.size for link in links], size)
-    link = links[min(index, len(links) - 1)]
+    link_index = bisect.bisect_left([link.size for link in links], size)
+    link = links[min(link_index, len(links) - 1)]
     if link.size == size:
         return link.latency, link.bandwidth, link.source.how
-    if index == 0:
+    # Note: fewer ranks than were ever measured: the smallest link is the nearest.
+    if link_index == 0:
         return link.latency, link.bandwidth, "extrapolated"
-    smaller_link = links[index - 1]
-    if index == len(links):
+    smaller_link = links[link_index - 1]
+    if link_index == len(links):
+        # Note: a ring of one rank takes no time, so one link alone gives a line too.
         base_size, base_latency = 1, 0.0
-        if index > 1:
+        if link_index > 1:
             base_size, base_latency = links[-2].size, links[-2].latency
-        slope = 0.0
+        latency_slope = 0.0
         if link.size > base_size:
-            slope = (link.latency - base_latency) / (link.size - base_size)
-        latency = link.latency + max(slope, 0.0) * (size - link.size)
+            latency_slope = (link.latency - base_latency) / (link.size - base_size)
+        latency = link.latency + max(latency_slope, 0.0) * (size - link.size)
         return latency, link.bandwidth, "extrapolated"
-    part = (size - smaller_link.size) / (link.size - smaller_link.size)
+    linear_part = (size - smaller_link.size) / (link.size - smaller_link.size)
+    # Note: links are measured at powers of two, and the bandwidth changes with each doubling.
     log_part = math.log(size / smaller_link.size) / math.log(link.size / smaller_link.size)
-    latency = smaller_link.latency + part * (link.latency - smaller_link.latency)
+    latency = smaller_link.latency + linear_part * (link.latency - smaller_link.latency)
     bandwidth = smaller_link.bandwidth + log_part * (link.bandwidth - smaller_link.bandwidth)
     return latency, bandwidth, weakest(smaller_link.source.how, link.source.how)
 
@@ -292,11 +316,13 @@ def _size_factor(hardware: Hardware, nbytes: int) -> tuple[float, str]:
     factors = hardware.size_factors
     if not factors:
         return 1.0, "exact"
-    index = bisect.bisect_right([size_factor.bytes for size_factor in factors], nbytes)
-    if index in (0, len(factors)):
-        near = factors[max(index - 1, 0)]
-        return near.factor, near.source.how
-    smaller, larger = factors[index - 1 : index + 1]
-    part = math.log(nbytes / smaller.bytes) / math.log(larger.bytes / smaller.bytes)
-    factor = smaller.factor + part * (larger.factor - smaller.factor)
-    return factor, weakest(smaller.source.how, larger.source.how)
+    factor_index = bisect.bisect_right([size_factor.bytes for size_factor in factors], nbytes)
+    if factor_index in (0, len(factors)):
+        nearest_factor = factors[max(factor_index - 1, 0)]
+        return nearest_factor.factor, nearest_factor.source.how
+    smaller_factor, larger_factor = factors[factor_index - 1 : factor_index + 1]
+    log_part = math.log(nbytes / smaller_factor.bytes) / math.log(
+        larger_factor.bytes / smaller_factor.bytes
+    )
+    factor = smaller_factor.factor + log_part * (larger_factor.factor - smaller_factor.factor)
+    return factor, weakest(smaller_factor.source.how, larger_factor.source.how)

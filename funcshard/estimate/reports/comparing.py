@@ -64,33 +64,35 @@ class Comparison(Shown):
 
     def _parts(self) -> list[Part]:
         both = self.before, self.after
-        earlier, where = (moment_text(report.peak_moment) for report in both)
-        if where != earlier:
-            where = f"{where} instead of the {earlier}"
-        memory = _moves([report.by_category for report in both], table.size)
-        times = _moves([_times(report) for report in both], table.duration)
+        place_before, place_after = (moment_text(report.peak_moment) for report in both)
+        if place_after != place_before:
+            place_after = f"{place_after} instead of the {place_before}"
+        memory_rows = _moves([report.by_category for report in both], table.size)
+        time_rows = _moves([_times(report) for report in both], table.duration)
         # Note: phases overlap with waits, so the times of a step are not the sum of the rows.
-        total = _row("total", self.before.step_time, self.after.step_time, table.duration)
-        traffic = _moves([_traffic(report) for report in both], table.size)
+        time_total = _row("total", self.before.step_time, self.after.step_time, table.duration)
+        traffic_rows = _moves([_traffic(report) for report in both], table.size)
         header = ["", "before", "after", "±"]
         return [
             Bullets("Changes", self.changes or ("none",)),
             self._table(),
-            Table(f"Memory at the peak, in the {where}", header, *memory),
-            Table("Time of a step", header, times[0], total),
-            Table("Traffic of a rank in a step", header, *traffic),
+            Table(f"Memory at the peak, in the {place_after}", header, *memory_rows),
+            Table("Time of a step", header, time_rows[0], time_total),
+            Table("Traffic of a rank in a step", header, *traffic_rows),
         ]
 
     def _table(self) -> Table:
         header, rows, total = ["unit"], [[pair.title] for pair in self.units], ["total"]
         for title, number, text in COLUMNS:
             header += [title, "±"]
-            pairs = [pair.of(number) for pair in self.units]
-            for row, (old, new) in zip(rows, pairs, strict=True):
+            number_pairs = [pair.of(number) for pair in self.units]
+            for row, (old, new) in zip(rows, number_pairs, strict=True):
                 row += _cells(old, new, text)
-            total += _cells(sum(old for old, _ in pairs), sum(new for _, new in pairs), text)
-        plans = [report.plan.fingerprint() for report in (self.after, self.before)]
-        title = f"Plan {plans[0]} compared with plan {plans[1]}"
+            total += _cells(
+                sum(old for old, _ in number_pairs), sum(new for _, new in number_pairs), text
+            )
+        plan_names = [report.plan.fingerprint() for report in (self.after, self.before)]
+        title = f"Plan {plan_names[0]} compared with plan {plan_names[1]}"
         return Table(f"{title}; a row n × has the sum over n equal units", header, rows, total)
 
 
@@ -129,14 +131,15 @@ def compare(before: Report, after: Report) -> Comparison:
 
 
 def _pairs(before: Report, after: Report) -> tuple[UnitPair, ...]:
-    units = before.plan.units, after.plan.units
-    recomputed = recomputed_units(before), recomputed_units(after)
+    both_units = before.plan.units, after.plan.units
+    recomputed_names = recomputed_units(before), recomputed_units(after)
+    # Note: units are folded only if they are equal in both reports, so that rows match.
     known_classes: dict[str, Hashable] = {
         name: tuple(
             (unit_class(plan_units[name]), name in names)
-            for plan_units, names in zip(units, recomputed, strict=True)
+            for plan_units, names in zip(both_units, recomputed_names, strict=True)
         )
-        for name in units[0].keys() & units[1].keys()
+        for name in both_units[0].keys() & both_units[1].keys()
     }
 
     def key(unit: UnitPlan) -> Hashable:
@@ -159,22 +162,22 @@ def _moves(
 ) -> tuple[list[list[str]], list[str]]:
     """Return rows of numbers before and after, and the row of their sums."""
     old, new = numbers
-    rows = [_row(name, old.get(name, 0), new.get(name, 0), text) for name in {**old, **new}]
-    return rows, _row("total", sum(old.values()), sum(new.values()), text)
+    table_rows = [_row(name, old.get(name, 0), new.get(name, 0), text) for name in {**old, **new}]
+    return table_rows, _row("total", sum(old.values()), sum(new.values()), text)
 
 
 def _times(report: Report) -> Mapping[str, float]:
     """Return the seconds of each phase, and of the waits for collectives."""
-    times: defaultdict[str, float] = defaultdict(float)
+    phase_seconds: defaultdict[str, float] = defaultdict(float)
     for span in report.spans:
         if span.lane == "compute":
-            times[span.what] += span.seconds
-    return {**times, "waits for collectives": report.exposed}
+            phase_seconds[span.what] += span.seconds
+    return {**phase_seconds, "waits for collectives": report.exposed}
 
 
 def _traffic(report: Report) -> Mapping[str, int]:
     """Return the bytes that a rank sends, by kind of collective and mesh axis."""
-    sent: defaultdict[str, int] = defaultdict(int)
+    sent_bytes: defaultdict[str, int] = defaultdict(int)
     for event in report.events:
-        sent[f"{event.kind.replace('_', '-')} along {event.axis}"] += event.traffic
-    return sent
+        sent_bytes[f"{event.kind.replace('_', '-')} along {event.axis}"] += event.traffic
+    return sent_bytes

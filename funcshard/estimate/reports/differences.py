@@ -37,9 +37,9 @@ def differences_between(before: Report, after: Report) -> tuple[str, ...]:
         *_of_options(before, after),
         *_of_profile(before, after),
     )
-    names = [report_field.name for report_field in dataclasses.fields(Report)]
-    same = all(getattr(before, name) == getattr(after, name) for name in names)
-    return clauses if clauses or same else (_UNSEEN,)
+    field_names = [report_field.name for report_field in dataclasses.fields(Report)]
+    all_equal = all(getattr(before, name) == getattr(after, name) for name in field_names)
+    return clauses if clauses or all_equal else (_UNSEEN,)
 
 
 def _change(words: str, old: Any, new: Any, noun: str = "") -> Iterable[str]:
@@ -62,8 +62,8 @@ def _of_whole(before: Report, after: Report) -> Iterable[str]:
         old_count, new_count = len(old.units), len(new.units)
         if old_count == new_count:
             yield "the plan cuts other units"
-        noun = " units" if new_count > 1 else " unit"
-        yield from _change("the plan has", old_count, new_count, noun)
+        unit_noun = " units" if new_count > 1 else " unit"
+        yield from _change("the plan has", old_count, new_count, unit_noun)
     old_settings, new_settings = _settings(before), _settings(after)
     for name, setting in new_settings.items():
         yield from _change(f"the {name} is", old_settings[name], setting)
@@ -81,9 +81,10 @@ def _settings(report: Report) -> dict[str, Any]:
 def _of_units(before: Report, after: Report) -> Iterable[str]:
     old_units = before.plan.units
     old_recomputed, new_recomputed = recomputed_units(before), recomputed_units(after)
-    both = [unit for unit in after.plan.unit_list if unit.name in old_units]
+    common_units = [unit for unit in after.plan.unit_list if unit.name in old_units]
     units_by_change: dict[str, list[UnitPlan]] = {}
-    for unit in both:
+    # Note: units that differ in the same way are one clause.
+    for unit in common_units:
         changes = list(_of_unit(old_units[unit.name], unit))
         if unit.name in old_recomputed - new_recomputed:
             changes.append("{is} not recomputed in backward")
@@ -92,15 +93,19 @@ def _of_units(before: Report, after: Report) -> Iterable[str]:
         for change in changes:
             units_by_change.setdefault(change, []).append(unit)
     for change, units in units_by_change.items():
-        many = len(units) > 1
-        whose = "all units" if many and len(units) == len(both) else _title(units, both)
-        yield f"{whose} {change.format(**(_MANY if many else _ONE))}"
+        is_many = len(units) > 1
+        unit_title = (
+            "all units"
+            if is_many and len(units) == len(common_units)
+            else _title(units, common_units)
+        )
+        yield f"{unit_title} {change.format(**(_MANY if is_many else _ONE))}"
 
 
 def _title(units: Iterable[UnitPlan], all_units: Iterable[UnitPlan]) -> str:
-    changed = {unit.name for unit in units}
-    groups = fold_units(all_units, key=lambda unit: unit.name in changed)
-    return " and ".join(group.title for group in groups if group.first.name in changed)
+    changed_names = {unit.name for unit in units}
+    unit_groups = fold_units(all_units, key=lambda unit: unit.name in changed_names)
+    return " and ".join(group.title for group in unit_groups if group.first.name in changed_names)
 
 
 def _of_unit(old: UnitPlan, new: UnitPlan) -> Iterable[str]:
@@ -108,8 +113,8 @@ def _of_unit(old: UnitPlan, new: UnitPlan) -> Iterable[str]:
     if old.strategy == new.strategy:
         yield from _change("{is}", _freed(old), _freed(new))
     if old.reshard_after_backward != new.reshard_after_backward:
-        freed = new.reshard_after_backward
-        yield "{is} freed after each backward" if freed else "{is} kept over micro-batches"
+        freed_backward = new.reshard_after_backward
+        yield "{is} freed after each backward" if freed_backward else "{is} kept over micro-batches"
     # Note: if not, other units have the rest, and the leaves are no difference of this one.
     same_leaves = {leaf.path for leaf in old.leaves} == {leaf.path for leaf in new.leaves}
     if same_leaves:
@@ -145,9 +150,11 @@ def _trainable(unit: UnitPlan) -> int:
 
 
 def _precision(precision: Mapping[str, Any]) -> str:
-    dtypes = {tensors: precision[f"{name}_dtype"] for name, tensors in _DTYPES.items()}
-    texts = [f"{dtype_name(dtype)} for {tensors}" for tensors, dtype in dtypes.items() if dtype]
-    return " and ".join(texts) or "the dtypes of the leaves"
+    dtype_uses = {tensors: precision[f"{name}_dtype"] for name, tensors in _DTYPES.items()}
+    dtype_texts = [
+        f"{dtype_name(dtype)} for {tensors}" for tensors, dtype in dtype_uses.items() if dtype
+    ]
+    return " and ".join(dtype_texts) or "the dtypes of the leaves"
 
 
 def _of_options(before: Report, after: Report) -> Iterable[str]:
@@ -183,11 +190,11 @@ def _of_profile(before: Report, after: Report) -> Iterable[str]:
 
 def _forward(report: Report) -> tuple[str, str, str]:
     """Return tokens, FLOPs and moved bytes of the forward and loss of a micro-batch."""
-    count = int(str(report.options.get("micro_batches") or 1))
-    spans = [span for span in report.spans if span.what in ("forward", "loss")]
-    flops = sum(span.flops for span in spans) // count
-    moved = sum(span.bytes for span in spans) // count
-    return f"{report.tokens // count:,}", f"{flops:,}", table.size(moved)
+    batch_count = int(str(report.options.get("micro_batches") or 1))
+    forward_spans = [span for span in report.spans if span.what in ("forward", "loss")]
+    forward_flops = sum(span.flops for span in forward_spans) // batch_count
+    moved_bytes = sum(span.bytes for span in forward_spans) // batch_count
+    return f"{report.tokens // batch_count:,}", f"{forward_flops:,}", table.size(moved_bytes)
 
 
 def _shapes(plan: Plan) -> dict[str, tuple[int, ...]]:

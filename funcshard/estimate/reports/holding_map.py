@@ -62,8 +62,12 @@ class RankGroup(NamedTuple):
     @property
     def title(self) -> str:
         """Name of the group for tables, such as ``shard 0–6``."""
-        last = self.end - 1
-        return f"shard {self.begin}" if self.begin == last else f"shard {self.begin}–{last}"
+        last_shard = self.end - 1
+        return (
+            f"shard {self.begin}"
+            if self.begin == last_shard
+            else f"shard {self.begin}–{last_shard}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +105,16 @@ class Holding:
 
     def part(self, rank: int) -> int:
         """Return the number of the part that a rank holds."""
-        position = position_of(rank, dict(self.axes))
-        cut = {axis: size for axis, size in self.axes if axis in self.cut}
-        return rank_at({axis: position[axis] for axis in cut}, cut)
+        # Note: ranks that agree on these axes hold the same part.
+        rank_position = position_of(rank, dict(self.axes))
+        cut_axes = {axis: size for axis, size in self.axes if axis in self.cut}
+        return rank_at({axis: rank_position[axis] for axis in cut_axes}, cut_axes)
 
     def held(self, shard: int) -> int:
         """Return the bytes of leaves, without padding, at an index on the shard axis."""
         buffer = self.buffer
-        first = shard * buffer.shard_numel if buffer.shards > 1 else 0
-        return max(min(buffer.numel - first, buffer.shard_numel), 0) * buffer.itemsize
+        first_element = shard * buffer.shard_numel if buffer.shards > 1 else 0
+        return max(min(buffer.numel - first_element, buffer.shard_numel), 0) * buffer.itemsize
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -153,26 +158,26 @@ class Holdings(Shown):
 
     def _parts(self) -> list[Table]:
         # Note: the first groups and the last one have a column; most groups differ by a few bytes.
-        shown = self.ranks
-        if len(shown) > _MOST_GROUPS:
-            shown = (*shown[: _MOST_GROUPS - 1], shown[-1])
+        shown_groups = self.ranks
+        if len(shown_groups) > _MOST_GROUPS:
+            shown_groups = (*shown_groups[: _MOST_GROUPS - 1], shown_groups[-1])
         header = ["unit", "buffer", "gathered", "parts", "copies"]
         rows = [
             [row.group.title, row.buffer.key, table.size(row.gathered), _parts_text(row), str(row.copies)]
             for row in self.rows
         ]  # fmt: skip
-        gathered = sum(row.gathered * len(row.group.units) for row in self.rows)
-        total = ["total", "", table.size(gathered), "", ""]
-        for group in shown:
+        gathered_bytes = sum(row.gathered * len(row.group.units) for row in self.rows)
+        total_row = ["total", "", table.size(gathered_bytes), "", ""]
+        for group in shown_groups:
             header.append(group.title)
             for cells, row in zip(rows, self.rows, strict=True):
                 cells.append(table.size(row.held(group.begin)))
-            total.append(table.size(self._held(group.begin)))
+            total_row.append(table.size(self._held(group.begin)))
         title = f"Holdings of {mesh_text(self.plan.mesh_axes)}, bytes without padding of one unit and rank"
-        if len(shown) < len(self.ranks):
-            left_out = len(self.ranks) - len(shown)
+        if len(shown_groups) < len(self.ranks):
+            left_out = len(self.ranks) - len(shown_groups)
             title += f"; {left_out} groups of ranks with other padding are left out"
-        return [Table(title, header, rows, total)]
+        return [Table(title, header, rows, total_row)]
 
     def _held(self, shard: int) -> int:
         return sum(row.held(shard) * len(row.group.units) for row in self.rows)
@@ -204,22 +209,24 @@ def holdings(plan: Plan) -> Holdings:
     check_plan(plan)
     rows = tuple(_rows(plan))
     shards = plan.mesh_shape[1]
-    bounds = {0, shards}
+    shard_bounds = {0, shards}
     for row in rows:
-        bounds.update(bound for bound in _bounds(row.buffer) if bound < row.buffer.shards)
-    others = plan.world_size // shards
-    groups = tuple(
-        RankGroup(begin, end, (end - begin) * others)
-        for begin, end in itertools.pairwise(sorted(bounds))
+        shard_bounds.update(bound for bound in _bounds(row.buffer) if bound < row.buffer.shards)
+    ranks_per_shard = plan.world_size // shards
+    rank_groups = tuple(
+        RankGroup(begin, end, (end - begin) * ranks_per_shard)
+        for begin, end in itertools.pairwise(sorted(shard_bounds))
     )
-    return Holdings(plan, rows, groups)
+    return Holdings(plan, rows, rank_groups)
 
 
 def _rows(plan: Plan) -> Iterator[Holding]:
     axes = tuple(plan.mesh_axes.items())
     for group in fold_units(plan.unit_list):
         for buffer in group.first.buffers:
-            cut_axes = {*buffer.local, *(["shard"] if buffer.shards > 1 else [])}
+            cut_axes = set(buffer.local)
+            if buffer.shards > 1:
+                cut_axes.add("shard")
             yield Holding(
                 group=group,
                 buffer=buffer,
@@ -239,5 +246,5 @@ def _bounds(buffer: BufferPlan) -> Iterator[int]:
 
 
 def _parts_text(row: Holding) -> str:
-    cut = {axis: size for axis, size in row.axes if axis in row.cut}
-    return axes_text(cut, ones=()) if cut else "whole"
+    cut_axes = {axis: size for axis, size in row.axes if axis in row.cut}
+    return axes_text(cut_axes, ones=()) if cut_axes else "whole"

@@ -42,54 +42,70 @@ def to_perfetto(report: Step, path: str | Path) -> Path:
         "plan": report.plan.fingerprint(), "mesh": mesh_text(report.plan.mesh_axes), "hardware": report.hardware,
         "rank": report.rank, "peak bytes": report.peak, "step seconds": report.step_time,
     }  # fmt: skip
-    data = {
+    trace_data = {
         "displayTimeUnit": "ms",
         "otherData": more_facts,
         "traceEvents": list(trace_events(report)),
     }
-    path.write_text(json.dumps(data), encoding="utf-8")
+    path.write_text(json.dumps(trace_data), encoding="utf-8")
     return path
 
 
 def trace_events(report: Step) -> Iterator[dict[str, Any]]:
     """Yield the events of the trace of a report: names first, then spans, then counters."""
-    process = {"pid": report.rank}
-    yield {"ph": "M", "name": "process_name", **process, "args": {"name": f"rank {report.rank}"}}
+    process_place = {"pid": report.rank}
+    yield {
+        "ph": "M",
+        "name": "process_name",
+        **process_place,
+        "args": {"name": f"rank {report.rank}"},
+    }
     tracks = tracks_of(report)
     for thread, track in enumerate(tracks):
-        place = {**process, "tid": thread}
-        yield {"ph": "M", "name": "thread_name", **place, "args": {"name": track}}
-        yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": thread}}
+        track_place = {**process_place, "tid": thread}
+        yield {"ph": "M", "name": "thread_name", **track_place, "args": {"name": track}}
+        yield {
+            "ph": "M",
+            "name": "thread_sort_index",
+            **track_place,
+            "args": {"sort_index": thread},
+        }
+    # Note: names come first, because viewers sort threads by them.
     for thread, spans in enumerate(tracks.values()):
         for span in spans:
             yield {
-                "ph": "X", "name": f"{span.what} {span.unit or '(root)'}", "cat": span.lane, **process,
+                "ph": "X", "name": f"{span.what} {span.unit or '(root)'}", "cat": span.lane, **process_place,
                 "tid": thread, "ts": span.begin * _MICROSECONDS, "dur": span.seconds * _MICROSECONDS,
                 "args": {"unit": span.unit, "bytes": span.bytes, "flops": span.flops, "source": span.source},
             }  # fmt: skip
-    names = used_categories(report)
+    category_names = used_categories(report)
     values_before: dict[str, int] = {}
     for moment in report.timeline:
-        values = {f"{TOTAL}: {name}": moment.memory.get(name, 0) for name in names}
-        values[TOTAL] = moment.total
-        time = moment.seconds * _MICROSECONDS
+        current_values = {f"{TOTAL}: {name}": moment.memory.get(name, 0) for name in category_names}
+        current_values[TOTAL] = moment.total
+        moment_time = moment.seconds * _MICROSECONDS
         # Why only where it changes: a counter keeps its value, and 126 blocks have many moments.
-        for name in (TOTAL, *values):
-            if values_before.get(name) != values[name]:
+        for name in (TOTAL, *current_values):
+            if values_before.get(name) != current_values[name]:
                 yield {
                     "ph": "C",
                     "name": name,
-                    **process,
-                    "ts": time,
-                    "args": {"bytes": values[name]},
+                    **process_place,
+                    "ts": moment_time,
+                    "args": {"bytes": current_values[name]},
                 }
-                values_before[name] = values[name]
+                values_before[name] = current_values[name]
 
 
 def used_categories(report: Step) -> list[str]:
     """Return the categories of memory that a report has, those of the simulator first."""
-    used = {name for moment in report.timeline for name, size in moment.memory.items() if size}
-    return [*(name for name in CATEGORIES if name in used), *sorted(used.difference(CATEGORIES))]
+    used_names = {
+        name for moment in report.timeline for name, size in moment.memory.items() if size
+    }
+    return [
+        *(name for name in CATEGORIES if name in used_names),
+        *sorted(used_names.difference(CATEGORIES)),
+    ]
 
 
 def tracks_of(report: Step) -> dict[str, tuple[Span, ...]]:
@@ -100,20 +116,20 @@ def tracks_of(report: Step) -> dict[str, tuple[Span, ...]]:
     """
     spans_by_track: dict[str, tuple[Span, ...]] = {}
     for lane in [*LANES, *sorted({span.lane for span in report.spans}.difference(LANES))]:
-        spans = [span for span in report.spans if span.lane == lane]
-        if not _overlap(spans):
-            spans_by_track[lane] = tuple(spans)
+        lane_spans = [span for span in report.spans if span.lane == lane]
+        if not _overlap(lane_spans):
+            spans_by_track[lane] = tuple(lane_spans)
             continue
-        for span_kind in dict.fromkeys(span.what for span in spans):
+        for span_kind in dict.fromkeys(span.what for span in lane_spans):
             spans_by_track[f"{lane}: {span_kind}"] = tuple(
-                span for span in spans if span.what == span_kind
+                span for span in lane_spans if span.what == span_kind
             )
     return spans_by_track
 
 
 def _overlap(spans: Sequence[Span]) -> bool:
-    ordered = sorted(spans, key=lambda span: (span.begin, span.end))
+    ordered_spans = sorted(spans, key=lambda span: (span.begin, span.end))
     return any(
         later_span.begin < earlier_span.end
-        for earlier_span, later_span in itertools.pairwise(ordered)
+        for earlier_span, later_span in itertools.pairwise(ordered_spans)
     )

@@ -77,10 +77,11 @@ def report_parts(report: Step) -> Iterator[Part]:
     asked_budget = report.options.get("budget")
     if isinstance(asked_budget, int) and report.budget is not None and asked_budget > report.budget:
         yield f"Budget: {table.size(asked_budget)} is more than the device has, so its memory counts."
+    # Note: in use it fits, but the allocator may not.
     if report.budget and report.fits and report.reserved[1] >= _FULL * report.budget:
-        share = table.share(report.reserved[1], report.budget)
+        reserved_share = table.share(report.reserved[1], report.budget)
         yield (
-            f"Slow allocations: the allocator may reserve {share} of the budget. A full one frees "
+            f"Slow allocations: the allocator may reserve {reserved_share} of the budget. A full one frees "
             "what it does not use and waits for the device, which the step time leaves out."
         )
 
@@ -96,8 +97,9 @@ def source_of(report: Step, name: str) -> str:
     if name in report.sources:
         return report.sources[name]
     if name in _OF_TIME:
-        pairs = [(span.seconds, span.source) for span in report.spans]
-        return source_of_sum(pairs) if pairs else "traced"
+        timed_sources = [(span.seconds, span.source) for span in report.spans]
+        return source_of_sum(timed_sources) if timed_sources else "traced"
+    # Note: the peak is a sum, which is as good as its weakest part.
     if name == "peak":
         return weakest(*(source_of(report, category) for category in report.by_category))
     if name in _EXACT:
@@ -108,7 +110,9 @@ def source_of(report: Step, name: str) -> str:
 def moment_text(moment: Moment) -> str:
     """Return a moment as text, such as ``backward of blocks.3``."""
     words = _MOMENTS.get(moment.what, moment.what)
-    return words if moment.what in _OF_STEP else f"{words} of {moment.unit or '(root)'}"
+    if moment.what in _OF_STEP:
+        return words
+    return f"{words} of {moment.unit or '(root)'}"
 
 
 def rate_text(report: Step) -> str:
@@ -127,15 +131,15 @@ def left_text(budget: int | None, peak: int) -> str:
 def memory_table(report: Step, title: str) -> Table:
     """Return the table of the memory at the peak, by category."""
     # Note: a report made by hand may have categories that the simulator does not know.
-    sizes = report.by_category | {
+    category_sizes = report.by_category | {
         category: size for category, size in report.peak_moment.memory.items() if size
     }
-    rows = [
+    table_rows = [
         [category, table.size(size), table.share(size, report.peak), source_of(report, category)]
-        for category, size in sizes.items()
+        for category, size in category_sizes.items()
     ]
-    total = ["total", table.size(report.peak), table.share(report.peak, report.peak), ""]
-    return Table(title, ["category", "bytes", "share", "source"], rows, total)
+    total_row = ["total", table.size(report.peak), table.share(report.peak, report.peak), ""]
+    return Table(title, ["category", "bytes", "share", "source"], table_rows, total_row)
 
 
 def binds_text(report: Step) -> str:
@@ -145,24 +149,25 @@ def binds_text(report: Step) -> str:
     more than a quarter of the step; compute otherwise.
     """
     if not report.fits and report.budget is not None:
-        over = report.peak - report.budget
+        bytes_over = report.peak - report.budget
         largest, size = max(report.by_category.items(), key=lambda item: item[1])
         return (
             f"Memory binds: the peak, {table.size(report.peak)} in the "
-            f"{moment_text(report.peak_moment)}, is {table.size(over)} over the budget; {largest} "
+            f"{moment_text(report.peak_moment)}, is {table.size(bytes_over)} over the budget; {largest} "
             f"take {table.share(size, report.peak)} of it."
         )
-    waits = f"the rank waits for collectives in {_of_step(report.exposed, report)}"
-    communicates = report.exposed > _SHARE_THAT_BINDS * report.step_time
-    return f"{'Communication' if communicates else 'Compute'} binds: {waits}."
+    wait_text = f"the rank waits for collectives in {_of_step(report.exposed, report)}"
+    # Note: a few waits are usual, because the first gather of a step has nothing to hide behind.
+    is_communication = report.exposed > _SHARE_THAT_BINDS * report.step_time
+    return f"{'Communication' if is_communication else 'Compute'} binds: {wait_text}."
 
 
 def _summary(report: Step) -> Table:
-    rows = []
+    table_rows = []
 
     def row(quantity: str, value: str, note: str = "", source: str | None = None) -> None:
-        name = quantity.lower().replace(" ", "_")
-        rows.append([quantity, value, note, source or source_of(report, name)])
+        number_name = quantity.lower().replace(" ", "_")
+        table_rows.append([quantity, value, note, source or source_of(report, number_name)])
 
     row("peak", table.size(report.peak), moment_text(report.peak_moment))
     if report.reserved != (0, 0):
@@ -176,10 +181,15 @@ def _summary(report: Step) -> Table:
     row("step time", table.duration(report.step_time))
     row("exposed", table.duration(report.exposed), _of_step(report.exposed, report))
     for track, spans in tracks_of(report).items():
-        busy = sum(span.seconds for span in spans)
-        if busy:
+        busy_seconds = sum(span.seconds for span in spans)
+        if busy_seconds:
             source = source_of(report, "step_time")
-            row(f"{track} lane", table.duration(busy), _of_step(busy, report), source)
+            row(
+                f"{track} lane",
+                table.duration(busy_seconds),
+                _of_step(busy_seconds, report),
+                source,
+            )
     if report.tokens:
         tokens = f"{table.count(report.tokens)} a rank and step"
         row("tokens per second", rate_text(report), tokens)
@@ -190,7 +200,9 @@ def _summary(report: Step) -> Table:
         row(f"traffic along {axis}", table.size(size), "sent by a rank in a step", source)
     plan = report.plan
     title = f"Report of plan {plan.fingerprint()} for {mesh_text(plan.mesh_axes)}, {report.hardware}; rank {report.rank}"
-    return Table(f"{title}. {binds_text(report)}", ["quantity", "value", "note", "source"], rows)
+    return Table(
+        f"{title}. {binds_text(report)}", ["quantity", "value", "note", "source"], table_rows
+    )
 
 
 def _of_step(seconds: float, report: Step) -> str:
@@ -202,17 +214,17 @@ def _memory(report: Step) -> Table:
 
 
 def _units(report: Step) -> Table:
-    uses = by_unit(report)
-    header, rows, total = ["unit"], [[use.title] for use in uses], ["total"]
+    unit_uses = by_unit(report)
+    header, table_rows, total_row = ["unit"], [[use.title] for use in unit_uses], ["total"]
     for title, number, text in COLUMNS:
         header.append(title)
-        numbers = [number(use) for use in uses]
-        total.append(text(sum(numbers)))
-        for row, value in zip(rows, numbers, strict=True):
+        numbers = [number(use) for use in unit_uses]
+        total_row.append(text(sum(numbers)))
+        for row, value in zip(table_rows, numbers, strict=True):
             row.append(text(value))
     return Table(
         "By unit, memory that belongs to units; a row n × has the sum over n equal units",
         header,
-        rows,
-        total,
+        table_rows,
+        total_row,
     )

@@ -22,20 +22,11 @@ class ReportTable(Shown):
 
     def _parts(self) -> list[Table]:
         header = [
-            "",
-            "mesh",
-            "peak",
-            "budget",
-            "peak in the",
-            "step time",
-            "waits",
-            "tokens per second",
-            "MFU",
-            "sent",
-        ]
-        rows = []
+            "", "mesh", "peak", "budget", "peak in the", "step time", "waits", "tokens per second", "MFU", "sent",
+        ]  # fmt: skip
+        table_rows = []
         for name, report in self.reports.items():
-            rows.append([
+            table_rows.append([
                 name,
                 mesh_text(report.plan.mesh_axes),
                 table.size(report.peak),
@@ -47,9 +38,13 @@ class ReportTable(Shown):
                 f"{100 * report.mfu:.1f} %" if report.mfu else "",
                 table.size(sum(report.traffic.values())),
             ])  # fmt: skip
-        machines = dict.fromkeys(report.hardware for report in self.reports.values())
+        hardware_names = dict.fromkeys(report.hardware for report in self.reports.values())
         return [
-            Table(f"{len(rows)} reports of one rank and step, {', '.join(machines)}", header, rows)
+            Table(
+                f"{len(table_rows)} reports of one rank and step, {', '.join(hardware_names)}",
+                header,
+                table_rows,
+            )
         ]
 
 

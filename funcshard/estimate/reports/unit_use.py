@@ -63,47 +63,50 @@ def by_unit(report: Step, key: Callable[[UnitPlan], Hashable] | None = None) -> 
     units = report.plan.units
     traffic = Counter[str]()
     for event in report.events:
-        traffic[_NO_UNIT if event.unit is None else event.unit] += event.traffic
+        unit_name = _NO_UNIT if event.unit is None else event.unit
+        traffic[unit_name] += event.traffic
     compute: defaultdict[str, float] = defaultdict(float)
     communication: defaultdict[str, float] = defaultdict(float)
     for span in report.spans:
+        # Note: spans of the loss and the optimizer name no unit, and neither does the root of a
+        # plan that has no root unit.
         is_whole = span.unit == "" and (span.what in _OF_STEP or "" not in units)
         seconds = compute if span.lane == "compute" else communication
         seconds[_NO_UNIT if is_whole else span.unit] += span.seconds
-    recomputed = recomputed_units(report)
-    groups = fold_units(
-        units.values(), key=lambda unit: (unit.name in recomputed, key and key(unit))
+    recomputed_names = recomputed_units(report)
+    unit_groups = fold_units(
+        units.values(), key=lambda unit: (unit.name in recomputed_names, key and key(unit))
     )
-    rows = {group.names: group.title for group in groups}
-    others = dict.fromkeys((*traffic, *compute, *communication))
-    rows.update({(name,): name for name in others if name not in units})
-    uses = []
-    for names, title in rows.items():
-        memory = Counter[str]()
+    title_by_names = {group.names: group.title for group in unit_groups}
+    other_names = dict.fromkeys((*traffic, *compute, *communication))
+    title_by_names.update({(name,): name for name in other_names if name not in units})
+    unit_uses = []
+    for names, title in title_by_names.items():
+        unit_memory = Counter[str]()
         for name in names:
-            memory.update(report.unit_memory.get(name, {}))
-        uses.append(
+            unit_memory.update(report.unit_memory.get(name, {}))
+        unit_uses.append(
             UnitUse(
                 title=title,
                 names=names,
-                memory=dict(memory),
+                memory=dict(unit_memory),
                 traffic=sum(traffic[name] for name in names),
                 compute=sum(compute[name] for name in names),
                 communication=sum(communication[name] for name in names),
             )
         )
-    return tuple(uses)
+    return tuple(unit_uses)
 
 
 def recomputed_units(report: Step) -> set[str]:
     """Return the names of the units of which backward computes modules again."""
     remat: Any = report.options.get("remat") or ()
-    modules: set[str] = set()
+    recomputed_modules: set[str] = set()
     # Note: one name stands alone, and a group is a tuple of the names of its members.
     for names in (remat,) if isinstance(remat, str) else remat:
-        modules.update((names,) if isinstance(names, str) else names)
+        recomputed_modules.update((names,) if isinstance(names, str) else names)
     return {
         unit.name
         for unit in report.plan.unit_list
-        if modules.intersection((unit.name, *unit.members))
+        if recomputed_modules.intersection((unit.name, *unit.members))
     }

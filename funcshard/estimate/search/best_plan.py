@@ -89,10 +89,10 @@ class Best(Shown):
 
     def _parts(self) -> list[Part]:
         report = self.report
-        peak = f"peak {table.size(report.peak)}"
+        peak_text = f"peak {table.size(report.peak)}"
         if report.budget is not None:
-            peak += f" of {table.size(report.budget)}"
-        rows = [
+            peak_text += f" of {table.size(report.budget)}"
+        table_rows = [
             [
                 point.text,
                 table.duration(point.seconds),
@@ -104,12 +104,12 @@ class Best(Shown):
         return [
             (
                 f"Best of {self.considered:,} plans: {self.text}. {table.duration(report.step_time)} "
-                f"a step, {peak}."
+                f"a step, {peak_text}."
             ),
             Table(
                 "Plans of which none is faster and smaller",
                 ["plan", "step", "peak", "budget"],
-                rows,
+                table_rows,
             ),
         ]
 
@@ -174,13 +174,13 @@ def auto_plan(
         )
     check_runtime(runtime)
     for unit_options in units.values() if isinstance(units, Mapping) else ():
-        if chosen := [
+        if unit_options_set := [
             name
             for name in ("strategy", "reshard_after_forward", "offload")
             if name in (unit_options or {})
         ]:
             raise ValueError(
-                f"auto_plan chooses the options of units itself; found {chosen[0]!r}: leave it "
+                f"auto_plan chooses the options of units itself; found {unit_options_set[0]!r}: leave it "
                 "out, or say in Space(...) which values to try"
             )
     for mesh in space.meshes or ():
@@ -189,35 +189,44 @@ def auto_plan(
                 f"meshes of the space must have {ranks} ranks; found {mesh}: its product is "
                 f"{mesh[0] * mesh[1]}"
             )
-    machine = load_hardware(hardware)
-    _, limit = budget_on(machine, budget)
-    runtime = Runtime.on(machine.device) if runtime is None else runtime
+    target_hardware = load_hardware(hardware)
+    _, budget_limit = budget_on(target_hardware, budget)
+    runtime = runtime or Runtime.on(target_hardware.device)
     profiles = [
         (count, each.on(accelerator=runtime.accelerator)) for count, each in _profiles(profile)
     ]
-    first = profiles[0][1]
-    make = {"units": units, "local": local}
-    single = make_plan(first.forms, 1, ties=first.ties, precision=first.precision, **make)
-    clock = HardwareClock(machine, single.mesh_axes)
-    classes = unit_classes(single, first.program(single), lambda run: clock.compute(run)[0])
+    first_profile = profiles[0][1]
+    plan_options = {"units": units, "local": local}
+    single_plan = make_plan(
+        first_profile.forms,
+        1,
+        ties=first_profile.ties,
+        precision=first_profile.precision,
+        **plan_options,
+    )
+    clock = HardwareClock(target_hardware, single_plan.mesh_axes)
+    class_list = unit_classes(
+        single_plan, first_profile.program(single_plan), lambda run: clock.compute(run)[0]
+    )
     scorer = Scorer(
         profiles=profiles,
-        make=make,
-        classes=classes,
-        hardware=machine,
+        make=plan_options,
+        classes=class_list,
+        hardware=target_hardware,
         optimizer=optimizer_memory(optimizer),
         runtime=runtime,
     )
-    result = _search(scorer, space, ranks, limit)
-    report = _report(scorer, result.candidate, optimizer, budget)
-    if result.fits and report.peak != result.scores[result.candidate].peak:
+    search_result = _search(scorer, space, ranks, budget_limit)
+    report = _report(scorer, search_result.candidate, optimizer, budget)
+    # Note: the estimate traces the remat set itself, so it tells whether the splice was right.
+    if search_result.fits and report.peak != search_result.scores[search_result.candidate].peak:
         # The programs of some remat sets were spliced, and units that look equal are not.
         scorer = dataclasses.replace(scorer, exact=True, _programs={}, _seconds={})
-        result = _search(scorer, space, ranks, limit)
-        report = _report(scorer, result.candidate, optimizer, budget)
-    text, remat = described(result.candidate, scorer), scorer.remat(result.candidate)
-    micro_batches, best_profile = scorer.profiles[result.candidate.profile]
-    if result.fits:
+        search_result = _search(scorer, space, ranks, budget_limit)
+        report = _report(scorer, search_result.candidate, optimizer, budget)
+    text, remat = described(search_result.candidate, scorer), scorer.remat(search_result.candidate)
+    micro_batches, best_profile = scorer.profiles[search_result.candidate.profile]
+    if search_result.fits:
         return Best(
             plan=report.plan,
             schedule=report.schedule,
@@ -226,21 +235,11 @@ def auto_plan(
             profile=best_profile,
             report=report,
             text=text,
-            considered=result.considered,
-            pareto=tuple(_pareto(result.scores, scorer)),
+            considered=search_result.considered,
+            pareto=tuple(_pareto(search_result.scores, scorer)),
         )
-    changes = changes_to_fit(
-        best_profile,
-        report.plan,
-        budget=budget,
-        hardware=machine,
-        optimizer=optimizer,
-        schedule=report.schedule,
-        remat=remat,
-        micro_batches=micro_batches,
-        runtime=runtime,
-    )
-    return Infeasible(limit, report, text, result.considered, changes)
+    changes = changes_to_fit(best_profile, report, target_hardware)
+    return Infeasible(budget_limit, report, text, search_result.considered, changes)
 
 
 @dataclass(slots=True)
@@ -259,10 +258,10 @@ def _search(scorer: Scorer, space: Space, ranks: int, budget: int) -> _Result:
         ladders(space, ranks, scorer.classes, len(scorer.profiles), splices=scorer.splices())
     )
     assert all_ladders, "a space has at least one plan"
-    fixed = [scorer.fixed(ladder.first) for ladder in all_ladders]
-    least = [
+    fixed_figures = [scorer.fixed(ladder.first) for ladder in all_ladders]
+    least_seconds = [
         scorer.least_seconds(ladder.first, fixed_part)
-        for ladder, fixed_part in zip(all_ladders, fixed, strict=True)
+        for ladder, fixed_part in zip(all_ladders, fixed_figures, strict=True)
     ]
     scores: dict[Candidate, Score] = {}
     best: tuple[float, int, int, int] | None = None
@@ -281,32 +280,39 @@ def _search(scorer: Scorer, space: Space, ranks: int, budget: int) -> _Result:
         seconds, peak = score(ladder_index, rung)
         return peak <= budget or too_slow(seconds)
 
-    for i in sorted(range(len(all_ladders)), key=least.__getitem__):
-        if too_slow(least[i]):
+    # Note: after the first ladder whose bound is over the best time, none can win.
+    for i in sorted(range(len(all_ladders)), key=least_seconds.__getitem__):
+        if too_slow(least_seconds[i]):
             break
-        if fixed[i].held > budget:
+        # Note: no rung of the ladder fits, because recomputation frees activations only.
+        if fixed_figures[i].held > budget:
             continue
         rungs = range(len(all_ladders[i].counts))
         if len(rungs) > MOST_RUNGS:
             # Why the first one before: most ladders end there, as slower than the best plan.
-            first = 0
+            first_rung = 0
             if not ends(i, 0):
-                first = bisect.bisect_left(rungs[:-1], True, 1, key=functools.partial(ends, i))
-            rungs = rungs[first : first + 1]
+                first_rung = bisect.bisect_left(rungs[:-1], True, 1, key=functools.partial(ends, i))
+            rungs = rungs[first_rung : first_rung + 1]
         for rung in rungs:
             seconds, peak = score(i, rung)
+            # Note: later rungs recompute more, so they are slower still.
             if too_slow(seconds):
                 break
             # Note: the position makes the first one win of plans that are equal in time and peak.
             if peak <= budget and (best is None or (seconds, peak, i, rung) < best):
                 best = seconds, peak, i, rung
-    considered = sum(len(ladder.counts) for ladder in all_ladders)
+    plan_count = sum(len(ladder.counts) for ladder in all_ladders)
     if best is not None:
-        return _Result(all_ladders[best[2]].rung(best[3]), True, scores, considered)
-    for i in sorted(range(len(all_ladders)), key=lambda i: fixed[i].held)[:_LEAN]:
+        return _Result(all_ladders[best[2]].rung(best[3]), True, scores, plan_count)
+    # Note: nothing fits, so the last rungs of the smallest ladders are candidates for the leanest
+    # plan.
+    for i in sorted(range(len(all_ladders)), key=lambda i: fixed_figures[i].held)[:_LEAN]:
         score(i, len(all_ladders[i].counts) - 1)
-    lean = min(scores, key=lambda candidate: (scores[candidate].peak, scores[candidate].seconds))
-    return _Result(lean, False, scores, considered)
+    lean_candidate = min(
+        scores, key=lambda candidate: (scores[candidate].peak, scores[candidate].seconds)
+    )
+    return _Result(lean_candidate, False, scores, plan_count)
 
 
 def _report(
@@ -343,10 +349,10 @@ def _profiles(profile: Profiles) -> Iterator[tuple[int, Profile]]:
 
 
 def _pareto(scores: Mapping[Candidate, Score], scorer: Scorer) -> Iterator[Point]:
-    least = math.inf
+    least_peak = math.inf
     for candidate, score in sorted(scores.items(), key=lambda item: item[1]):
-        if score.peak < least:
-            least = score.peak
+        if score.peak < least_peak:
+            least_peak = score.peak
             yield Point(score.seconds, score.peak, described(candidate, scorer))
 
 
@@ -361,7 +367,7 @@ def described(candidate: Candidate, scorer: Scorer) -> str:
         parts.append(f"{micro_batches} micro-batches{dtype_text}")
     for units, choice in zip(scorer.classes, candidate.choices, strict=True):
         unit_count = len(units.names)
-        for count, verb in (
+        for count, choice_verb in (
             (unit_count * (choice.strategy == "no_shard"), "replicate"),
             (choice.kept, "keep"),
             ((unit_count - choice.kept) * bool(choice.slices), f"hold by {choice.slices} ranks"),
@@ -370,7 +376,7 @@ def described(candidate: Candidate, scorer: Scorer) -> str:
         ):
             how_many = f"all {unit_count} " if count == unit_count else f"{count} of {unit_count} "
             if count:
-                parts.append(f"{verb} {how_many if unit_count > 1 else ''}{units.title}")
+                parts.append(f"{choice_verb} {how_many if unit_count > 1 else ''}{units.title}")
     if candidate.limit > 1:
         parts.append(f"{candidate.limit} gathered ahead")
     return ", ".join(parts)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from funcshard._utils import Part, Shown, Table, table
 from funcshard.estimate.estimating import estimate
@@ -13,8 +13,7 @@ from funcshard.estimate.machine import Hardware
 from funcshard.estimate.reports import Report, left_text, memory_table, moment_text
 from funcshard.estimate.search.space import on_mesh
 from funcshard.estimate.trace import Profile
-from funcshard.estimate.walk import OptimizerMemory, Runtime
-from funcshard.plan import Plan, Schedule, UnitPlan
+from funcshard.plan import Plan, UnitPlan
 
 _MORE_RANKS = 6  # doublings
 
@@ -40,11 +39,9 @@ class Change:
     report: Report
 
     def __str__(self) -> str:
-        sign = "−" if self.peak < 0 else "+"
-        fits = "" if self.fits else " (not enough)"
-        return f"{self.text}: {sign}{table.size(abs(self.peak))}, {self.share:+.0%} step time{fits}".replace(
-            "-", "−"
-        )
+        peak, share = table.signed(self.peak, table.size), f"{self.share:+.0%}".replace("-", "−")
+        fits_text = "" if self.fits else " (not enough)"
+        return f"{self.text}: {peak}, {share} step time{fits_text}"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -69,37 +66,33 @@ class Infeasible(Shown):
 
     def _parts(self) -> list[Part]:
         report = self.report
-        over, moment = table.size(report.peak - self.budget), moment_text(report.peak_moment)
-        rows = [
+        bytes_over, peak_text = (
+            table.size(report.peak - self.budget),
+            moment_text(report.peak_moment),
+        )
+        table_rows = [
             [
                 change.text, table.signed(change.peak, table.size), table.signed(change.seconds, table.duration),
                 table.signed(change.share, lambda part: table.share(part, 1)), left_text(self.budget, change.report.peak),
             ]
             for change in self.changes
         ]  # fmt: skip
-        leanest = f"The leanest one, {self.text}, needs {over} too much in the {moment}."
+        leanest_text = (
+            f"The leanest one, {self.text}, needs {bytes_over} too much in the {peak_text}."
+        )
         return [
-            f"None of {self.considered:,} plans fits {table.size(self.budget)}. {leanest}",
+            f"None of {self.considered:,} plans fits {table.size(self.budget)}. {leanest_text}",
             memory_table(report, "Memory at its peak"),
             Table(
                 "Changes of it that the space does not hold",
                 ["change", "peak", "step", "share", "budget"],
-                rows,
+                table_rows,
             ),
         ]
 
 
 def changes_to_fit(
-    profile: Profile,
-    plan: Plan,
-    *,
-    budget: int | str | None,
-    hardware: str | Hardware = "h100-8x400gbps",
-    optimizer: str | OptimizerMemory | None = "adamw",
-    schedule: Schedule | None = None,
-    remat: Sequence[str] = (),
-    micro_batches: int = 1,
-    runtime: Runtime | None = None,
+    profile: Profile, before: Report, hardware: str | Hardware
 ) -> tuple[Change, ...]:
     """Return single changes of a plan that save memory, those that make it fit first.
 
@@ -109,96 +102,90 @@ def changes_to_fit(
 
     Arguments:
         profile: the profile of one micro-batch.
-        plan: the plan.
-        budget: bytes that a rank may use, or text such as ``"80GiB"``; ``None`` for the memory of
-            the hardware.
-        hardware: as in ``estimate``.
-        optimizer: as in ``estimate``.
-        schedule: as in ``estimate``.
-        remat: names of the units that backward computes again now.
-        micro_batches: as in ``estimate``.
-        runtime: as in ``estimate``.
+        before: the estimate of the plan.
+        hardware: the hardware of the estimate.
 
     Example:
         >>> import torch, funcshard as fs
         >>> net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
         >>> apply, params, buffers = fs.make_functional(net)
         >>> profile = fs.profile(apply, params, buffers, torch.zeros(8, 64))
-        >>> plan = fs.make_plan(params, 2, units=["*"])
-        >>> [each.text for each in changes_to_fit(profile, plan, budget="100KiB") if each.fits]
+        >>> report = fs.estimate(profile, fs.make_plan(params, 2, units=["*"]), budget="100KiB")
+        >>> [each.text for each in changes_to_fit(profile, report, "h100") if each.fits]
         ['offload shards to the host', '8 times as many ranks']
     """
+    # Why without: units on demand are those of the plan before the change.
+    schedule = dataclasses.replace(before.schedule, on_demand=())
 
-    def estimated(plan: Plan, again: Sequence[str] = remat, chosen: Any = optimizer) -> Report:
-        own_schedule = None if schedule is None else dataclasses.replace(schedule, on_demand=())
-        return estimate(
-            profile, plan, hardware=hardware, optimizer=chosen, schedule=own_schedule, remat=tuple(again),
-            micro_batches=micro_batches, budget=budget, runtime=runtime,
-        )  # fmt: skip
+    def estimated(plan: Plan, **changes: Any) -> Report:
+        options: Any = {**before.options, **changes}
+        return estimate(profile, plan, hardware=hardware, schedule=schedule, **options)
 
-    before = estimated(plan)
-    changes = []
-    for text, report in _changed(plan, remat, optimizer, estimated):
+    saving_changes = []
+    for change_text, report in _changed(before, estimated):
         seconds = report.step_time - before.step_time
-        share = seconds / before.step_time if before.step_time else 0.0
         if report.peak < before.peak:
-            changes.append(
+            saving_changes.append(
                 Change(
-                    text=text,
+                    text=change_text,
                     peak=report.peak - before.peak,
                     seconds=seconds,
-                    share=share,
+                    share=seconds / before.step_time if before.step_time else 0.0,
                     fits=report.fits,
                     report=report,
                 )
             )
     return tuple(
         sorted(
-            changes,
+            saving_changes,
             key=lambda change: (not change.fits, change.seconds if change.fits else change.peak),
         )
     )
 
 
-def _changed(
-    plan: Plan, remat: Sequence[str], optimizer: Any, estimated: Callable[..., Report]
-) -> Iterator[tuple[str, Report]]:
+def _changed(before: Report, estimated: Callable[..., Report]) -> Iterator[tuple[str, Report]]:
     """Yield changes as text, with the estimate of each."""
+    plan, remat = before.plan, cast("tuple[str, ...]", before.options["remat"])
     units, mesh = plan.unit_list, plan.mesh_shape
     ranks = mesh[0] * mesh[1]
-    modules = [unit.name for unit in units if unit.name and not unit.members]
-    more = [name for name in modules if name not in set(remat)]
-    if more:
-        count, report = _fewest(len(more), lambda count: estimated(plan, [*remat, *more[:count]]))
-        yield f"remat {count} more of the {len(modules)} units", report
+    module_names = [unit.name for unit in units if unit.name and not unit.members]
+    # Note: backward can recompute modules, neither the root nor groups.
+    more_modules = [name for name in module_names if name not in set(remat)]
+    if more_modules:
+        count, report = _fewest(
+            len(more_modules), lambda count: estimated(plan, remat=(*remat, *more_modules[:count]))
+        )
+        yield f"remat {count} more of the {len(module_names)} units", report
 
     def resharded(mesh: tuple[int, int], names: Collection[str]) -> Report:
         return estimated(
             on_mesh(plan, mesh, lambda unit: _freed(unit) if unit.name in names else {})
         )
 
-    kept = [
+    kept_units = [
         unit.name for unit in units if unit.sharded and not unit.reshard_after_forward and unit.name
     ]
-    if kept and mesh[1] > 1:
-        count, report = _fewest(len(kept), lambda count: resharded(mesh, kept[:count]))
+    if kept_units and mesh[1] > 1:
+        count, report = _fewest(len(kept_units), lambda count: resharded(mesh, kept_units[:count]))
         yield f"reshard {count} more units after forward", report
     whole_units = [unit.name for unit in units if not unit.sharded]
     if whole_units and ranks > 1:
+        # Note: without a shard axis, the replicas become it.
         sharded_mesh = mesh if mesh[1] > 1 else (1, ranks)
         yield "shard all units", resharded(sharded_mesh, whole_units)
+    # Note: replicas hold whole copies, so sharding over all ranks saves memory without more ranks.
     if min(mesh) > 1:
         yield f"shard over all {ranks} ranks", resharded((1, ranks), ())
     if not all(unit.offload for unit in units):
-        offloaded = on_mesh(plan, mesh, lambda unit: {"offload": True})
-        yield "offload shards to the host", estimated(offloaded)
-    if optimizer == "adamw":
-        yield "a fused optimizer", estimated(plan, chosen="adamw_fused")
-    for times in (2**power for power in range(1, _MORE_RANKS + 1)):
-        report = resharded((mesh[0], mesh[1] * times), ())
+        offloaded_plan = on_mesh(plan, mesh, lambda unit: {"offload": True})
+        yield "offload shards to the host", estimated(offloaded_plan)
+    if before.options["optimizer"] == "adamw":
+        yield "a fused optimizer", estimated(plan, optimizer="adamw_fused")
+    for rank_factor in (2**power for power in range(1, _MORE_RANKS + 1)):
+        report = resharded((mesh[0], mesh[1] * rank_factor), ())
         if report.fits:
             break
-    yield f"{times} times as many ranks", report
+    yield f"{rank_factor} times as many ranks", report
 
 
 def _freed(unit: UnitPlan) -> dict[str, Any]:
@@ -212,13 +199,13 @@ def _freed(unit: UnitPlan) -> dict[str, Any]:
 
 def _fewest(most: int, report: Callable[[int], Report]) -> tuple[int, Report]:
     """Return the least number for which a report fits, by bisection; ``most`` if none does."""
-    low, high = 1, most
+    low_count, high_count = 1, most
     fitting_report = report(most)
-    while fitting_report.fits and low < high:
-        middle = (low + high) // 2
-        middle_report = report(middle)
+    while fitting_report.fits and low_count < high_count:
+        middle_count = (low_count + high_count) // 2
+        middle_report = report(middle_count)
         if middle_report.fits:
-            high, fitting_report = middle, middle_report
+            high_count, fitting_report = middle_count, middle_report
         else:
-            low = middle + 1
-    return high, fitting_report
+            low_count = middle_count + 1
+    return high_count, fitting_report

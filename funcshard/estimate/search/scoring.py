@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from funcshard.estimate.estimating import run_step
 from funcshard.estimate.machine import Hardware
 from funcshard.estimate.search.space import Candidate, UnitClass, on_mesh
 from funcshard.estimate.search.splicing import MARGIN, in_pieces, splice
@@ -23,6 +22,7 @@ from funcshard.estimate.walk import (
     OptimizerMemory,
     Runtime,
     UnitSizes,
+    simulate_step,
     sizes_by_unit,
 )
 from funcshard.plan import Plan, Schedule, UnitPlan, make_plan, make_schedule, predict_events
@@ -55,11 +55,11 @@ class _Mode(NamedTuple):
     def options(self, unit: UnitPlan) -> dict[str, Any]:
         """Return the options of a unit as fields of its plan."""
         # Note: the root stays gathered, because backward would gather it again at once.
-        freed = self.strategy == "full_shard" and unit.name != ""
+        is_freed = self.strategy == "full_shard" and unit.name != ""
         return {
             "strategy": self.strategy,
             "offload": self.offload,
-            "reshard_after_forward": freed and (self.slices or True),
+            "reshard_after_forward": is_freed and (self.slices or True),
         }
 
 
@@ -99,23 +99,28 @@ class Scorer:
 
     def plan(self, candidate: Candidate) -> Plan:
         """Return the plan of a candidate."""
-        modes = self._modes(candidate)
-        plans = {mode: self._base(candidate, mode).plan for mode in set(modes.values())}
-        first = next(iter(plans.values()))
+        unit_modes = self._modes(candidate)
+        mode_plans = {mode: self._base(candidate, mode).plan for mode in set(unit_modes.values())}
+        # Note: all of these plans have the same units in the same order.
+        first_plan = next(iter(mode_plans.values()))
         units = tuple(
-            plans[modes[unit.name]].unit_list[i] for i, unit in enumerate(first.unit_list)
+            mode_plans[unit_modes[unit.name]].unit_list[i]
+            for i, unit in enumerate(first_plan.unit_list)
         )
-        return dataclasses.replace(first, unit_list=units)
+        return dataclasses.replace(first_plan, unit_list=units)
 
     def _modes(self, candidate: Candidate) -> dict[str, _Mode]:
         """Return the options of each unit."""
+        # Note: the last units of a class stay gathered, because backward needs them first.
         modes_by_unit: dict[str, _Mode] = {}
         for units, choice in zip(self.classes, candidate.choices, strict=True):
-            freed = len(units.names) - choice.kept
+            freed_count = len(units.names) - choice.kept
             for position, name in enumerate(units.names):
-                kept = position >= freed and choice.strategy == "full_shard"
-                strategy = "shard_grad_op" if kept else choice.strategy
-                modes_by_unit[name] = _Mode(strategy, choice.offload, 0 if kept else choice.slices)
+                is_kept = position >= freed_count and choice.strategy == "full_shard"
+                strategy = "shard_grad_op" if is_kept else choice.strategy
+                modes_by_unit[name] = _Mode(
+                    strategy, choice.offload, 0 if is_kept else choice.slices
+                )
         return modes_by_unit
 
     def remat(self, candidate: Candidate) -> tuple[str, ...]:
@@ -125,9 +130,13 @@ class Scorer:
 
     def splices(self) -> bool:
         """Return whether the programs of other numbers of the largest class can be spliced."""
-        largest = max(self.classes, key=lambda each: (each.repeated, len(each.names)))
-        plain = self._traced(0, (0,) * len(self.classes))
-        return not self.exact and largest.repeated and in_pieces(plain, largest.names)
+        largest_class = max(self.classes, key=lambda each: (each.repeated, len(each.names)))
+        plain_program = self._traced(0, (0,) * len(self.classes))
+        return (
+            not self.exact
+            and largest_class.repeated
+            and in_pieces(plain_program, largest_class.names)
+        )
 
     def schedule(self, candidate: Candidate, plan: Plan) -> Schedule:
         """Return the schedule of a candidate."""
@@ -137,36 +146,43 @@ class Scorer:
         """Simulate a candidate."""
         micro_batches, profile = self.profiles[candidate.profile]
         plan = self.plan(candidate)
-        simulation, _ = run_step(
-            profile, plan, self.program(candidate), self._clock(candidate.mesh), optimizer=self.optimizer,
-            schedule=self.schedule(candidate, plan), micro_batches=micro_batches, runtime=self.runtime,
-        )  # fmt: skip
+        simulation = simulate_step(
+            profile,
+            plan,
+            self.program(candidate),
+            self._clock(candidate.mesh),
+            optimizer=self.optimizer,
+            runtime=self.runtime,
+            schedule=self.schedule(candidate, plan),
+            micro_batches=micro_batches,
+        )
         return Score(simulation.step_time, simulation.peak)
 
     def fixed(self, candidate: Candidate) -> Fixed:
         """Return what all rungs of the candidate's ladder share."""
         micro_batches, profile = self.profiles[candidate.profile]
         optimizer, runtime = self.optimizer, self.runtime
-        held = profile.buffers + profile.inputs * micro_batches + runtime.communicators
-        updated, seconds = 0, [0.0, 0.0, 0.0]
+        held_bytes = profile.buffers + profile.inputs * micro_batches + runtime.communicators
+        updated_bytes, lane_totals = 0, [0.0, 0.0, 0.0]
         for name, mode in self._modes(candidate).items():
             base = self._base(candidate, mode)
             sizes = base.sizes[name]
             if not sizes.offload:
                 states = 0 if optimizer is None else optimizer.states_before
-                held += sizes.shard + states * sizes.trainable_shard
-                updated += sizes.trainable_shard
+                held_bytes += sizes.shard + states * sizes.trainable_shard
+                updated_bytes += sizes.trainable_shard
             if mode.strategy == "shard_grad_op" and sizes.reduced:  # it stays until backward
-                held += sizes.gathered
+                held_bytes += sizes.gathered
             for lane_index, unit_seconds in enumerate(base.seconds[name]):
-                seconds[lane_index] += unit_seconds
-        gathering, reducing, apart = seconds
-        lane = gathering + reducing if runtime.one_lane else max(gathering, reducing)
-        updating = 0.0
-        if optimizer is not None and updated:
-            moved = updated * (3 + 2 * optimizer.states)
-            updating = self._clock(candidate.mesh).move(moved)[0]
-        return Fixed(held, max(lane, apart) * micro_batches, updating)
+                lane_totals[lane_index] += unit_seconds
+        gathering, reducing, apart = lane_totals
+        # Note: no step is faster than the busiest lane of communication.
+        lane_seconds = gathering + reducing if runtime.one_lane else max(gathering, reducing)
+        update_seconds = 0.0
+        if optimizer is not None and updated_bytes:
+            moved_bytes = updated_bytes * (3 + 2 * optimizer.states)
+            update_seconds = self._clock(candidate.mesh).move(moved_bytes)[0]
+        return Fixed(held_bytes, max(lane_seconds, apart) * micro_batches, update_seconds)
 
     def least_seconds(self, candidate: Candidate, fixed: Fixed) -> float:
         """Return seconds that no rung of the candidate's ladder goes below; it is the first one."""
@@ -175,8 +191,9 @@ class Scorer:
         if key not in self._seconds:
             runs = [step for step in self.program(candidate).steps if isinstance(step, Run)]
             self._seconds[key] = math.fsum(clock.compute(run)[0] for run in runs)
-        computing = self._seconds[key] * micro_batches
-        return (max(computing, fixed.communicating) + fixed.updating) * _LESS
+        # Note: computations of more recomputed units only take longer.
+        compute_seconds = self._seconds[key] * micro_batches
+        return (max(compute_seconds, fixed.communicating) + fixed.updating) * _LESS
 
     # --- shared by candidates --------------------------------------------------------------------
 
@@ -184,6 +201,7 @@ class Scorer:
         """Return the program of a candidate's remat set."""
         key = _, counts = self._key(candidate)
         if key not in self._programs:
+            # Note: a trace takes a third of a second, a splice milliseconds.
             spliced_program = None if self.exact else self._spliced(candidate, counts)
             self._programs[key] = spliced_program or self._traced(candidate.profile, counts)
         return self._programs[key]
@@ -193,17 +211,28 @@ class Scorer:
 
     def _spliced(self, candidate: Candidate, counts: tuple[int, ...]) -> Program | None:
         """Return the program from that of another number of units, of the largest class."""
-        largest = max(
+        largest_class = max(
             range(len(counts)), key=lambda i: (self.classes[i].repeated, len(self.classes[i].names))
         )
-        names, wanted = self.classes[largest].names, counts[largest]
-        middle = len(names) // 2
+        names, wanted_count = self.classes[largest_class].names, counts[largest_class]
+        middle_count = len(names) // 2
         # Why first: splice would return None too, but only after the trace of the middle.
-        borders = (middle, wanted, len(names) - middle, len(names) - wanted)
-        if not self.classes[largest].repeated or wanted == middle or min(borders) <= MARGIN:
+        border_distances = (
+            middle_count,
+            wanted_count,
+            len(names) - middle_count,
+            len(names) - wanted_count,
+        )
+        if (
+            not self.classes[largest_class].repeated
+            or wanted_count == middle_count
+            or min(border_distances) <= MARGIN
+        ):
             return None
-        middle_counts = (*counts[:largest], middle, *counts[largest + 1 :])
-        return splice(self._traced(candidate.profile, middle_counts), names, middle, wanted)
+        middle_counts = (*counts[:largest_class], middle_count, *counts[largest_class + 1 :])
+        return splice(
+            self._traced(candidate.profile, middle_counts), names, middle_count, wanted_count
+        )
 
     def _traced(self, profile_index: int, counts: tuple[int, ...]) -> Program:
         names = [
@@ -232,6 +261,7 @@ class Scorer:
         """Return the plan in which all units have the same options."""
         key = (candidate.profile, candidate.mesh, mode)
         if key not in self._bases:
+            # Note: units are cut from the plan for one rank, which is planned once.
             plan = on_mesh(self._single(candidate.profile), candidate.mesh, mode.options)
             self._bases[key] = self._measured(plan, candidate)
         return self._bases[key]
@@ -239,11 +269,11 @@ class Scorer:
     def _measured(self, plan: Plan, candidate: Candidate) -> _Base:
         program = self._traced(candidate.profile, (0,) * len(self.classes))
         clock = self._clock(candidate.mesh)
-        seconds = {name: [0.0, 0.0, 0.0] for name in plan.units}
-        order = [name for name in program.order if name in seconds]
-        for event in predict_events(plan, order, not_saved=program.not_saved):
+        lane_seconds = {name: [0.0, 0.0, 0.0] for name in plan.units}
+        forward_order = [name for name in program.order if name in lane_seconds]
+        for event in predict_events(plan, forward_order, not_saved=program.not_saved):
             lane = int(event.kind != "all_gather")
             if self.runtime.replicates_apart and event.kind == "all_reduce":
                 lane = 2
-            seconds[event.unit or ""][lane] += clock.collective(event)[0]
-        return _Base(plan, sizes_by_unit(plan, accelerator=self.runtime.accelerator), seconds)
+            lane_seconds[event.unit or ""][lane] += clock.collective(event)[0]
+        return _Base(plan, sizes_by_unit(plan, accelerator=self.runtime.accelerator), lane_seconds)

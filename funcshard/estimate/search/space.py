@@ -145,9 +145,11 @@ class Ladder(NamedTuple):
 
     def rung(self, position: int) -> Candidate:
         """Return the plan with the count at a position."""
-        choices = list(self.first.choices)
-        choices[self.climbed] = choices[self.climbed]._replace(remat=self.counts[position])
-        return self.first._replace(choices=tuple(choices))
+        unit_choices = list(self.first.choices)
+        unit_choices[self.climbed] = unit_choices[self.climbed]._replace(
+            remat=self.counts[position]
+        )
+        return self.first._replace(choices=tuple(unit_choices))
 
 
 class UnitClass(NamedTuple):
@@ -180,36 +182,46 @@ def unit_classes(
         program: the model as these units see it.
         seconds: the time of a computation.
     """
-    flops = Counter[str]()
-    times: defaultdict[str, float] = defaultdict(float)
+    forward_flops = Counter[str]()
+    forward_seconds: defaultdict[str, float] = defaultdict(float)
     for step in program.steps:
         if isinstance(step, Run) and step.what == "forward":
-            flops[step.unit] += sum(work.flops for work in step.work)
-            times[step.unit] += seconds(step)
-    order = {name: position for position, name in enumerate(dict.fromkeys(program.order))}
-    groups: dict[Any, list[UnitPlan]] = {}
-    for unit in sorted(plan.unit_list, key=lambda unit: order.get(unit.name, len(order))):
-        forms = tuple(
+            forward_flops[step.unit] += sum(work.flops for work in step.work)
+            forward_seconds[step.unit] += seconds(step)
+    forward_order = {name: position for position, name in enumerate(dict.fromkeys(program.order))}
+    unit_groups: dict[Any, list[UnitPlan]] = {}
+    for unit in sorted(
+        plan.unit_list, key=lambda unit: forward_order.get(unit.name, len(forward_order))
+    ):
+        buffer_forms = tuple(
             (buffer.key, buffer.numel, buffer.dtype, buffer.trainable, buffer.local)
             for buffer in unit.buffers
         )
-        key = (unit.name == "", unit.members == (), forms, unit.precision, flops[unit.name])
-        groups.setdefault(key, []).append(unit)
+        class_key = (
+            unit.name == "",
+            unit.members == (),
+            buffer_forms,
+            unit.precision,
+            forward_flops[unit.name],
+        )
+        unit_groups.setdefault(class_key, []).append(unit)
     classes = []
-    for equal_units in (units for units in groups.values() if len(units) > 1):
-        titles = [group.title for group in fold_units(equal_units)]
-        title = titles[0].rpartition("× ")[2]
-        if len(titles) > 1:
-            title = f"units like {equal_units[0].name}"
-        names = tuple(unit.name for unit in equal_units)
-        classes.append(UnitClass(names, _modules(equal_units), True, title))
-    single_units = [units[0] for units in groups.values() if len(units) == 1]
+    for equal_units in (units for units in unit_groups.values() if len(units) > 1):
+        group_titles = [group.title for group in fold_units(equal_units)]
+        class_title = group_titles[0].rpartition("× ")[2]
+        if len(group_titles) > 1:
+            class_title = f"units like {equal_units[0].name}"
+        unit_names = tuple(unit.name for unit in equal_units)
+        classes.append(UnitClass(unit_names, _modules(equal_units), True, class_title))
+    single_units = [units[0] for units in unit_groups.values() if len(units) == 1]
     if single_units:
-        names = tuple(unit.name for unit in single_units)
-        costs = {name: times[name] / max(program.saved.get(name, 0), 1) for name in names}
-        again = sorted(_modules(single_units), key=costs.__getitem__)
-        title = "other units" if len(names) > 1 else "".join(names) or "the root"
-        classes.append(UnitClass(names, tuple(again), False, title))
+        unit_names = tuple(unit.name for unit in single_units)
+        cost_by_unit = {
+            name: forward_seconds[name] / max(program.saved.get(name, 0), 1) for name in unit_names
+        }
+        recomputed_names = sorted(_modules(single_units), key=cost_by_unit.__getitem__)
+        class_title = "other units" if len(unit_names) > 1 else "".join(unit_names) or "the root"
+        classes.append(UnitClass(unit_names, tuple(recomputed_names), False, class_title))
     return tuple(classes)
 
 
@@ -228,20 +240,20 @@ def on_mesh(
         mesh: sizes ``(replicate, shard)``.
         options: fields of each unit's plan that change.
     """
-    sizes = {"replicate": mesh[0], "shard": mesh[1]}
-    axes = tuple((axis, sizes.get(axis, size)) for axis, size in plan.axes)
-    units = []
+    axis_sizes = {"replicate": mesh[0], "shard": mesh[1]}
+    axes = tuple((axis, axis_sizes.get(axis, size)) for axis, size in plan.axes)
+    changed_units = []
     for unit in plan.unit_list:
-        changes = {"strategy": unit.strategy, **options(unit)}
-        shards = 1 if changes["strategy"] == "no_shard" else mesh[1]
+        unit_changes = {"strategy": unit.strategy, **options(unit)}
+        shards = 1 if unit_changes["strategy"] == "no_shard" else mesh[1]
         buffers = tuple(
             dataclasses.replace(buffer, shards=1 if "shard" in buffer.local else shards)
             for buffer in unit.buffers
         )
-        units.append(
-            dataclasses.replace(unit, mesh_shape=mesh, axes=axes, buffers=buffers, **changes)
+        changed_units.append(
+            dataclasses.replace(unit, mesh_shape=mesh, axes=axes, buffers=buffers, **unit_changes)
         )
-    return dataclasses.replace(plan, mesh_shape=mesh, axes=axes, unit_list=tuple(units))
+    return dataclasses.replace(plan, mesh_shape=mesh, axes=axes, unit_list=tuple(changed_units))
 
 
 def ladders(
@@ -256,28 +268,40 @@ def ladders(
         profiles: number of profiles to choose from.
         splices: whether programs of equal units can be spliced, so that a step takes no trace.
     """
-    meshes = space.meshes or tuple((ranks // size, size) for size in _divisors(ranks))
-    repeats = any(units.repeated for units in classes)
-    able = [len(units.again) if units.repeated or not repeats else 0 for units in classes]
-    climbed = max(range(len(classes)), key=able.__getitem__)
-    counts = [_counts(count, _PARTS if space.remat is None else space.remat) for count in able]
-    if space.remat is None and (able[climbed] <= _FEW or (splices and classes[climbed].repeated)):
-        counts[climbed] = _fine_counts(able[climbed])
-    rungs = tuple(counts[climbed])
-    counts[climbed] = [0]
-    for profile, mesh, limit in itertools.product(range(profiles), meshes, space.limits):
+    mesh_list = space.meshes or tuple((ranks // size, size) for size in _divisors(ranks))
+    # Note: beside equal units, single ones save little, and each of them takes a trace.
+    has_repeated = any(units.repeated for units in classes)
+    able_counts = [
+        len(units.again) if units.repeated or not has_repeated else 0 for units in classes
+    ]
+    climbed_class = max(range(len(classes)), key=able_counts.__getitem__)
+    remat_counts = [
+        _counts(count, _PARTS if space.remat is None else space.remat) for count in able_counts
+    ]
+    if space.remat is None and (
+        able_counts[climbed_class] <= _FEW or (splices and classes[climbed_class].repeated)
+    ):
+        remat_counts[climbed_class] = _fine_counts(able_counts[climbed_class])
+    # Note: the rungs of a ladder are the counts of its climbed class.
+    rung_counts = tuple(remat_counts[climbed_class])
+    remat_counts[climbed_class] = [0]
+    for profile, mesh, limit in itertools.product(range(profiles), mesh_list, space.limits):
         options = [
             _choices(space, mesh, units, class_counts)
-            for units, class_counts in zip(classes, counts, strict=True)
+            for units, class_counts in zip(classes, remat_counts, strict=True)
         ]
         for choices in itertools.product(*options):
-            yield Ladder(Candidate(profile, mesh, limit, choices), climbed, rungs)
+            yield Ladder(Candidate(profile, mesh, limit, choices), climbed_class, rung_counts)
 
 
 def _divisors(number: int) -> list[int]:
     """Return the divisors of a number, the largest first."""
-    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return sorted({*small, *(number // divisor for divisor in small)}, reverse=True)
+    small_divisors = [
+        divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0
+    ]
+    return sorted(
+        {*small_divisors, *(number // divisor for divisor in small_divisors)}, reverse=True
+    )
 
 
 def _choices(
@@ -289,22 +313,26 @@ def _choices(
         # Why one shard is left out: then nothing is gathered, as with no_shard.
         if strategy == "no_shard" and mesh[1] == 1 and "full_shard" in space.strategies:
             continue
-        gathered = strategy == "full_shard" and mesh[1] > 1
-        for kept in _counts(len(units.names), space.kept if gathered else 0):
-            slices = [0]
-            if gathered and any(units.names[: len(units.names) - kept]):
-                slices += [
+        is_gathered = strategy == "full_shard" and mesh[1] > 1
+        for kept in _counts(len(units.names), space.kept if is_gathered else 0):
+            slice_ranks = [0]
+            if is_gathered and any(units.names[: len(units.names) - kept]):
+                slice_ranks += [
                     ranks for ranks in space.slices if ranks < mesh[1] and mesh[1] % ranks == 0
                 ]
             unit_choices += [
-                Choice(strategy, kept, count, offload, ranks) for ranks in slices for count in remat
+                Choice(strategy, kept, count, offload, ranks)
+                for ranks in slice_ranks
+                for count in remat
             ]
     return unit_choices
 
 
 def _counts(units: int, parts: int) -> list[int]:
     """Return the numbers of units to try: 0, all, and those between at equal distances."""
-    return sorted({units * part // parts for part in range(parts + 1)}) if parts else [0]
+    if not parts:
+        return [0]
+    return sorted({units * part // parts for part in range(parts + 1)})
 
 
 def _fine_counts(units: int) -> list[int]:
@@ -312,4 +340,6 @@ def _fine_counts(units: int) -> list[int]:
     counts = _counts(units, min(units, _MOST_STEPS))
     # Why not the first ones: they take a trace each. The last ones do so too, but the search seldom
     # comes to them.
-    return counts if units <= _FEW else [k for k in counts if k == 0 or k > MARGIN]
+    if units <= _FEW:
+        return counts
+    return [count for count in counts if count == 0 or count > MARGIN]

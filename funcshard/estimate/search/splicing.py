@@ -8,10 +8,12 @@ differ in names, and in the memory that was there before.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from funcshard.estimate.trace import Mark, Memory, Program, Run
+from funcshard.estimate.trace import Memory, Program, Run
+from funcshard.plan import Reached
 
 MARGIN = 3  # units on each side of a border whose steps may depend on the border
 
@@ -31,71 +33,75 @@ def splice(program: Program, units: Sequence[str], made: int, wanted: int) -> Pr
         The program; ``None`` if a border is within ``MARGIN`` units of another one, or if the steps
         of a unit are not one piece in forward and one in backward.
     """
+    # Note: the first and last units, and those beside a border, have steps of their own kind.
     if min(made, wanted, len(units) - made, len(units) - wanted) <= MARGIN:
         return None
-    source = {name: units[_source(i, made, wanted)] for i, name in enumerate(units)}
-    parts = list(_parts(program.steps))
+    source_units = {name: units[_source(i, made, wanted)] for i, name in enumerate(units)}
+    step_parts = list(_parts(program.steps))
     positions_of: dict[str, list[int]] = {name: [] for name in units}
-    for i, (name, _, _) in enumerate(parts):
+    for i, (name, _, _) in enumerate(step_parts):
         if name in positions_of:
             positions_of[name].append(i)
-    if any(len(places) != 2 for places in positions_of.values()):
+    if any(len(positions) != 2 for positions in positions_of.values()):
         return None
-    steps: list[Run | Mark] = []
+    steps: list[Run | Reached] = []
     memory_now = _NONE
-    for i, part in enumerate(parts):
-        name, begin, taken = part
-        if name in positions_of and source[name] != name:
-            _, begin, taken = parts[positions_of[source[name]][positions_of[name].index(i)]]
-        more_memory = Memory(
-            *(byte_change - there for byte_change, there in zip(memory_now, begin, strict=True))
-        )
-        taken = (
-            [_moved(step, name, more_memory) for step in taken]
-            if any(more_memory) or taken is not part[2]
-            else taken
-        )
-        steps += taken
-        memory_now = next(
-            (step.end for step in reversed(taken) if isinstance(step, Run)), memory_now
-        )
-    spared = {name for name in program.not_saved if name not in positions_of} | {
-        name for name in units if source[name] in program.not_saved
-    }
-    saved_bytes = {
-        name: program.saved.get(source.get(name, name)) for name in (*program.saved, *units)
-    }
-    saved = {name: size for name, size in saved_bytes.items() if size is not None}
-    return Program(tuple(steps), program.order, program.backward, frozenset(spared), saved)
+    for i, (name, memory_begin, unit_steps) in enumerate(step_parts):
+        source_unit = source_units.get(name, name)
+        if source_unit != name:
+            piece_index = positions_of[name].index(i)  # 0 in forward, 1 in backward
+            source_position = positions_of[source_unit][piece_index]
+            _, memory_begin, unit_steps = step_parts[source_position]
+        # Note: other units before this one were recomputed, so other memory is there.
+        more_memory = Memory(*map(operator.sub, memory_now, memory_begin))
+        if any(more_memory) or source_unit != name:
+            unit_steps = [_moved(step, name, more_memory) for step in unit_steps]
+        steps += unit_steps
+        memory_now = _end(unit_steps, memory_now)
+    sources = {name: source_units.get(name, name) for name in (*units, *program.not_saved)}
+    not_saved = frozenset(name for name in sources if sources[name] in program.not_saved)
+    saved = {name: size for name, size in program.saved.items() if name not in source_units}
+    for name, source_unit in source_units.items():
+        if source_unit in program.saved:
+            saved[name] = program.saved[source_unit]
+    return Program(tuple(steps), program.order, program.backward, not_saved, saved)
 
 
 def in_pieces(program: Program, units: Sequence[str]) -> bool:
     """Return whether each unit's steps are one piece in forward and one in backward."""
-    places = Counter(name for name, _, _ in _parts(program.steps))
-    return all(places[name] == 2 for name in units)
+    piece_counts = Counter(name for name, _, _ in _parts(program.steps))
+    return all(piece_counts[name] == 2 for name in units)
 
 
 def _source(position: int, made: int, wanted: int) -> int:
     """Return the position of the unit whose steps a unit takes."""
+    # Note: units beside the new border take the steps of those beside the old one.
     if abs(2 * (position - wanted) + 1) <= 2 * MARGIN:
         return position - wanted + made  # near the border
+    if position <= MARGIN and position < wanted:
+        return position
     if position < wanted:
-        return min(position, made - 1 - MARGIN) if position > MARGIN else position
+        return min(position, made - 1 - MARGIN)
     return max(position, made + MARGIN)
 
 
-def _parts(steps: Sequence[Run | Mark]) -> Iterator[tuple[str, Memory, list[Run | Mark]]]:
+def _parts(steps: Sequence[Run | Reached]) -> Iterator[tuple[str, Memory, list[Run | Reached]]]:
     """Yield the steps unit by unit, with the memory before each."""
-    begin = _NONE
+    memory_begin = _NONE
     for name, group in itertools.groupby(steps, key=lambda step: step.unit):
         group_steps = list(group)
-        yield name, begin, group_steps
-        begin = next((step.end for step in reversed(group_steps) if isinstance(step, Run)), begin)
+        yield name, memory_begin, group_steps
+        memory_begin = _end(group_steps, memory_begin)
 
 
-def _moved(step: Run | Mark, name: str, more: Memory) -> Run | Mark:
+def _end(steps: Sequence[Run | Reached], memory: Memory) -> Memory:
+    """Return the memory after some steps; ``memory`` is that before them."""
+    return next((step.end for step in reversed(steps) if isinstance(step, Run)), memory)
+
+
+def _moved(step: Run | Reached, name: str, more: Memory) -> Run | Reached:
     """Return a step of another unit, with some more memory all the time."""
-    if isinstance(step, Mark):
-        return Mark(step.what, name)
-    highest, end = (Memory(*map(int.__add__, memory, more)) for memory in (step.highest, step.end))
+    if isinstance(step, Reached):
+        return Reached(step.what, name)
+    highest, end = (Memory(*map(operator.add, memory, more)) for memory in (step.highest, step.end))
     return Run(name, step.what, step.work, highest, end)

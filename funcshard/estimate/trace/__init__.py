@@ -19,6 +19,6 @@ program. In reading order:
 from __future__ import annotations
 
 from funcshard.estimate.trace.profiling import Profile, profile
-from funcshard.estimate.trace.program import Mark, Memory, Program, Run, Work
+from funcshard.estimate.trace.program import Memory, Program, Run, Work
 
-__all__ = ["Mark", "Memory", "Profile", "Program", "Run", "Work", "profile"]
+__all__ = ["Memory", "Profile", "Program", "Run", "Work", "profile"]

@@ -74,6 +74,7 @@ class Region(TorchDispatchMode):
 
     def __enter__(self) -> Region:
         super().__enter__()
+        # Note: these hooks lie inside the recorder's own, so they see a tensor first.
         self._hooks.__enter__()
         return self
 
@@ -87,15 +88,17 @@ class Region(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         inputs, results = list(tensors_in((args, kwargs))), list(tensors_in(out))
         known_numbers = set(map(self._number, inputs))
-        fresh = [tensor for tensor in results if self._number(tensor) not in known_numbers]
-        if not fresh:  # a view, or an operation in place
+        new_results = [tensor for tensor in results if self._number(tensor) not in known_numbers]
+        # Note: nothing new is made, so there is nothing to keep or to compute again.
+        if not new_results:  # a view, or an operation in place
             return out
         if is_fused(func):
-            roots: dict[int, torch.Tensor] = {}
+            root_tensors: dict[int, torch.Tensor] = {}
             for tensor in inputs:
                 tensor_index = self._number(tensor)
-                roots.update(self.roots.get(tensor_index, {tensor_index: tensor}))
-            self.roots.update((self._number(tensor), roots) for tensor in fresh)
+                root_tensors.update(self.roots.get(tensor_index, {tensor_index: tensor}))
+            self.roots.update((self._number(tensor), root_tensors) for tensor in new_results)
+        # Note: what an unfused operation reads is in memory anyway.
         elif not is_reduction(func):
             self.read |= known_numbers
         return out
@@ -103,35 +106,39 @@ class Region(TorchDispatchMode):
     def _pack(self, tensor: torch.Tensor) -> Any:
         if self._is_param(tensor):
             return self.recorder.pack(tensor)
+        # Note: which ones the compiler keeps is known only at the end of the region.
         self.packed.append(_Packed(tensor))
         return self.packed[-1]
 
     def _choose(self) -> None:
         """Drop what the compiler computes again, and note the rest as saved."""
-        candidates, kept = [], set()
+        candidates, kept_storages = [], set()
         for candidate in self.packed:
             tensor_index = self._number(candidate.tensor)
             if tensor_index in self.roots and tensor_index not in self.read:
                 candidates.append(candidate)
             else:
-                kept.add(tensor_index)
+                kept_storages.add(tensor_index)
                 self.recorder.pack(candidate.tensor)
         for candidate in candidates:
             tensor_index = self._number(candidate.tensor)
-            roots = {
+            root_tensors = {
                 key: root
                 for key, root in self.roots[tensor_index].items()
                 if not self._is_param(root)
             }
-            more_roots = {key: root for key, root in roots.items() if key not in kept}
-            if tensor_index in kept or sum(map(_nbytes, more_roots.values())) > _nbytes(
+            more_roots = {
+                key: root for key, root in root_tensors.items() if key not in kept_storages
+            }
+            if tensor_index in kept_storages or sum(map(_nbytes, more_roots.values())) > _nbytes(
                 candidate.tensor
             ):
-                kept.add(tensor_index)
+                kept_storages.add(tensor_index)
                 self.recorder.pack(candidate.tensor)
                 continue
-            kept |= set(roots)
-            candidate.tensor, candidate.kept = None, list(roots.values())
+            # Note: the roots are kept in place of the tensor, and serve later candidates too.
+            kept_storages |= set(root_tensors)
+            candidate.tensor, candidate.kept = None, list(root_tensors.values())
             for root in candidate.kept:
                 self.recorder.pack(root)
         self.packed, self.roots = [], {}
@@ -145,6 +152,7 @@ class Region(TorchDispatchMode):
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, _Packed):
             return packed
+        # Note: a dropped tensor is made again by a kernel that is fused, so it takes no memory.
         if packed.tensor is not None:
             return packed.tensor
         return self.recorder.unseen(

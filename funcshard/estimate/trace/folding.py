@@ -58,17 +58,17 @@ def fold_log(log: Log, paths: Sequence[str]) -> Tape:
     Raises:
         CannotFoldError: backward of a module is not that of the one that represents it.
     """
-    folder = _Folder(log)
-    events = folder.level(log, None)
-    folder.check_backwards(paths)
+    log_folder = _Folder(log)
+    events = log_folder.level(log, None)
+    log_folder.check_backwards(paths)
     folds = []
     for fold_index, path in enumerate(paths):
-        parts = {
-            phase: tuple(folder.completed(part))
-            for phase, part in folder.parts.get(fold_index, {}).items()
+        fold_parts = {
+            phase: tuple(log_folder.completed(part))
+            for phase, part in log_folder.parts.get(fold_index, {}).items()
         }
-        folds.append(Fold(path, parts))
-    return Tape(tuple(folder.completed(events)), tuple(folds))
+        folds.append(Fold(path, fold_parts))
+    return Tape(tuple(log_folder.completed(events)), tuple(folds))
 
 
 @dataclass(slots=True)
@@ -113,87 +113,113 @@ class _Folder:
             log: the events of the call, those of calls inside it included.
             root: the call; ``None`` for the whole log.
         """
-        prefix = len(root.path) + 1 if root is not None and root.path else 0
+        prefix_length = len(root.path) + 1 if root is not None and root.path else 0
 
         def relative(path: str) -> str:
-            return path[prefix:]
+            return path[prefix_length:]
 
         events: list[Event | _Window] = []
-        windows: dict[tuple[int, str], _Window] = {}
-        where: tuple[str, str] | None = None
+        open_windows: dict[tuple[int, str], _Window] = {}
+        last_place: tuple[str, str] | None = None
         for frame, phase, event in log:
+            # Note: the events of one phase of one call become one event, at the place of the first
+            # of them. Backward of a call may be interrupted by that of others.
             folded = _outermost_fold(frame, root)
             if folded is not None:
-                part = "forward"
+                fold_phase = "forward"
                 if phase == "backward":
-                    part = "recompute" if folded.again else "backward"
-                window = windows.get((folded.number, part))
+                    fold_phase = "recompute" if folded.again else "backward"
+                window = open_windows.get((folded.number, fold_phase))
                 if window is None:
-                    window = windows[folded.number, part] = _Window(folded, part)
+                    window = open_windows[folded.number, fold_phase] = _Window(folded, fold_phase)
                     events.append(window)
-                    where = None
+                    # Why: what follows the call needs its own place.
+                    last_place = None
                 window.log.append((frame, phase, event))
                 continue
-            if where != (frame.path, phase) and not isinstance(event, Free):
-                where = frame.path, phase
-                events.append(At(frame.path[prefix:], phase))
-            events.append(rewritten(event, relative, int) if prefix else event)
+            # Why not before a Free: tensors die anywhere, and a place means that a module runs.
+            if last_place != (frame.path, phase) and not isinstance(event, Free):
+                last_place = frame.path, phase
+                events.append(At(frame.path[prefix_length:], phase))
+            events.append(rewritten(event, relative, int) if prefix_length else event)
         folded_events: list[Event] = []
-        for each in events:
-            folded_events += self._call(each, prefix) if isinstance(each, _Window) else [each]
+        for level_event in events:
+            if isinstance(level_event, _Window):
+                folded_events += self._call(level_event, prefix_length)
+            else:
+                folded_events.append(level_event)
         return folded_events
 
     def _call(self, window: _Window, prefix: int) -> list[Event]:
         """Return the call of a window, and the frees that follow it."""
-        frame, call_events = window.frame, [event for _, _, event in window.log]
-        assert frame.fold is not None, "a window is that of a folded call"
-        exchanged = self._exchanged.setdefault(frame.number, {})
-        mine = self._own.setdefault(frame.number, set())
+        call_frame, call_events = window.frame, [event for _, _, event in window.log]
+        assert call_frame.fold is not None, "a window is that of a folded call"
+        exchanged = self._exchanged.setdefault(call_frame.number, {})
+        own_storages = self._own.setdefault(call_frame.number, set())
         made_storages = [event.storage for event in call_events if isinstance(event, Alloc)]
-        freed = [event.storage for event in call_events if isinstance(event, Free)]
+        freed_storages = [event.storage for event in call_events if isinstance(event, Free)]
         if window.phase == "backward":
-            grads = {event.storage for event in call_events if isinstance(event, Grad)}
-            known_storages = {*made_storages, *exchanged, *mine}
-            given_storages = [storage for storage in freed if storage not in known_storages]
-            given_storages.sort(key=lambda each: each not in frame.output_grads)
+            grad_storages = {event.storage for event in call_events if isinstance(event, Grad)}
+            known_storages = {*made_storages, *exchanged, *own_storages}
+            given_storages = [
+                storage for storage in freed_storages if storage not in known_storages
+            ]
+            # Why sorted: a fold numbers the gradients of outputs first, in all of its calls.
+            given_storages.sort(key=lambda each: each not in call_frame.output_grads)
             left_storages = [
                 storage
                 for storage in made_storages
-                if storage not in freed and storage not in grads
+                if storage not in freed_storages and storage not in grad_storages
             ]
+            # Note: autograd gave what this backward frees and never made: gradients of its outputs.
+            # It leaves what it made and didn't free: gradients of its inputs.
             _number(exchanged, _GIVEN, given_storages)
             _number(exchanged, _MADE, left_storages)
-            if _fold_around(frame) is not None:
+            if _fold_around(call_frame) is not None:
                 self._check(window, given_storages, left_storages)
             else:
-                sizes = tuple(self._sizes[storage] for storage in left_storages)
-                backwards = self._backwards.setdefault(frame.fold, {}).setdefault(frame.path, set())
-                more_given = len(
-                    [storage for storage in given_storages if storage not in frame.output_grads]
+                left_sizes = tuple(self._sizes[storage] for storage in left_storages)
+                more_given = sum(
+                    storage not in call_frame.output_grads for storage in given_storages
                 )
-                backwards.add((sizes, more_given, tuple(frame.grad_forms)))
+                backward_form = left_sizes, more_given, tuple(call_frame.grad_forms)
+                by_path = self._backwards.setdefault(call_frame.fold, {})
+                by_path.setdefault(call_frame.path, set()).add(backward_form)
         else:
-            inputs = next((event.storages for event in call_events if isinstance(event, Enter)), ())
-            outputs = next(
-                (event.storages for event in reversed(call_events) if isinstance(event, Exit)), ()
+            enters = [event.storages for event in call_events if isinstance(event, Enter)]
+            exits = [event.storages for event in call_events if isinstance(event, Exit)]
+            # Note: the first and the last one are the module's own, others those of modules inside.
+            _number(exchanged, _INPUTS, enters[0] if enters else ())
+            _number(exchanged, _OUTPUTS, exits[-1] if exits else ())
+            own_storages.update(storage for storage in made_storages if storage not in exchanged)
+        # Note: stubs have no events of their own, so the fold is that of the call that ran.
+        if not call_frame.stub and window.phase not in self.parts.get(call_frame.fold, {}):
+            inside_number = renumbered(exchanged)
+            events = tuple(
+                rewritten(event, str, inside_number) for event in self.level(window.log, call_frame)
             )
-            _number(exchanged, _INPUTS, inputs)
-            _number(exchanged, _OUTPUTS, outputs)
-            mine.update(storage for storage in made_storages if storage not in exchanged)
-        if not frame.stub and window.phase not in self.parts.get(frame.fold, {}):
-            inside = renumbered(exchanged)
-            events = tuple(rewritten(event, str, inside) for event in self.level(window.log, frame))
-            self.parts.setdefault(frame.fold, {})[window.phase] = events
-        pairs = tuple((inside, outside) for outside, inside in exchanged.items())
-        outside = [
+            self.parts.setdefault(call_frame.fold, {})[window.phase] = events
+        exchanged_pairs = tuple((inside, outside) for outside, inside in exchanged.items())
+        # Note: storages that only the module knows are freed inside the fold, all others here.
+        outside_freed = [
             storage
-            for storage in freed
-            if storage not in mine and (storage in exchanged or storage not in made_storages)
+            for storage in freed_storages
+            if storage not in own_storages
+            and (storage in exchanged or storage not in made_storages)
         ]
-        gone = tuple(exchanged[storage] for storage in freed if storage in exchanged)
+        exchanged_freed = tuple(
+            exchanged[storage] for storage in freed_storages if storage in exchanged
+        )
         return [
-            Call(frame.fold, frame.path[prefix:], window.phase, frame.number, pairs, gone),
-            *map(Free, outside),
+            Call(
+                call_frame.fold,
+                call_frame.path[prefix:],
+                window.phase,
+                call_frame.number,
+                exchanged_pairs,
+                exchanged_freed,
+            ),
+            *map(Free, outside_freed),
         ]
 
     def check_backwards(self, paths: Sequence[str]) -> None:
@@ -205,16 +231,18 @@ class _Folder:
         Arguments:
             paths: path of the module that represents each fold.
         """
-        wrong: set[str] = set()
-        for fold, backwards in self._backwards.items():
-            own_backward = backwards.get(paths[fold])
-            others = {
-                path for path, backward_shape in backwards.items() if backward_shape != own_backward
+        wrong_paths: set[str] = set()
+        for fold, by_path in self._backwards.items():
+            own_backward = by_path.get(paths[fold])
+            other_paths = {
+                path for path, backward_shape in by_path.items() if backward_shape != own_backward
             }
             # Why the fold's own: if it is the odd one out, another one may stand for the rest.
-            wrong |= others if 2 * len(others) < len(backwards) else {paths[fold]}
-        if wrong:
-            raise CannotFoldError(2, wrong)
+            if 2 * len(other_paths) >= len(by_path):
+                other_paths = {paths[fold]}
+            wrong_paths |= other_paths
+        if wrong_paths:
+            raise CannotFoldError(2, wrong_paths)
 
     def _check(self, window: _Window, given: Sequence[int], left: Sequence[int]) -> None:
         """Raise unless backward of a module inside a folded one is that of its fold.
@@ -223,29 +251,43 @@ class _Folder:
         them. Then the modules differ.
         """
         frame, events = window.frame, [event for _, _, event in window.log]
-        sizes = [self._sizes[storage] for storage in left]
+        left_sizes = [self._sizes[storage] for storage in left]
         if frame.stub:
-            same = not any(isinstance(event, Op) for event in events)
+            is_same = not any(isinstance(event, Op) for event in events)
         else:
             # Why not without any left: then all of backward ends here, and other storages with it.
-            same = not left or frame.output_grads.issuperset(given)
+            is_same = not left or frame.output_grads.issuperset(given)
             given = [storage for storage in given if storage in frame.output_grads]
-        if not same or len(given) > 1 or self._left.setdefault(frame.fold, sizes) != sizes:
+        if (
+            not is_same
+            or len(given) > 1
+            or self._left.setdefault(frame.fold, left_sizes) != left_sizes
+        ):
             raise CannotFoldError(1)
 
+    # Note: a stub's backward makes gradients of inputs, though those of the fold may have been made
+    # elsewhere.
     def completed(self, events: Iterable[Event]) -> Iterator[Event]:
         """Yield the events, with storages that a call leaves behind and its fold does not know."""
         for event in events:
             if isinstance(event, Call):
-                part = self.parts.get(event.fold, {}).get(event.phase, ())
-                makes = {each.storage for each in part if isinstance(each, Alloc)}
-                for each in part:  # a call inside it makes what it leaves behind
-                    if isinstance(each, Call) and each.phase == "backward":
-                        makes.update(
-                            there for own_number, there in each.exchanged if own_number <= _MADE
+                fold_part = self.parts.get(event.fold, {}).get(event.phase, ())
+                made_storages = {
+                    part_event.storage for part_event in fold_part if isinstance(part_event, Alloc)
+                }
+                for part_event in fold_part:  # a call inside it makes what it leaves behind
+                    if isinstance(part_event, Call) and part_event.phase == "backward":
+                        made_storages.update(
+                            there
+                            for own_number, there in part_event.exchanged
+                            if own_number <= _MADE
                         )
                 for inside, outside in event.exchanged:
-                    if event.phase == "backward" and inside <= _MADE and inside not in makes:
+                    if (
+                        event.phase == "backward"
+                        and inside <= _MADE
+                        and inside not in made_storages
+                    ):
                         yield Alloc(outside, self._sizes.get(outside, 0))
             yield event
 
@@ -269,7 +311,4 @@ def _outermost_fold(frame: Frame, root: Frame | None) -> Frame | None:
 
 def _fold_around(frame: Frame) -> Frame | None:
     """Return the innermost folded call around a call."""
-    outer_frame = frame.parent
-    while outer_frame is not None and outer_frame.fold is None:
-        outer_frame = outer_frame.parent
-    return outer_frame
+    return next((f for f in frame.outwards() if f is not frame and f.fold is not None), None)

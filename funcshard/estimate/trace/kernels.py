@@ -52,12 +52,12 @@ def _without_check(function: Any) -> Callable[..., Any]:
     """Return a copy of a function of torch that does not look for modes."""
     # Why: a function that looks for them by another name would call this mode without end.
     assert "has_torch_function" in function.__code__.co_names
-    unchecked = {**function.__globals__, "has_torch_function": lambda tensors: False}
-    copy = types.FunctionType(
-        function.__code__, unchecked, function.__name__, function.__defaults__
+    unchecked_globals = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    function_copy = types.FunctionType(
+        function.__code__, unchecked_globals, function.__name__, function.__defaults__
     )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    function_copy.__kwdefaults__ = function.__kwdefaults__
+    return function_copy
 
 
 def _dropout(
@@ -83,9 +83,11 @@ def _attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     query, key, value = _autocast(query), _autocast(key), _autocast(value)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
     if attn_mask is None and _takes_flash(query, key, value, is_causal):
         size = query.shape[-1]
+        # Note: flash attention takes head sizes that are multiples of 8.
         if size % 8:
             query, key, value = (F.pad(x, (0, -size % 8)) for x in (query, key, value))
         return _flash(query, key, value, dropout_p, is_causal, scale=scale)[0][..., :size]
@@ -93,17 +95,18 @@ def _attention(
     if mask is not None:
         mask = _bias(mask, query.dtype) if mask.dtype == torch.bool else _autocast(mask)
     if _takes_efficient(query, key, value, mask):
+        # Note: the sums of exponentials are kept for backward only.
         keeps_sums = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
         if mask is not None:
             mask = _aligned(mask).expand(*query.shape[:-1], key.shape[-2])
         return _efficient(query, key, value, mask, keeps_sums, dropout_p, is_causal, scale=scale)[0]
     if is_causal:
-        shape = query.shape[-2], key.shape[-2]
-        allowed = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
-        mask = _bias(allowed, query.dtype)
+        score_shape = query.shape[-2], key.shape[-2]
+        causal_mask = torch.ones(score_shape, dtype=torch.bool, device=query.device).tril()
+        mask = _bias(causal_mask, query.dtype)
     if enable_gqa:
-        repeats = query.shape[-3] // key.shape[-3]
-        key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
+        head_repeats = query.shape[-3] // key.shape[-3]
+        key, value = (x.repeat_interleave(head_repeats, -3) for x in (key, value))
     return _unfused(query, key, value, mask, dropout_p, scale)
 
 
@@ -145,11 +148,12 @@ def _unfused(
     """Compute attention by the matrix of scores, in float32."""
     dtype = query.dtype
     if dtype in _HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+        # Note: without the reduction in half precision, CUDA's math kernel computes in float32.
         query, key, value = query.float(), key.float(), value.float()
         if mask is not None:
             mask = mask.float()
-    root = scale**0.5
-    scores = (query * root) @ (key.transpose(-2, -1) * root)
+    scale_root = scale**0.5
+    scores = (query * scale_root) @ (key.transpose(-2, -1) * scale_root)
     weights = scores.softmax(-1) if mask is None else _safe_softmax(scores.add_(mask), -1)
     if dropout_p:
         weights = _dropout(weights, dropout_p)
@@ -164,7 +168,9 @@ def _bias(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _aligned(mask: torch.Tensor) -> torch.Tensor:
     """Return a mask whose rows lie 16 elements apart, or a multiple of that."""
     length = mask.shape[-1]
-    return F.pad(mask, (0, -length % 16))[..., :length] if length % 16 else mask
+    if length % 16 == 0:
+        return mask
+    return F.pad(mask, (0, -length % 16))[..., :length]
 
 
 def _autocast(tensor: torch.Tensor) -> torch.Tensor:

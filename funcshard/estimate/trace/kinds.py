@@ -48,9 +48,9 @@ class Kinds:
         Modules of one kind have theirs in the same order.
         """
         if index not in self._below:
-            children = [c for c in self.specs[index].children.values() if c is not None]
-            below = itertools.chain.from_iterable(map(self.below, children))
-            self._below[index] = tuple(dict.fromkeys([index, *below]))
+            child_indices = [c for c in self.specs[index].children.values() if c is not None]
+            indices_below = itertools.chain.from_iterable(map(self.below, child_indices))
+            self._below[index] = tuple(dict.fromkeys([index, *indices_below]))
         return self._below[index]
 
 
@@ -65,43 +65,54 @@ def kinds_of(skeleton: Any, form: Callable[[str], Hashable], marked: Collection[
         form: the shape, the dtype and the like of a parameter or buffer, by its name.
         marked: indices of modules that run otherwise than unmarked ones.
     """
-    numbers: dict[Hashable, int] = {}
+    kind_numbers: dict[Hashable, int] = {}
     kinds: dict[int, int] = {}
-    groups: dict[int, list[int]] = {}
+    kind_groups: dict[int, list[int]] = {}
+    # Note: fixed attributes follow from the class, and a model has few classes.
     known_settings: dict[type, frozenset[str] | None] = {}
     for index in reversed(range(len(skeleton.specs))):  # children come after their parents
         spec = skeleton.specs[index]
         children = tuple(
             [(key, None if child is None else kinds[child]) for key, child in spec.children.items()]
         )
-        tensors = tuple([
+        tensor_forms = tuple([
             (key, None if name is None else form(name))
             for table in (spec.parameters, spec.buffers)
             for key, name in table.items()
         ])  # fmt: skip
-        fixed = _fixed(spec.cls, known_settings)
-        settings = tuple([
+        # Note: the tracer sees reads of ordinary attributes only, so all others must be equal.
+        fixed_names = _fixed(spec.cls, known_settings)
+        fixed_settings = tuple([
             (key, value if type(value) is bool else value_of(value))
             for key, value in spec.attributes.items()
-            if (fixed is None or key in fixed) and (value or type(value) not in _TABLES)  # most are empty tables of hooks
+            # Note: most attributes are empty tables of hooks.
+            if (fixed_names is None or key in fixed_names) and (value or type(value) not in _TABLES)
         ])  # fmt: skip
-        alone = any(spec.attributes.get(hooks) for hooks in _HOOKS) or "forward" in spec.attributes
+        has_hooks = any(spec.attributes.get(hooks) for hooks in _HOOKS)
         module_kind = (
-            spec.cls, children, tensors, tuple(spec.attributes), settings, index if alone else None, index in marked
-        )  # fmt: skip
-        kind_index = kinds[index] = numbers.setdefault(module_kind, len(numbers))
-        groups.setdefault(kind_index, []).append(index)
+            spec.cls,
+            children,
+            tensor_forms,
+            tuple(spec.attributes),
+            fixed_settings,
+            # Note: a module with a hook or its own forward is equal to itself alone.
+            index if has_hooks or "forward" in spec.attributes else None,
+            index in marked,
+        )
+        kind_index = kinds[index] = kind_numbers.setdefault(module_kind, len(kind_numbers))
+        kind_groups.setdefault(kind_index, []).append(index)
 
     @functools.cache
     def owners() -> dict[int, nn.Module]:
         return dict(enumerate(skeleton.modules))
 
     differing: dict[int, dict[str, Hashable]] = {}
-    for group in groups.values():
-        fixed = known_settings[skeleton.specs[group[0]].cls]
-        if len(group) > 1 and fixed is not None:
-            tables = {index: skeleton.specs[index].attributes for index in group}
-            for key, values in _differing(tables, fixed, owners):
+    for kind_group in kind_groups.values():
+        fixed_names = known_settings[skeleton.specs[kind_group[0]].cls]
+        # Note: with all attributes fixed, modules of one kind differ in none.
+        if len(kind_group) > 1 and fixed_names is not None:
+            tables = {index: skeleton.specs[index].attributes for index in kind_group}
+            for key, values in _differing(tables, fixed_names, owners):
                 for index, value in values.items():
                     differing.setdefault(index, {})[key] = value
     return Kinds(_foldable(skeleton, kinds), differing, skeleton.specs)
@@ -127,12 +138,14 @@ def _differing(
     owners: Callable[[], Mapping[int, nn.Module]],
 ) -> Iterator[tuple[str, dict[int, Hashable]]]:
     """Yield each attribute in which the modules of a kind differ, with its values."""
-    for key, first in next(iter(tables.values())).items():
+    for key, first_value in next(iter(tables.values())).items():
         if key in fixed:
             continue
-        value_type = type(first) if is_plain(first) else None
+        # Why the type: most values are plain and equal, and value_of takes long.
+        value_type = type(first_value) if is_plain(first_value) else None
         if all(
-            table[key] is first or (type(table[key]) is value_type and table[key] == first)
+            table[key] is first_value
+            or (type(table[key]) is value_type and table[key] == first_value)
             for table in tables.values()
         ):
             continue
@@ -144,26 +157,30 @@ def _differing(
 def _foldable(skeleton: Any, kinds: Mapping[int, int]) -> dict[int, int]:
     """Return the kinds of the modules that may be folded, by index."""
     tied_names = [names for names in skeleton.parameters.values() if len(names) > 1]
-    numbers: dict[Hashable, int] = {}
+    kind_numbers: dict[Hashable, int] = {}
     kinds_by_index = {}
     for path, index in skeleton.paths().items():
         spec = skeleton.specs[index]
-        runs = spec.cls.forward is not nn.Module.forward or "forward" in spec.attributes
-        if not path or not spec.children or not runs:
+        has_forward = spec.cls.forward is not nn.Module.forward or "forward" in spec.attributes
+        if not path or not spec.children or not has_forward:
             continue
-        within = [
+        names_within = [
             tuple(name[len(path) + 1 :] for name in names if tree.is_under(name, path))
             for names in tied_names
         ]
         # Note: a parameter that is tied to one outside gets gradients from both at once.
         if any(
-            0 < len(inner) < len(names) for inner, names in zip(within, tied_names, strict=True)
+            0 < len(inner) < len(names)
+            for inner, names in zip(names_within, tied_names, strict=True)
         ):
             continue
-        shared = tuple(filter(None, within))
-        kinds_by_index[index] = numbers.setdefault((kinds[index], shared), len(numbers))
-    counts = Counter(kinds_by_index.values())
-    return {index: kind for index, kind in kinds_by_index.items() if counts[kind] > 1}
+        shared_names = tuple(filter(None, names_within))
+        kinds_by_index[index] = kind_numbers.setdefault(
+            (kinds[index], shared_names), len(kind_numbers)
+        )
+    # Note: a kind of one module has no one to represent.
+    kind_counts = Counter(kinds_by_index.values())
+    return {index: kind for index, kind in kinds_by_index.items() if kind_counts[kind] > 1}
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -223,6 +240,7 @@ class _Values:
             return "owner"
         if id(value) in self.seen:
             return "seen", self.seen[id(value)]
+        # Note: a module is compared as a module, by its own kind.
         if len(self.seen) >= _LIMIT or isinstance(value, torch.nn.Module):
             return "object", id(value)
         self.seen[id(value)] = len(self.seen)
@@ -232,15 +250,16 @@ class _Values:
     def _inside(self, value: Any) -> Any:
         value_type = type(value)
         if isinstance(value, types.FunctionType):
-            cells = [self._cell(cell) for cell in value.__closure__ or ()]
-            defaults = value.__defaults__, value.__kwdefaults__, value.__dict__
+            cell_values = [self._cell(cell) for cell in value.__closure__ or ()]
+            function_state = value.__defaults__, value.__kwdefaults__, value.__dict__
             return (
                 value_type,
                 value.__code__,
                 id(value.__globals__),
-                tuple(cells),
-                self.of(defaults),
+                tuple(cell_values),
+                self.of(function_state),
             )
+        # Note: a method of the owner equals the same method of another owner.
         if isinstance(value, types.MethodType):
             return value_type, self.of(value.__func__), self.of(value.__self__)
         if value_type is functools.partial:
@@ -252,13 +271,15 @@ class _Values:
             if not base.__flags__ & _HEAP
             or type(base.__dict__.get("__new__")) is types.BuiltinFunctionType
         )
-        parts: list[Any] = [value_type]
+        value_parts: list[Any] = [value_type]
         if issubclass(builtin, dict):
-            parts += [(self.of(key), self.of(dict_value)) for key, dict_value in dict.items(value)]
+            value_parts += [
+                (self.of(key), self.of(dict_value)) for key, dict_value in dict.items(value)
+            ]
         elif issubclass(builtin, (list, tuple)):
-            parts += map(self.of, builtin.__iter__(value))
+            value_parts += map(self.of, builtin.__iter__(value))
         elif issubclass(builtin, (set, frozenset)):
-            parts.append(frozenset(map(self.of, builtin.__iter__(value))))
+            value_parts.append(frozenset(map(self.of, builtin.__iter__(value))))
         elif builtin not in (object, types.SimpleNamespace):
             return "object", id(value)
         for base in value_type.__mro__:
@@ -266,12 +287,15 @@ class _Values:
             for name in (slots,) if isinstance(slots, str) else slots:
                 member = base.__dict__.get(name)
                 if isinstance(member, types.MemberDescriptorType):
-                    parts.append((name, self._slot(member, value)))
+                    value_parts.append((name, self._slot(member, value)))
         try:
-            state = object.__getattribute__(value, "__dict__")
+            object_state = object.__getattribute__(value, "__dict__")
         except AttributeError:
-            return tuple(parts)
-        return (*parts, *((key, self.of(attribute)) for key, attribute in state.items()))
+            return tuple(value_parts)
+        return (
+            *value_parts,
+            *((key, self.of(attribute)) for key, attribute in object_state.items()),
+        )
 
     def _cell(self, cell: Any) -> Any:
         try:

@@ -60,6 +60,8 @@ class Table(dict[str, Any]):
             return self.watched[key]
         name = self.names.get(key)
         self._note(None)
+        # Note: in forward autograd's hook tells of saved parameters; here only a forward that runs
+        # again reads them.
         if name is not None and self.recorder.phase == "backward":
             self.recorder.emit(UseParam(name))
         return super(Table, self.make()).__getitem__(key)
@@ -121,6 +123,7 @@ class Leaves(torch.autograd.Function):
         *params: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.recorder, ctx.call, ctx.names = recorder, call, names
+        # Why: a gradient that is missing must not become a tensor of zeros, which takes memory.
         ctx.set_materialize_grads(False)
         return tuple(param.detach() for param in params)
 

@@ -44,8 +44,9 @@ class Owners:
         """Return the innermost unit that contains a module; ``""`` if no unit but the root does."""
         owner_name = self._cache.get(path)
         if owner_name is None:
-            own_unit = self.of_path.get(path)
-            owner_name = own_unit if own_unit is not None else self.owner(path.rpartition(".")[0])
+            owner_name = self.of_path.get(path)
+            if owner_name is None:
+                owner_name = self.owner(path.rpartition(".")[0])
             self._cache[path] = owner_name
         return owner_name
 
@@ -85,6 +86,8 @@ class Needs:
 
     def call(self, unit: str) -> None:
         """Note that forward calls a unit."""
+        # Note: autograd runs in the opposite order, so the node that forward makes first, when it
+        # calls the unit, reduces it last.
         self._moments.append(("reduce", unit))
         self._calls[unit] = len(self._last)
         self._left[unit] = self._left.get(unit, 0) + 1
@@ -94,6 +97,7 @@ class Needs:
         """Note that autograd saves a leaf of a unit in a module."""
         if self._sees(unit, path):
             self.used.add(unit)
+            # Note: backward needs a unit first where forward saved its leaves last.
             self._last[self._calls[unit]] = unit, len(self._moments)
             self._moments.append(("", unit))
 
@@ -130,17 +134,19 @@ class Needs:
         asked_units = [
             [unit for unit in units if unit in self._resharded] for units in self._checkpoints(path)
         ]
+        # Note: the outermost unit of a checkpoint is gathered before its forward runs again, and
+        # stays for the backward that follows.
         self._lent = {units[-1] for units in asked_units if units}
-        first = next((units[0] for units in asked_units if units), None)
-        if first in self.used:
-            yield from self._need(first)
+        first_unit = next((units[0] for units in asked_units if units), None)
+        if first_unit in self.used:
+            yield from self._need(first_unit)
 
     def enter_again(self, unit: str) -> Iterator[tuple[str, str]]:
         """A checkpoint calls a unit again, or a module of none (``""``)."""
-        lent = unit in self._lent
-        self._again.append((unit, bool(unit) and not lent))
+        is_lent = unit in self._lent
+        self._again.append((unit, bool(unit) and not is_lent))
         if unit:
-            yield from self._need(unit) if lent else [("again", unit)]
+            yield from self._need(unit) if is_lent else [("again", unit)]
 
     def exit_again(self) -> Iterator[tuple[str, str]]:
         """The module that a checkpoint called last returns."""
@@ -166,14 +172,14 @@ class Needs:
 
     def _checkpoints(self, path: str) -> Iterator[list[str]]:
         """Yield the units inside each checkpoint around a module, the innermost first."""
-        units: list[str] = []
+        units_inside: list[str] = []
         for node_path in tree.upwards(path):
             unit = self._owners.of_path.get(node_path)
             if unit is not None:
-                units.append(unit)
+                units_inside.append(unit)
             if node_path in self._held:
-                yield units
-                units = []
+                yield units_inside
+                units_inside = []
 
     def _sees(self, unit: str, path: str) -> bool:
         """Return whether no checkpoint inside a unit hides what autograd saves in a module."""

@@ -25,7 +25,7 @@ from funcshard._utils import (
 )
 from funcshard.estimate.trace.program import Program, Run, make_program
 from funcshard.estimate.trace.tape import Tape
-from funcshard.estimate.trace.tracing import trace_model
+from funcshard.estimate.trace.tracing import leaf_dtypes, trace_model
 from funcshard.plan import MixedPrecision, Plan, dtype_name, make_plan, match
 
 _T = TypeVar("_T")
@@ -70,9 +70,10 @@ class Profile(Shown):
             apart: paths of the modules that are called several times, and of which each call has
                 its own gradients.
         """
+        # Note: other meshes, strategies and schedules read the same tape.
         key = frozenset(remat), frozenset(apart)
         if key not in self._tapes:
-            self._tapes[key] = self.retrace(*key) if key[1] else self.retrace(key[0])
+            self._tapes[key] = self.retrace(*key)
         return self._tapes[key]
 
     def on(self, *, accelerator: bool) -> Profile:
@@ -98,20 +99,21 @@ class Profile(Shown):
         """
         self.check(plan)
         paths = {unit.name: unit.paths for unit in plan.unit_list}
-        stays: frozenset[str] = frozenset()
+        staying_units: frozenset[str] = frozenset()
         if self._once(("nests", *paths), lambda: _nested(paths)):
             # Note: only inside other units it matters which ones stay gathered.
-            stays = frozenset(
+            staying_units = frozenset(
                 unit.name for unit in plan.unit_list if not unit.reshard_after_forward
             )
 
         def make() -> Program:
+            # Note: calls of a group's members aren't gathered one by one.
             single_paths = [nodes[0] for nodes in paths.values() if len(nodes) == 1]
-            apart = self.tape().repeated(single_paths)
+            repeated_paths = self.tape().repeated(single_paths)
             with without_collection():
-                return make_program(self.tape(remat, apart), paths, stays=stays)
+                return make_program(self.tape(remat, repeated_paths), paths, stays=staying_units)
 
-        return self._once((tuple(paths.items()), frozenset(remat), stays), make)
+        return self._once((tuple(paths.items()), frozenset(remat), staying_units), make)
 
     def check(self, plan: Plan) -> None:
         """Raise unless the plan is for the parameters and the precision of the profile."""
@@ -141,10 +143,10 @@ class Profile(Shown):
     @property
     def compute_dtype(self) -> str:
         """Name of the dtype in which forward has the most FLOPs, such as ``"bfloat16"``."""
-        flops = self._forward_flops()
-        if not flops:
+        flops_by_dtype = self._forward_flops()
+        if not flops_by_dtype:
             return next(iter(self.dtypes.values()), "float32")
-        return max(flops, key=flops.__getitem__)
+        return max(flops_by_dtype, key=flops_by_dtype.__getitem__)
 
     @property
     def saved(self) -> int:
@@ -170,11 +172,13 @@ class Profile(Shown):
         for phase_name in ("forward", "loss", "backward"):
             phase_runs = [run for run in runs if run.what == phase_name]
             work = [work for run in phase_runs for work in run.work]
-            highest = max((run.highest.total for run in phase_runs), default=0)
-            flops = sum(item.flops for item in work)
-            moved = sum(item.bytes for item in work)
-            kernels = sum(item.kernels for item in work)
-            rows.append([phase_name, f"{flops:,}", f"{moved:,}", f"{kernels:,}", f"{highest:,}"])
+            figures = (
+                sum(item.flops for item in work),
+                sum(item.bytes for item in work),
+                sum(item.kernels for item in work),
+                max((run.highest.total for run in phase_runs), default=0),
+            )
+            rows.append([phase_name, *(f"{figure:,}" for figure in figures)])
         title = f"Profile: autograd keeps {self.saved:,} bytes"
         return [Table(title, ["phase", "FLOPs", "bytes moved", "kernels", "highest bytes"], rows)]
 
@@ -257,19 +261,14 @@ def profile(
             precision if isinstance(precision, Plan) else make_plan(params, 1, precision=precision)
         )
     _check_names(params, plan)
-    chosen = match(
+    compiled_modules = match(
         compiled, [tuple(names) for names in apply.skeleton.parameters.values()], "compiled module"
     )
-    trained = {
-        leaf.path
-        for unit in plan.unit_list
-        for each in unit.buffers
-        if each.trainable
-        for leaf in each.leaves
-    }
-    forms = {name: _form(param, name in trained) for name, param in params.items()}
+    dtypes = leaf_dtypes(plan)
+    param_forms = {name: _form(param, dtypes[name][1]) for name, param in params.items()}
 
-    autocast = _autocast()
+    # Note: estimates trace again later, outside of the caller's autocast.
+    autocast_dtype = _autocast()
 
     def retrace(
         remat: frozenset[str], apart: frozenset[str] = frozenset(), *, accelerator: bool = True
@@ -278,11 +277,11 @@ def profile(
             with (
                 without_collection(),
                 torch.enable_grad(),
-                torch.autocast("cpu", dtype=autocast, enabled=autocast is not None),
+                torch.autocast("cpu", dtype=autocast_dtype, enabled=autocast_dtype is not None),
             ):
                 return trace_model(
-                    apply, plan, forms, buffers, args, kwargs, loss=loss, targets=targets, remat=remat, apart=apart,
-                    compiled=chosen, fold=fold, accelerator=accelerator,
+                    apply, plan, param_forms, buffers, args, kwargs, loss=loss, targets=targets, remat=remat, apart=apart,
+                    compiled=compiled_modules, fold=fold, accelerator=accelerator,
                 )  # fmt: skip
         except Exception as error:
             if asks_for_data(error):
@@ -293,49 +292,45 @@ def profile(
                 ) from error
             raise
 
-    dtypes = {
-        leaf.path: dtype
-        for unit in plan.unit_list
-        for buffer in unit.buffers
-        for dtype in [dtype_name(unit.gathered_dtype(buffer))]
-        for leaf in buffer.leaves
-    }
-    first = next(tensors_in((args, kwargs)), None)
-    is_integral = first is not None and not first.is_floating_point() and not first.is_complex()
+    first_input = next(tensors_in((args, kwargs)), None)
+    tokens = 0
+    if first_input is not None and not (
+        first_input.is_floating_point() or first_input.is_complex()
+    ):
+        tokens = first_input.numel()
     new_profile = Profile(
         retrace=retrace,
-        dtypes=dtypes,
-        tokens=first.numel() if first is not None and is_integral else 0,
+        dtypes={path: dtype_name(dtype) for path, (dtype, _) in dtypes.items()},
+        tokens=tokens,
         inputs=_stored_bytes((args, kwargs, targets)),
         buffers=_stored_bytes(buffers),
         embedded=_embedded(apply.skeleton),
-        forms=forms,
+        forms=param_forms,
         ties=apply.ties,
         precision=plan.precision,
     )
+    # Why now: errors of the model belong to profile, not to the first estimate.
     new_profile.tape()
     return new_profile
 
 
 def _autocast() -> torch.dtype | None:
     """Return the dtype of the autocast that is active, on any device; ``None`` without one."""
-    autocast_dtypes = [
-        torch.get_autocast_dtype(device_kind)
-        for device_kind in ("cuda", "cpu")
-        if torch.is_autocast_enabled(device_kind)
-    ]
-    return autocast_dtypes[0] if autocast_dtypes else None
+    for device_type in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device_type):
+            return torch.get_autocast_dtype(device_type)
+    return None
 
 
 def _check_plain(params: Mapping[str, torch.Tensor]) -> None:
     """Raise ``ValueError`` if a parameter is a DTensor."""
-    dtensor_name = next((name for name, param in params.items() if is_dtensor(param)), None)
-    if dtensor_name is not None:
-        raise ValueError(
-            "profile takes parameters that are plain tensors, because DTensor's own collectives "
-            f"cannot be traced; found a DTensor at {dtensor_name!r}: profile the model before "
-            "parallelize_module, or cut it with make_plan(local=...)"
-        )
+    for name, param in params.items():
+        if is_dtensor(param):
+            raise ValueError(
+                "profile takes parameters that are plain tensors, because DTensor's own "
+                f"collectives cannot be traced; found a DTensor at {name!r}: profile the model "
+                "before parallelize_module, or cut it with make_plan(local=...)"
+            )
 
 
 def _check_names(params: Mapping[str, torch.Tensor], plan: Plan) -> None:
@@ -349,8 +344,8 @@ def _check_names(params: Mapping[str, torch.Tensor], plan: Plan) -> None:
 
 
 def _nested(paths: Mapping[str, Sequence[str]]) -> bool:
-    nodes = {node for unit_nodes in paths.values() for node in unit_nodes if node}
-    return any(not nodes.isdisjoint([*tree.upwards(node)][1:]) for node in nodes)
+    unit_nodes_all = {node for unit_nodes in paths.values() for node in unit_nodes if node}
+    return any(not unit_nodes_all.isdisjoint([*tree.upwards(node)][1:]) for node in unit_nodes_all)
 
 
 def _form(param: torch.Tensor, trainable: bool) -> torch.Tensor:
@@ -373,5 +368,5 @@ def _embedded(skeleton: Any) -> int:
 
 
 def _stored_bytes(tensors: Any) -> int:
-    parts = [part for tensor in tensors_in(tensors) for part in stored_parts(tensor)]
-    return sum(part.numel() * part.element_size() for part in parts)
+    stored_tensors = [part for tensor in tensors_in(tensors) for part in stored_parts(tensor)]
+    return sum(part.numel() * part.element_size() for part in stored_tensors)

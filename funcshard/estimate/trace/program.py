@@ -66,25 +66,9 @@ class Work(NamedTuple):
     kernels: int
 
 
-class Mark(NamedTuple):
-    """A moment at which the runtime acts.
-
-    Attributes:
-        what: ``"forward"``: the unit is called; ``"return"``: its forward is over; ``"backward"``:
-            the loss's backward is over; ``"need"``: backward needs the unit's leaves;
-            ``"reduce"``: the unit's gradients are complete; ``"leave"``: backward leaves a unit
-            without gradients; ``"again"`` and ``"free"``: a forward that a checkpoint runs again
-            begins and ends.
-        unit: name of the unit; ``""`` for ``"backward"``.
-    """
-
-    what: str
-    unit: str
-
-
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The computation between two marks, for one unit.
+    """The computation between two places at which the runtime acts, for one unit.
 
     Attributes:
         unit: the unit; the root for modules in no other unit.
@@ -104,18 +88,20 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The runs and marks of one forward and backward, in order.
+    """The runs of one forward and backward, and the places between them, in order.
 
     Attributes:
-        steps: the runs and marks.
+        steps: the runs, and the places at which the runtime acts. Beside those of ``Reached`` there
+            are ``"return"``, where a unit's forward is over, and ``"free"``, where a forward that a
+            checkpoint ran again is.
         order: names of the units as forward calls them.
         backward: the order of backward that the runtime learns, as in ``Schedule.backward``.
         not_saved: units whose backward needs none of their parameters.
         saved: bytes that each unit keeps for backward, at the end of forward.
-        reached: the places of backward among the marks, for ``predict_step``.
+        reached: the places of backward among them, for ``predict_step``.
     """
 
-    steps: tuple[Run | Mark, ...]
+    steps: tuple[Run | Reached, ...]
     order: tuple[str, ...]
     backward: tuple[tuple[str, str], ...]
     not_saved: frozenset[str]
@@ -124,14 +110,12 @@ class Program:
 
     def __post_init__(self) -> None:
         # Why here: many plans share a program.
-        unit_steps = (
+        reached = tuple(
             step
             for step in self.steps
-            if isinstance(step, Mark) and step.what in ("need", "again", "reduce", "leave")
+            if isinstance(step, Reached) and step.what in ("need", "again", "reduce", "leave")
         )
-        object.__setattr__(
-            self, "reached", tuple(Reached(mark.what, mark.unit) for mark in unit_steps)
-        )
+        object.__setattr__(self, "reached", reached)
 
 
 def make_program(
@@ -158,7 +142,7 @@ class _Builder:
         self.events = events
         self.units = units
         self.needs = Needs(units, resharded)
-        self.steps: list[Run | Mark] = []
+        self.steps: list[Run | Reached] = []
         self.live: dict[int, tuple[int, int]] = {}  # by storage: category, bytes
         self.memory = [0, 0, 0, 0]
         self.total = 0
@@ -175,19 +159,23 @@ class _Builder:
         """Return the program of the events."""
         categories = categories_of(self.events)
         units, needs = self.units, self.needs
-        awaited = Counter[tuple[str, int]]()  # gradients that each call of a unit still awaits
+        # Gradients that each call of a unit still awaits.
+        awaited_grads = Counter[tuple[str, int]]()
         for event in self.events:
+            # Note: a call of a unit is done when all of its gradients are complete, so count them
+            # first.
             if isinstance(event, Grad):
-                awaited[units.of_param(event.path), event.call] += 1
+                awaited_grads[units.of_param(event.path), event.call] += 1
             elif isinstance(event, Stretch):
                 for below, call, count, _ in event.grads:
-                    awaited[units.owner(below), call] += count
-        self.ungraded = frozenset(units.members).difference(unit for unit, _ in awaited)
-        order, path = [""], ""
-        entered, saved = Counter[str](), Counter[str]()
-        grads: defaultdict[str, list[int]] = defaultdict(list)
-        added = Counter[str]()  # bytes of gradients in stretches
-        in_backward = began = False
+                    awaited_grads[units.owner(below), call] += count
+        # Note: no gradient ever says that backward is done with these units.
+        self.ungraded = frozenset(units.members).difference(unit for unit, _ in awaited_grads)
+        forward_order, path = [""], ""
+        entered_counts, saved_bytes = Counter[str](), Counter[str]()
+        grad_storages: defaultdict[str, list[int]] = defaultdict(list)
+        added_bytes = Counter[str]()  # bytes of gradients in stretches
+        in_backward = backward_began = False
         self._mark("forward", "")
         needs.call("")
         for position, event in enumerate(self.events):
@@ -196,8 +184,9 @@ class _Builder:
                 self.live[event.storage] = category, event.bytes
                 self.memory[category] += event.bytes
                 self.total += event.bytes
+                # Note: a forward that a checkpoint runs again also makes activations, in backward.
                 if category == ACTIVATION and not in_backward:
-                    saved[self.unit] += event.bytes
+                    saved_bytes[self.unit] += event.bytes
                 if self.highest is None or self.total > self.highest[0]:
                     self.highest = self.total, Memory(*self.memory)
             elif isinstance(event, Free):
@@ -207,25 +196,29 @@ class _Builder:
             elif isinstance(event, Stretch):
                 self._add(event)
                 if event.saved and not in_backward:
-                    saved[self.unit] += event.saved
+                    saved_bytes[self.unit] += event.saved
                 for below, call, count, size in event.grads:
                     unit = units.owner(below)
-                    awaited[unit, call] -= count
-                    added[unit] += size
+                    awaited_grads[unit, call] -= count
+                    added_bytes[unit] += size
             elif isinstance(event, Op):
                 add_operation(self.work, event)
             elif isinstance(event, At):
                 path, phase = event
+                # Note: backward comes to another module, so it may have left units for good.
                 if self.complete:
                     self._reduce_complete(path)
                 if self.lent:
                     self._leave(path)
                 if phase == "backward" and not in_backward:
                     in_backward = True
+                    # Note: the root's forward ends where backward begins, after the loss.
                     self._mark("return", "")
+                # Note: backward of the loss still belongs to the loss, before the model's own
+                # backward.
                 run_phase = "loss" if path == LOSS else phase
-                if in_backward and path != LOSS and not began:
-                    began = True
+                if in_backward and path != LOSS and not backward_began:
+                    backward_began = True
                     self._mark("backward", "")
                 if (units.owner(path), run_phase) != (self.unit, self.what):
                     self._flush()
@@ -234,19 +227,20 @@ class _Builder:
                 unit = units.of_path.get(event.path, "")
                 if in_backward:
                     enters = isinstance(event, Enter)
+                    # Note: in backward only a checkpoint calls modules.
                     self._marks(needs.enter_again(unit) if enters else needs.exit_again())
                     continue
                 # Note: a group is called with its first member, and returns with its last one.
-                whole = unit != "" and entered[unit] % len(units.members[unit]) == 0
+                is_whole = unit != "" and entered_counts[unit] % len(units.members[unit]) == 0
                 if isinstance(event, Exit):
-                    if whole:
+                    if is_whole:
                         self._mark("return", unit)
                     continue
                 needs.enter(event.path, held=event.held)
-                entered[unit] += 1
-                if whole:
+                entered_counts[unit] += 1
+                if is_whole:
                     self._mark("forward", unit)
-                    order.append(unit)
+                    forward_order.append(unit)
                     needs.call(unit)
             elif isinstance(event, UseParam):
                 unit = units.of_param(event.path)
@@ -258,18 +252,22 @@ class _Builder:
                 self._marks(needs.ask(event.path))
             elif isinstance(event, Grad):
                 unit = units.of_param(event.path)
+                # Note: a gradient that autograd only passes on has no storage of its own.
                 if event.storage in self.live:
-                    grads[unit].append(event.storage)
-                awaited[unit, event.call] -= 1
-                if awaited[unit, event.call] == 0:
-                    self.complete.append((unit, grads.pop(unit, []), added.pop(unit, 0)))
+                    grad_storages[unit].append(event.storage)
+                awaited_grads[unit, event.call] -= 1
+                if awaited_grads[unit, event.call] == 0:
+                    self.complete.append(
+                        (unit, grad_storages.pop(unit, []), added_bytes.pop(unit, 0))
+                    )
                     if event.call:  # autograd has reached the node that reduces
                         self._reduce_complete(None)
         self._reduce_complete(None)
         self._flush()
         self._leave_root()
         not_saved = frozenset(units.members) - needs.used
-        return Program(tuple(self.steps), tuple(order), needs.order(), not_saved, saved)
+        order = tuple(forward_order)
+        return Program(tuple(self.steps), order, needs.order(), not_saved, dict(saved_bytes))
 
     def _reduce_complete(self, path: str | None) -> None:
         """Reduce units with complete gradients, as backward leaves them for a module, or ends.
@@ -277,14 +275,14 @@ class _Builder:
         Autograd runs nodes in the opposite order of forward. The node that reduces a unit was made
         when forward called the unit, so it runs after the nodes of all modules inside.
         """
-        inside: set[str | None] = set()
+        units_inside: set[str | None] = set()
         if path is not None:
-            inside.update(map(self.units.of_path.get, tree.upwards(path)))
+            units_inside.update(map(self.units.of_path.get, tree.upwards(path)))
         complete_units = self.complete
-        self.complete = [complete for complete in complete_units if complete[0] in inside]
-        outside = [complete for complete in complete_units if complete[0] not in inside]
-        outside.sort(key=lambda complete: -self.needs.position(complete[0]))
-        for unit, storages, size in outside:
+        self.complete = [complete for complete in complete_units if complete[0] in units_inside]
+        units_outside = [complete for complete in complete_units if complete[0] not in units_inside]
+        units_outside.sort(key=lambda complete: -self.needs.position(complete[0]))
+        for unit, storages, size in units_outside:
             self._mark("reduce", unit)
             self.needs.reduce(unit)
             for storage in storages:
@@ -292,12 +290,13 @@ class _Builder:
             self.memory[GRADIENT] -= size
             self.total -= size
             current_memory = Memory(*self.memory)
+            # Note: a run without work, so that the simulator sees the memory after the frees.
             self.steps.append(Run(self.unit, self.what, (), current_memory, current_memory))
 
     def _leave(self, path: str) -> None:
         """Leave units without gradients, as backward comes to a module outside of them."""
-        inside = set(map(self.units.of_path.get, tree.upwards(path)))
-        for unit in [lent_unit for lent_unit in self.lent if lent_unit not in inside]:
+        units_inside = set(map(self.units.of_path.get, tree.upwards(path)))
+        for unit in [lent_unit for lent_unit in self.lent if lent_unit not in units_inside]:
             self.lent.remove(unit)
             self._mark("leave", unit)
             self.needs.leave(unit)
@@ -306,11 +305,12 @@ class _Builder:
         """Leave the root after its last own computation, if it has no gradients."""
         if "" not in self.lent:
             return
-        last = max(
+        # Why here: backward never leaves the root, so its end is known only now.
+        last_run = max(
             i for i, step in enumerate(self.steps) if isinstance(step, Run) and not step.unit
         )
-        need = self.steps.index(Mark("need", ""))
-        self.steps.insert(max(last, need) + 1, Mark("leave", ""))
+        need_place = self.steps.index(Reached("need", ""))
+        self.steps.insert(max(last_run, need_place) + 1, Reached("leave", ""))
 
     def _add(self, stretch: Stretch) -> None:
         """Add a stretch to the current run."""
@@ -337,12 +337,14 @@ class _Builder:
         """End the current run."""
         if self.work or self.highest is not None:
             current_memory = Memory(*self.memory)
-            highest = current_memory
+            highest_memory = current_memory
             if self.highest is not None and self.highest[0] > self.total:
-                highest = self.highest[1]
-            work = tuple([Work(dtype, *counts) for (dtype, _), counts in self.work.items()])
-            work = self.works.setdefault(work, work)
-            self.steps.append(Run(self.unit, self.what, work, highest, current_memory))
+                highest_memory = self.highest[1]
+            run_work = tuple([Work(dtype, *counts) for (dtype, _), counts in self.work.items()])
+            # Note: equal works are one object, because lanes look up the cost of a run by its
+            # identity.
+            run_work = self.works.setdefault(run_work, run_work)
+            self.steps.append(Run(self.unit, self.what, run_work, highest_memory, current_memory))
         self.work, self.highest = {}, None
 
     def _marks(self, marks: Iterable[tuple[str, str]]) -> None:
@@ -353,4 +355,4 @@ class _Builder:
 
     def _mark(self, what: str, unit: str) -> None:
         self._flush()
-        self.steps.append(Mark(what, unit))
+        self.steps.append(Reached(what, unit))

@@ -61,6 +61,13 @@ class Frame:
     output_grads: set[int] = field(default_factory=set)
     grad_forms: list[Any] = field(default_factory=list)
 
+    def outwards(self) -> Iterator[Frame]:
+        """Yield the call, and those that it happens in, the innermost first."""
+        frame: Frame | None = self
+        while frame is not None:
+            yield frame
+            frame = frame.parent
+
 
 class Recorder(TorchDispatchMode):
     """Write down the events of everything that runs while the mode is active.
@@ -111,17 +118,18 @@ class Recorder(TorchDispatchMode):
         frame_before = self.frame
         parent = self._caller(path) if runs_again else self._stack[-1]
         self._frames += 1
-        frame = Frame(
+        call_frame = Frame(
             path, parent, self._frames, again=runs_again or parent.again, compiled=parent.compiled
         )
-        if frame.again:
-            frame.number = self._last[path].number if path in self._last else frame.number
+        if call_frame.again:
+            # Note: a module that forward never called by itself has no first call.
+            call_frame.number = self._last.get(path, call_frame).number
         else:
-            self._last[path] = frame
-        self._stack.append(frame)
-        self._enter(frame)
+            self._last[path] = call_frame
+        self._stack.append(call_frame)
+        self._enter(call_frame)
         try:
-            yield frame
+            yield call_frame
         finally:
             self._stack.pop()
             self._enter(frame_before if runs_again else self._stack[-1])
@@ -134,11 +142,9 @@ class Recorder(TorchDispatchMode):
 
     def _caller(self, path: str) -> Frame:
         """Return the call, above the one whose backward runs, that contains the module."""
-        frame: Frame | None = self.frame
-        while frame is not None and frame.parent is not None:
+        for frame in self.frame.outwards():
             if path == frame.path or path.startswith(f"{frame.path}."):
                 return frame
-            frame = frame.parent
         return self.root
 
     def _follow_backward(self) -> None:
@@ -150,10 +156,13 @@ class Recorder(TorchDispatchMode):
             and sequence_number < next_sequence_number()
         ):
             self._running = sequence_number
+            # Note: nodes are numbered in the order of forward, so the last start before this number
+            # is that of the call that made the node.
             position = bisect.bisect_right(self._starts, sequence_number) - 1
             self.frame = self._callers[max(position, 0)]
             if sequence_number in self._asks:
                 self.emit(Ask(self.frame.path))
+            # Note: the node unpacks the parameters that it saved, so the runtime gathers them here.
             for name in self._used.pop(sequence_number, ()):
                 self.emit(UseParam(name))
 
@@ -165,34 +174,33 @@ class Recorder(TorchDispatchMode):
 
     def fold_around(self) -> Frame | None:
         """Return the innermost call, of those that run, of a module that represents others."""
-        frame: Frame | None = self._stack[-1]
-        while frame is not None and frame.fold is None:
-            frame = frame.parent
-        return frame
+        frames = self._stack[-1].outwards()
+        return next((frame for frame in frames if frame.fold is not None), None)
 
     def runs(self, path: str) -> bool:
         """Return whether a call of a module runs, or a checkpoint runs a part of it again."""
-        frame: Frame | None = self._stack[-1]
+        frame = self._stack[-1]
         if self.phase == "backward" and frame is self.root:
             self._follow_backward()
             frame = self.frame
-        while frame is not None and frame.path != path:
-            frame = frame.parent
-        return frame is not None
+        return any(outer_frame.path == path for outer_frame in frame.outwards())
 
     def watch_grads(self, frame: Frame, inputs: Iterable[torch.Tensor], out: Any) -> None:
         """Note the gradients of a call's inputs and outputs when backward comes to them."""
 
         def note(grads: Any) -> None:
-            parts = self.parts(grad for grad in grads if grad is not None)
-            frame.output_grads.update(map(self.number, parts))
+            grad_parts = self.parts(grad for grad in grads if grad is not None)
+            frame.output_grads.update(map(self.number, grad_parts))
             frame.grad_forms.append(tuple(map(_form, grads)))
 
         for node in dict.fromkeys(
             tensor.grad_fn for tensor in tensors_in(out) if tensor.grad_fn is not None
         ):
+            # Note: hooks of nodes run before them, when the gradients of all outputs have been
+            # added up.
             node.register_prehook(note)
         for place, tensor in enumerate(inputs):
+            # Note: a hook of a tensor sees the gradient that this call adds, whoever adds it up.
             if tensor.requires_grad:
                 tensor.register_hook(
                     lambda grad, place=place: frame.grad_forms.append((place, _form(grad)))
@@ -211,19 +219,19 @@ class Recorder(TorchDispatchMode):
             tensor: the tensor.
             known: whether the storage is no memory of the step, such as that of a parameter.
         """
-        identity = storage_id(tensor)
-        storage_number = self._storages.get(identity)
+        storage_identity = storage_id(tensor)
+        storage_number = self._storages.get(storage_identity)
         if storage_number is not None:
             return storage_number[0]
         self._numbers += 1
         storage_index, storage = self._numbers, tensor.untyped_storage()
 
         def freed(_: Any) -> None:
-            del self._storages[identity]
+            del self._storages[storage_identity]
             if not known:
                 self.emit(Free(storage_index))
 
-        self._storages[identity] = storage_index, weakref.ref(storage, freed)
+        self._storages[storage_identity] = storage_index, weakref.ref(storage, freed)
         if not known:
             self.emit(Alloc(storage_index, storage.nbytes()))
         return storage_index
@@ -253,11 +261,11 @@ class Recorder(TorchDispatchMode):
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Note a tensor that autograd saves; a hook for ``saved_tensors_hooks``."""
-        name = self.params.get(storage_id(tensor))
-        if name is not None:
-            self.emit(UseParam(name))
+        param_name = self.params.get(storage_id(tensor))
+        if param_name is not None:
+            self.emit(UseParam(param_name))
             # Why minus 1: autograd makes the node first, and then lets it save.
-            self._used.setdefault(next_sequence_number() - 1, []).append(name)
+            self._used.setdefault(next_sequence_number() - 1, []).append(param_name)
         else:
             for part in self.parts([tensor]):
                 self.emit(Save(self.number(part), str(part.dtype).removeprefix("torch.")))
@@ -278,12 +286,15 @@ class Recorder(TorchDispatchMode):
     def pack_held(self, outer: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
         """Note a tensor that a checkpoint keeps, and let the checkpoint pack it."""
         if self.phase != "backward":
-            node, name = next_sequence_number() - 1, self.params.get(storage_id(tensor))
-            if name is not None:
-                self.emit(UseParam(name))
-                self._used.setdefault(node, []).append(name)
+            node_number, param_name = (
+                next_sequence_number() - 1,
+                self.params.get(storage_id(tensor)),
+            )
+            if param_name is not None:
+                self.emit(UseParam(param_name))
+                self._used.setdefault(node_number, []).append(param_name)
             else:
-                self._asks.add(node)
+                self._asks.add(node_number)
         return outer(tensor)
 
     # --- operations -------------------------------------------------------------------------------
@@ -291,50 +302,57 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        # Note: prim operators only ask a tensor for its device and the like.
         if self.paused or func.namespace == "prim":
             return out
         if self.phase == "backward" and len(self._stack) == 1:
             self._follow_backward()
-        outputs = list(tensors_in(out))
-        results = self.parts(outputs)
-        new = []
-        for tensor in results:
+        output_tensors = list(tensors_in(out))
+        stored_results = self.parts(output_tensors)
+        new_tensors = []
+        for tensor in stored_results:
             numbers_before = self._numbers
             self.number(tensor)
-            new += [tensor] if self._numbers > numbers_before else []
-        if results and (new or writes_inputs(func)):
-            moved = moved_bytes(func, args, kwargs, new, self.parts)
-            if moved and self.frame.compiled:
-                moved = self._fused_bytes(func, self.parts(tensors_in((args, kwargs))), results)
+            if self._numbers > numbers_before:
+                new_tensors.append(tensor)
+        if stored_results and (new_tensors or writes_inputs(func)):
+            bytes_moved = moved_bytes(func, args, kwargs, new_tensors, self.parts)
+            if bytes_moved and self.frame.compiled:
+                bytes_moved = self._fused_bytes(
+                    func, self.parts(tensors_in((args, kwargs))), stored_results
+                )
             flops = count_flops(func, args, kwargs, out)
-            if moved or flops:
-                self.emit(Op(flops, moved, str(outputs[0].dtype).removeprefix("torch.")))
+            if bytes_moved or flops:
+                self.emit(
+                    Op(flops, bytes_moved, str(output_tensors[0].dtype).removeprefix("torch."))
+                )
         return out
 
     def _fused_bytes(
         self, func: Any, inputs: list[torch.Tensor], results: list[torch.Tensor]
     ) -> int:
         """Return the bytes that an operation moves if a compiler fuses it with its neighbours."""
-        root = self.frame
-        while root.parent is not None and root.parent.compiled:
-            root = root.parent
-        if self._region != (root.number, self.phase):  # each module is compiled by itself
-            self._region = root.number, self.phase
+        compiled_root = self.frame
+        while compiled_root.parent is not None and compiled_root.parent.compiled:
+            compiled_root = compiled_root.parent
+        # Note: another call begins a new region, in which nothing is fused yet.
+        if self._region != (compiled_root.number, self.phase):  # each module is compiled by itself
+            self._region = compiled_root.number, self.phase
             self._inside.clear()
-        outside = [
+        outside_inputs = [
             tensor for tensor in inputs if self.number(tensor, known=True) not in self._inside
         ]
-        moved = sum(map(_nbytes, outside))
+        bytes_moved = sum(map(_nbytes, outside_inputs))
         if is_fused(func):
             self._inside.update(map(self.number, results))
-            return moved
-        moved += sum(map(_nbytes, results))
+            return bytes_moved
+        bytes_moved += sum(map(_nbytes, results))
         # A reduction reads what is in memory, so the fused kernel before it has written it.
         if not is_reduction(func):
-            written = [tensor for tensor in inputs if self.number(tensor) in self._inside]
-            moved += 2 * sum(map(_nbytes, written))
-            self._inside.difference_update(map(self.number, written))
-        return moved
+            written_inputs = [tensor for tensor in inputs if self.number(tensor) in self._inside]
+            bytes_moved += 2 * sum(map(_nbytes, written_inputs))
+            self._inside.difference_update(map(self.number, written_inputs))
+        return bytes_moved
 
 
 def _form(tensor: torch.Tensor | None) -> Any:

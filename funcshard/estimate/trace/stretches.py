@@ -73,38 +73,47 @@ def compact(tape: Tape, paths: Collection[str]) -> Iterator[Event | Stretch]:
         tape: the tape.
         paths: the paths of all units.
     """
-    inside: dict[str, list[str]] = {}  # by module: the units at it and below it
+    units_by_module: dict[str, list[str]] = {}  # by module: the units at it and below it
     for path in paths:
         for node in tree.upwards(path) if path else ():
-            inside.setdefault(node, []).append(path)
-    lives: dict[int, list[Call]] = {}  # by number of a forward call
+            units_by_module.setdefault(node, []).append(path)
+    calls_by_instance: dict[int, list[Call]] = {}  # by number of a forward call
     for event in tape.events:
         if isinstance(event, Call):
-            lives.setdefault(event.instance, []).append(event)
+            calls_by_instance.setdefault(event.instance, []).append(event)
     known_lives: dict[object, list[list[Event | Stretch]]] = {}
-    waiting: dict[int, Iterator[list[Event | Stretch]]] = {}
+    waiting_parts: dict[int, Iterator[list[Event | Stretch]]] = {}
     for event in tape.events:
         if not isinstance(event, Call):
             yield event
             continue
         module_path = event.path
-        if event.instance not in waiting:
-            life = lives[event.instance]
-            units = frozenset(unit[len(module_path) + 1 :] for unit in inside.get(module_path, ()))
+        # Note: calls with equal phases share one summary, whose parts come in the order of the
+        # tape: forward first, then recomputation and backward.
+        if event.instance not in waiting_parts:
+            instance_calls = calls_by_instance[event.instance]
+            units_inside = frozenset(
+                unit[len(module_path) + 1 :] for unit in units_by_module.get(module_path, ())
+            )
+            # Why these: the same fold may free or exchange other storages where it is called
+            # otherwise.
             exchanges = [
                 (call.phase, frozenset(dict(call.exchanged)), frozenset(call.freed))
-                for call in life
+                for call in instance_calls
             ]
-            key = (event.fold, units, *exchanges)
-            if key not in known_lives:
-                known_lives[key] = _summarised(tape, life, units)
-            waiting[event.instance] = iter(known_lives[key])
+            life_key = (event.fold, units_inside, *exchanges)
+            if life_key not in known_lives:
+                known_lives[life_key] = _summarised(tape, instance_calls, units_inside)
+            waiting_parts[event.instance] = iter(known_lives[life_key])
         storage = renumbered(dict(event.exchanged))
+        # Note: the summary has paths below the module, and the numbers of the fold's storages.
         inner_path = functools.partial(joined, module_path)
-        for part in next(waiting[event.instance]):
+        for part in next(waiting_parts[event.instance]):
             if isinstance(part, Stretch):
                 grads = tuple((inner_path(grad[0]), *grad[1:]) for grad in part.grads)
-                yield part._replace(grads=grads) if grads else part
+                if grads:
+                    part = part._replace(grads=grads)
+                yield part
             else:
                 yield rewritten(part, inner_path, storage)
 
@@ -124,20 +133,21 @@ def _summarised(
         call._replace(path="", exchanged=tuple((inside, inside) for inside, _ in call.exchanged))
         for call in life
     ]
-    phases = list(tape.expanded_calls(inner_calls))
+    phase_events = list(tape.expanded_calls(inner_calls))
     all_events: list[Event] = []
-    for call, events in zip(life, phases, strict=True):
+    for call, events in zip(life, phase_events, strict=True):
         # Why a moment first: a storage may be freed before the first operation.
         all_events.append(At("", "forward" if call.phase == "forward" else "backward"))
         all_events += events
+    # Note: over all phases, because backward frees what forward saved.
     categories = categories_of(all_events)
     summary = _Summary(units)
-    summed_phases, position = [], 0
-    for events in phases:
-        position += 1
-        phase_categories = [categories.get(position + i, 0) for i in range(len(events))]
+    summed_phases, event_position = [], 0
+    for events in phase_events:
+        event_position += 1
+        phase_categories = [categories.get(event_position + i, 0) for i in range(len(events))]
         summed_phases.append(list(summary.phase(events, phase_categories)))
-        position += len(events)
+        event_position += len(events)
     return summed_phases
 
 
@@ -154,9 +164,9 @@ class _Sum:
     def alloc(self, category: int, size: int, forward: bool) -> None:
         """Add a storage."""
         self.now[category] += size
-        total = sum(self.now)
-        if self.highest is None or total > self.highest[0]:
-            self.highest = total, tuple(self.now)
+        total_bytes = sum(self.now)
+        if self.highest is None or total_bytes > self.highest[0]:
+            self.highest = total_bytes, tuple(self.now)
         if forward and category == ACTIVATION:
             self.saved += size
 
@@ -202,72 +212,83 @@ class _Summary:
         self, events: Sequence[Event], categories: Sequence[int]
     ) -> Iterator[Event | Stretch]:
         """Yield the events that act on units or on storages of the caller, and stretches."""
-        last = {
+        last_positions = {
             (self.owner(_module(event.path)), event.call): position
             for position, event in enumerate(events)
             if isinstance(event, Grad)
         }
-        at: object = None
-        forward = False
+        current_place: object = None
+        is_forward = False
         moments_before: set[object] = set()  # uses and asks that change nothing if they come again
-        depth = 0  # modules that a checkpoint runs again
-        counted: set[int] = set()
-        stretch = _Sum()
+        nested_depth = 0  # modules that a checkpoint runs again
+        counted_storages: set[int] = set()
+        open_stretch = _Sum()
         for position, event in enumerate(events):
-            kept = False
+            is_kept = False
             if isinstance(event, Op):
-                add_operation(stretch.work, event)
+                add_operation(open_stretch.work, event)
             elif isinstance(event, (Alloc, Free)) and event.storage < 0:
-                kept = True  # the caller knows the storage
+                is_kept = True  # the caller knows the storage
             elif isinstance(event, Alloc):
                 self.live[event.storage] = categories[position], event.bytes
-                stretch.alloc(categories[position], event.bytes, forward)
+                open_stretch.alloc(categories[position], event.bytes, is_forward)
             elif isinstance(event, Free):
                 if self.live.get(event.storage, (GRADIENT, 0))[0] != GRADIENT:
                     category, size = self.live.pop(event.storage)
-                    stretch.now[category] -= size
+                    open_stretch.now[category] -= size
             elif isinstance(event, At):
                 place = self._place(event.path), event.phase
-                kept, at, forward = place != at, place, event.phase == "forward"
+                # Note: a place counts only if the unit or the checkpoint around it is another one.
+                is_kept, current_place, is_forward = (
+                    place != current_place,
+                    place,
+                    event.phase == "forward",
+                )
             elif isinstance(event, (Enter, Exit)):
-                kept = event.path in self.units
-                if not forward:
-                    depth -= isinstance(event, Exit)
-                    kept = kept or not depth  # the outermost module decides for all inside
-                    depth += isinstance(event, Enter)
+                is_kept = event.path in self.units
+                if not is_forward:
+                    nested_depth -= isinstance(event, Exit)
+                    is_kept = (
+                        is_kept or not nested_depth
+                    )  # the outermost module decides for all inside
+                    nested_depth += isinstance(event, Enter)
                 elif isinstance(event, Enter) and event.held:
                     self._held.add(event.path)
-                    kept = True
-                if kept:
+                    is_kept = True
+                if is_kept:
                     moments_before = set()
             elif isinstance(event, Ask):
-                ask = Ask, self._place(event.path)
-                kept = ask not in moments_before
-                moments_before.add(ask)
+                asked_place = Ask, self._place(event.path)
+                is_kept = asked_place not in moments_before
+                moments_before.add(asked_place)
             elif isinstance(event, UseParam):
-                use = self.owner(_module(event.path)), at
-                kept = use not in moments_before
-                if forward:  # the last use counts
+                param_use = self.owner(_module(event.path)), current_place
+                is_kept = param_use not in moments_before
+                if is_forward:  # the last use counts
                     moments_before = set()
-                moments_before.add(use)
+                moments_before.add(param_use)
             elif isinstance(event, Grad):
-                unit = self.owner(_module(event.path)), event.call
-                is_last = last[unit] == position
-                kept = is_last or event.storage < 0
+                unit_call = self.owner(_module(event.path)), event.call
+                # Note: with its last gradient the unit may be reduced, so a plan has to see that
+                # one.
+                is_last = last_positions[unit_call] == position
+                is_kept = is_last or event.storage < 0
                 if is_last:
                     moments_before = set()  # the unit may be freed here
                 if event.storage > 0:
-                    figures = stretch.grads.setdefault((unit[0] or "", event.call), [0, 0])
-                    figures[0] += not kept
+                    grad_figures = open_stretch.grads.setdefault(
+                        (unit_call[0] or "", event.call), [0, 0]
+                    )
+                    grad_figures[0] += not is_kept
                     # Note: gradients of tied parameters may share a storage, which counts once.
-                    if event.storage in self.live and event.storage not in counted:
-                        figures[1] += self.live[event.storage][1]
-                    counted.add(event.storage)
-            if kept:
-                yield from stretch.done()
-                stretch = _Sum()
+                    if event.storage in self.live and event.storage not in counted_storages:
+                        grad_figures[1] += self.live[event.storage][1]
+                    counted_storages.add(event.storage)
+            if is_kept:
+                yield from open_stretch.done()
+                open_stretch = _Sum()
                 yield event
-        yield from stretch.done()
+        yield from open_stretch.done()
 
 
 def _innermost(path: str, nodes: Collection[str]) -> str | None:

@@ -32,12 +32,12 @@ class Form:
 
     def gradient(self) -> torch.Tensor:
         """Return a new tensor of the form of a gradient, which has no gaps in memory."""
-        span = 1 + sum(
+        spanned_numel = 1 + sum(
             (size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)
         )
         return (
             self.empty()
-            if span == math.prod(self.shape)
+            if spanned_numel == math.prod(self.shape)
             else torch.empty(self.shape, dtype=self.dtype, device="cpu")
         )
 
@@ -75,6 +75,7 @@ class Stub(torch.autograd.Function):
         ctx: Any, traced: Traced, recorder: Recorder, anchor: torch.Tensor, *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         outs = tuple(form.empty() for form in traced.outputs)
+        # Note: what the module would keep for backward stays alive for as long.
         ctx.save_for_backward(
             *(inputs[i] for i in traced.kept_inputs), *(outs[i] for i in traced.kept_outputs)
         )
@@ -88,8 +89,12 @@ class Stub(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         ctx.recorder.touch()
-        kept = ctx.saved_tensors
-        needed = zip(ctx.forms, ctx.needs_input_grad[3:], strict=True)
-        form_gradients = [form.gradient() if is_needed else None for form, is_needed in needed]
-        del kept
+        # Note: unpacking may run a checkpoint, as the module's own backward would.
+        kept_tensors = ctx.saved_tensors
+        needed_forms = zip(ctx.forms, ctx.needs_input_grad[3:], strict=True)
+        form_gradients = [
+            form.gradient() if is_needed else None for form, is_needed in needed_forms
+        ]
+        # Note: the gradients exist while what was saved is still there.
+        del kept_tensors
         return None, None, None, *form_gradients

@@ -138,8 +138,8 @@ def rewritten(event: Event, path: Callable[[str], str], storage: Callable[[int],
     if isinstance(event, (Enter, Exit)):
         return event._replace(path=path(event.path), storages=tuple(map(storage, event.storages)))
     if isinstance(event, Call):
-        pairs = tuple((inside, storage(outside)) for inside, outside in event.exchanged)
-        return event._replace(path=path(event.path), exchanged=pairs)
+        exchanged_pairs = tuple((inside, storage(outside)) for inside, outside in event.exchanged)
+        return event._replace(path=path(event.path), exchanged=exchanged_pairs)
     return event._replace(path=path(event.path))
 
 
@@ -194,9 +194,10 @@ class Tape:
 
     def repeated(self, paths: Iterable[str]) -> set[str]:
         """Return those of some modules that one forward calls several times."""
-        levels = [_calls(fold.parts.get("forward", ())) for fold in self.folds]
-        levels.append(_calls(self.events))  # the tape itself is the last level
-        return {path for path in paths if _is_repeated(path, levels, -1)}
+        call_levels = [_calls(fold.parts.get("forward", ())) for fold in self.folds]
+        # Note: each level knows only the folds that it calls itself.
+        call_levels.append(_calls(self.events))  # the tape itself is the last level
+        return {path for path in paths if _is_repeated(path, call_levels, -1)}
 
     def _call(
         self,
@@ -212,12 +213,12 @@ class Tape:
         storages = instance.storages
         storages.update((inside, outer(outside)) for inside, outside in call.exchanged)
         module_path = joined(prefix, call.path)
-        path = functools.partial(joined, module_path)
+        inner_path = functools.partial(joined, module_path)
         # Note: a storage gets its number at its first event, and keeps it in later phases.
-        number = storages.__getitem__
+        storage_number = storages.__getitem__
         for event in self.folds[call.fold].parts.get(call.phase, ()):
             if isinstance(event, Call):
-                yield from self._call(event, module_path, number, instance.calls, numbers)
+                yield from self._call(event, module_path, storage_number, instance.calls, numbers)
                 continue
             # Note: negative numbers are those of the caller, which may not know all of them.
             if isinstance(event, Alloc) and event.storage <= 0 and event.storage not in storages:
@@ -227,50 +228,53 @@ class Tape:
                 or not (event.storage > 0 or event.storage in call.freed)
             ):
                 continue
-            yield rewritten(event, path, number)
+            yield rewritten(event, inner_path, storage_number)
 
     def _forward_flops(
         self, events: tuple[Event, ...], known: dict[int, Counter[str]]
     ) -> Counter[str]:
         """Return the operations of forward; ``known`` keeps those of folds."""
-        flops, counts = Counter[str](), True
+        dtype_flops, is_counted = Counter[str](), True
         for event in events:
             if isinstance(event, At):
-                counts = event.phase == "forward" and event.path != LOSS
+                is_counted = event.phase == "forward" and event.path != LOSS
             elif isinstance(event, Op):
-                if counts and event.flops:
-                    flops[event.dtype] += event.flops
+                if is_counted and event.flops:
+                    dtype_flops[event.dtype] += event.flops
             elif isinstance(event, Call) and event.phase == "forward":
+                # Note: a fold is counted once, and added for each of its calls.
                 if event.fold not in known:
-                    parts = self.folds[event.fold].parts
-                    known[event.fold] = self._forward_flops(parts.get("forward", ()), known)
-                flops.update(known[event.fold])
-        return flops
+                    fold_parts = self.folds[event.fold].parts
+                    known[event.fold] = self._forward_flops(fold_parts.get("forward", ()), known)
+                dtype_flops.update(known[event.fold])
+        return dtype_flops
 
 
 def _calls(events: Iterable[Event]) -> tuple[Counter[str], dict[str, int]]:
     """Return how often forward calls each module, and the folds of those that are folded."""
-    counts, folds = Counter[str](), dict[str, int]()
+    call_counts, fold_indices = Counter[str](), dict[str, int]()
     for event in events:
         if isinstance(event, At) and event.phase != "forward":
             break
         if isinstance(event, (Enter, Call)):
-            counts[event.path] += 1
+            call_counts[event.path] += 1
         if isinstance(event, Call):
-            folds[event.path] = event.fold
-    return counts, folds
+            fold_indices[event.path] = event.fold
+    return call_counts, fold_indices
 
 
 def _is_repeated(
     path: str, levels: Sequence[tuple[Counter[str], Mapping[str, int]]], level: int
 ) -> bool:
     """Return whether a module, or one around it, is called several times."""
-    counts, folds = levels[level]
-    around = [*tree.upwards(path)]
-    if any(counts[node_path] > 1 for node_path in around):
+    call_counts, fold_indices = levels[level]
+    nodes_around = [*tree.upwards(path)]
+    if any(call_counts[node_path] > 1 for node_path in nodes_around):
         return True
-    folded = next((node_path for node_path in around if node_path in folds), path)
-    return folded != path and _is_repeated(path[len(folded) + 1 :], levels, folds[folded])
+    folded_path = next((node_path for node_path in nodes_around if node_path in fold_indices), path)
+    return folded_path != path and _is_repeated(
+        path[len(folded_path) + 1 :], levels, fold_indices[folded_path]
+    )
 
 
 @dataclass(slots=True)
@@ -298,23 +302,27 @@ def categories_of(events: Iterable[Any]) -> dict[int, int]:
     activation, and a gradient is known when it is complete.
     """
     made_at: dict[int, int] = {}
-    categories: dict[int, int] = {}
+    storage_categories: dict[int, int] = {}
     forward_end = None
-    path, phase = "", "forward"
+    current_path, current_phase = "", "forward"
     for position, event in enumerate(events):
         if isinstance(event, At):
-            path, phase = event
-            if phase != "forward" and forward_end is None:
+            current_path, current_phase = event
+            if current_phase != "forward" and forward_end is None:
                 forward_end = position
         elif isinstance(event, Alloc):
             made_at[event.storage] = position
-            categories[position] = LOSS_TENSOR if path == LOSS else TEMPORARY
+            storage_categories[position] = LOSS_TENSOR if current_path == LOSS else TEMPORARY
         elif isinstance(event, (Free, Grad)):
-            begin = made_at.get(event.storage)
-            if begin is None:
+            alloc_position = made_at.get(event.storage)
+            if alloc_position is None:
                 continue
             if isinstance(event, Grad):
-                categories[begin] = GRADIENT
-            elif categories[begin] == TEMPORARY and forward_end is not None and begin < forward_end:
-                categories[begin] = ACTIVATION
-    return categories
+                storage_categories[alloc_position] = GRADIENT
+            elif (
+                storage_categories[alloc_position] == TEMPORARY
+                and forward_end is not None
+                and alloc_position < forward_end
+            ):
+                storage_categories[alloc_position] = ACTIVATION
+    return storage_categories

@@ -85,23 +85,37 @@ def trace_model(
         fold: whether one module represents others of its kind.
         accelerator: whether attention and dropout run as on a GPU.
     """
+    # Note: fake tensors on the CPU behave like real ones, storages and their lifetimes included.
     with fake_tensors(), AcceleratorKernels() if accelerator else contextlib.nullcontext():
         args, kwargs, targets = map_tensors(_fake, (args, dict(kwargs), targets))
         fake_buffers = map_tensors(_fake, dict(buffers))
         if loss is not None and targets is not None:
             loss = functools.partial(_with_targets, loss, targets)
         depth, whole_paths = 2 if fold else 0, frozenset[str]()
-        for attempt in itertools.count():
-            tracer = _Tracer(
+        # Note: that a module can't be folded shows only when backward has run. Then the model is
+        # traced again, with fewer folds.
+        for attempt_index in itertools.count():
+            model_tracer = _Tracer(
                 apply, plan, forms, frozenset(remat), frozenset(apart), frozenset(compiled), depth, whole_paths
             )  # fmt: skip
-            tracer.know(targets)
+            model_tracer.know(targets)
             try:
-                return tracer.run(fake_buffers, args, kwargs, loss)
+                return model_tracer.run(fake_buffers, args, kwargs, loss)
             except CannotFoldError as error:
-                depth = min(depth, error.depth if attempt < _ATTEMPTS else 0)
+                depth = min(depth, error.depth if attempt_index < _ATTEMPTS else 0)
                 whole_paths |= error.paths
         raise AssertionError("a trace that folds nothing raises no such error")
+
+
+def leaf_dtypes(plan: Plan) -> dict[str, tuple[torch.dtype, bool]]:
+    """Return the dtype in which each leaf is gathered, and whether it is trainable, by path."""
+    return {
+        leaf.path: leaf_form
+        for unit in plan.unit_list
+        for buffer in unit.buffers
+        for leaf_form in [(unit.gathered_dtype(buffer), buffer.trainable)]
+        for leaf in buffer.leaves
+    }
 
 
 def _forward(module: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
@@ -161,17 +175,13 @@ class _Tracer:
         self.recorder = Recorder(Frame("", None, 0))
         self.params: dict[str, torch.Tensor] = {}
         self.traced: dict[Hashable, list[Traced]] = {}  # by kind and inputs
+        # Note: of a kind with such inputs, several modules may be traced, if they read attributes
+        # that differ.
         self.never: set[Hashable] = set()  # kinds and inputs that are never folded
         self.fold_paths: list[str] = []
         self.ran: dict[str, int | None] = {}  # modules of a kind that ran: the fold of each
         self.stubbed: dict[Any, Traced] = {}  # by path and inputs: the module that stood for one
-        self.dtypes = {
-            leaf.path: leaf_form
-            for unit in plan.unit_list
-            for buffer in unit.buffers
-            for leaf_form in [(unit.gathered_dtype(buffer), buffer.trainable)]
-            for leaf in buffer.leaves
-        }
+        self.dtypes = leaf_dtypes(plan)
         self.modules: list[nn.Module] = []
         # The hook of the checkpoint in which a module of a kind ran last.
         self.checkpoint: Callable[[], Any] = _nothing
@@ -193,12 +203,12 @@ class _Tracer:
         # Why not inside compiled modules: tensors that a module makes there live until they return.
         # Why not modules whose calls are apart, and those around them: their gradients come when a
         # call is over.
-        around = {node_path for path in apart for node_path in tree.upwards(path)}
+        nodes_around = {node_path for path in apart for node_path in tree.upwards(path)}
         for path, index in self.paths.items() if compiled or apart or whole else ():
-            inside = compiled.intersection([*tree.upwards(path)][1:]) or apart.intersection(
+            is_inside = compiled.intersection([*tree.upwards(path)][1:]) or apart.intersection(
                 tree.upwards(path)
             )
-            if inside or path in around or path in whole:
+            if is_inside or path in nodes_around or path in whole:
                 self.kinds.pop(index, None)
         self.anchor = torch.empty((), requires_grad=True, dtype=torch.float32, device="cpu")
 
@@ -234,11 +244,13 @@ class _Tracer:
             # Tensors of the call live on only where backward needs them, as in a real step.
             del modules
             self.modules = []
-            with recorder.call(LOSS) as frame:
-                value = [_loss_of(out, loss)]
+            with recorder.call(LOSS) as loss_frame:
+                loss_value = [_loss_of(out, loss)]
             del out
-            recorder.frame = frame  # where backward begins
-            self._backward(value)
+            # Note: the first nodes of backward are those of the loss.
+            recorder.frame = loss_frame  # where backward begins
+            self._backward(loss_value)
+        # Note: code outside of a folded module uses its parameters, so a stub can't stand for it.
         if self.outside:  # autograd adds a gradient that comes from there
             raise CannotFoldError(2, self.outside)
         return fold_log(recorder.log, self.fold_paths)
@@ -256,11 +268,14 @@ class _Tracer:
                 f"the loss must be a scalar; found a tensor of shape {list(loss[0].shape)}: return "
                 "its mean or its sum"
             )
+        # Note: gradients are returned, not accumulated, because the runtime reduces them.
         self.recorder.phase = "backward"
-        trained = [param for param in self.params.values() if param.requires_grad]
-        grads = torch.autograd.grad(loss.pop(), [*trained, self.anchor], allow_unused=True)
+        trained_params = [param for param in self.params.values() if param.requires_grad]
+        param_grads = torch.autograd.grad(
+            loss.pop(), [*trained_params, self.anchor], allow_unused=True
+        )
         self.recorder.frame = self.recorder.root
-        del grads
+        del param_grads
 
     def _modules(self, buffers: dict[str, torch.Tensor]) -> list[nn.Module]:
         """Return the modules of the call; each one tells the recorder when it runs."""
@@ -269,15 +284,19 @@ class _Tracer:
             dict.fromkeys(skeleton.parameters, self.anchor), buffers, training=self.apply.training
         )
         for index, module in enumerate(self.modules):
+            # Note: the table makes parameters when they are read, and tells the tracer of the
+            # reads.
             module.__dict__["_parameters"] = self._table(index)
             if specs[index].cls.forward is not nn.Module.forward:
-                path, state = self.names[index], module.__dict__
+                path, module_state = self.names[index], module.__dict__
                 # Why weak: a module that held itself would keep its buffers alive.
-                forward = state.get("forward") or functools.partial(_forward, weakref.ref(module))
-                call = functools.partial(self._call, index, path, forward)
+                module_forward = module_state.get("forward") or functools.partial(
+                    _forward, weakref.ref(module)
+                )
+                module_call = functools.partial(self._call, index, path, module_forward)
                 if path in self.remat:
-                    call = functools.partial(_recomputed, weakref.ref(module), call)
-                state["forward"] = call
+                    module_call = functools.partial(_recomputed, weakref.ref(module), module_call)
+                module_state["forward"] = module_call
         self._make(0)
         return self.modules
 
@@ -297,26 +316,31 @@ class _Tracer:
         if self.making:
             return
         if index not in self.roots:
-            around = tree.upwards(self.names[index])
-            self.roots[index] = [path for path in around if self.paths.get(path) in self.kinds]
+            nodes_around = tree.upwards(self.names[index])
+            self.roots[index] = [
+                path for path in nodes_around if self.paths.get(path) in self.kinds
+            ]
         self.outside.update(path for path in self.roots[index] if not self.recorder.runs(path))
 
     def _make(self, index: int) -> None:
         """Make the parameters of a module and those below it, except for modules of a kind."""
         module = self.modules[index]
-        table: Any = module._parameters
-        table.make()
+        param_table: Any = module._parameters
+        param_table.make()
         for child in self.skeleton.specs[index].children.values():
+            # Note: those of a kind are made when one of them runs; a stub needs none.
             if child is not None and child not in self.kinds:
                 self._make(child)
         if isinstance(module, nn.RNNBase):
             self.making = True
+            # Note: the flat weights of an RNN point to its parameters, so reading them is no use.
             refresh_flat_weights(module)
             self.making = False
 
     def _param(self, name: str) -> torch.Tensor:
         if name not in self.params:
             form, (dtype, trainable) = self.forms[name], self.dtypes[name]
+            # Note: a parameter is no memory of the step; the runtime's gathers count it.
             self.recorder.paused = True
             param = torch.empty(
                 tuple(form.shape), dtype=dtype, device="cpu", requires_grad=trainable
@@ -330,23 +354,24 @@ class _Tracer:
         """Run one module, or let a stub replace it."""
         recorder = self.recorder
         inputs = list(tensors_in((args, kwargs)))
-        run = functools.partial(self._run, path, forward, args, kwargs, inputs)
+        run_module = functools.partial(self._run, path, forward, args, kwargs, inputs)
         fold_around = recorder.fold_around()
         input_forms = None
         if index in self.kinds and (fold_around is None or self._nests(fold_around.path, index)):
             input_forms = self._described(args, kwargs)
         if input_forms is None or self._hooked(index):
-            return run()[0]
-        in_backward, place = recorder.phase == "backward", (path, input_forms)
+            return run_module()[0]
+        in_backward, call_place = recorder.phase == "backward", (path, input_forms)
         # Note: in backward a checkpoint runs modules again. It expects a module to save as much as
         # before, so a module that ran is run, also if its first call was a part of another module.
-        if path in self.ran or (in_backward and place not in self.stubbed):
-            return run(self.ran.get(path) if in_backward else None)[0]
+        if path in self.ran or (in_backward and call_place not in self.stubbed):
+            return run_module(self.ran.get(path) if in_backward else None)[0]
+        # Note: two folded modules in one checkpoint would share what it keeps.
         self._check_checkpoint()
         autocast_dtype = None
         if torch.is_autocast_enabled("cpu"):
             autocast_dtype = torch.get_autocast_dtype("cpu")
-        key = (
+        traced_key = (
             self.kinds[index],
             torch.is_grad_enabled(),
             autocast_dtype,
@@ -354,31 +379,34 @@ class _Tracer:
             input_forms,
             fold_around is None,
         )
-        traced_module = self.stubbed.get(place) or self._standing(index, self.traced.get(key, ()))
+        traced_module = self.stubbed.get(call_place) or self._standing(
+            index, self.traced.get(traced_key, ())
+        )
         if traced_module is not None:
-            self.stubbed[place] = traced_module
+            self.stubbed[call_place] = traced_module
             return self._stub(index, path, traced_module, inputs)
         self.ran[path] = None
         self._make(index)
-        if key in self.never:
-            return run()[0]
+        if traced_key in self.never:
+            return run_module()[0]
+        # Note: the first module of its kind with such inputs runs, and becomes the fold of others.
         fold = len(self.fold_paths)
         self.fold_paths.append(path)
         self.ran[path] = fold
         log_begin, state_before = len(recorder.log), self._state(index, args, kwargs)
         self.reading.append(set())
-        out, frame = run(fold)
-        reads = self.reading.pop()
+        out, frame = run_module(fold)
+        attribute_reads = self.reading.pop()
         recorder.watch_grads(frame, inputs, out)
         call_result = None
         # Note: a stub repeats outputs only, so it can't stand for a module that changes more.
         if state_before == self._state(index, args, kwargs):
-            call_result = self._traced(index, fold, out, inputs, log_begin, reads)
+            call_result = self._traced(index, fold, out, inputs, log_begin, attribute_reads)
         if call_result is None:
-            self.never.add(key)
+            self.never.add(traced_key)
             self.ran[path] = frame.fold = None
         else:
-            self.traced.setdefault(key, []).append(call_result)
+            self.traced.setdefault(traced_key, []).append(call_result)
         return out
 
     def _stub(self, index: int, path: str, traced: Traced, inputs: list[torch.Tensor]) -> Any:
@@ -407,28 +435,28 @@ class _Tracer:
 
     def _hooked(self, index: int) -> bool:
         """Return whether a module below another one got a hook during the call."""
-        hooks = ("_forward_hooks", "_forward_pre_hooks")
+        hook_tables = ("_forward_hooks", "_forward_pre_hooks")
         # Note: the modules of the call are gone in backward.
         return bool(self.modules) and any(
             self.modules[module_index].__dict__[name]
             for module_index in self.below(index)[1:]
-            for name in hooks
+            for name in hook_tables
         )
 
     def _state(self, index: int, args: Any, kwargs: Any) -> Any:
         """Return what a module may change besides its outputs, as a value."""
-        state = [
+        module_state = [
             (key, value_of(value) if (module_index, key) in self.copied else id(value))
             for module_index in self.below(index)
             for module in [self.modules[module_index]]
             for key, value in (*module.__dict__.items(), *module._buffers.items())
         ]
-        tensors = [
+        tensor_versions = [
             (storage_id(value), version(value))
             for value in tree.leaves((args, kwargs))
             if isinstance(value, torch.Tensor)
         ]
-        return state, tensors, self._described(args, kwargs)
+        return module_state, tensor_versions, self._described(args, kwargs)
 
     def _described(self, args: Any, kwargs: Any) -> Hashable | None:
         """Return everything about a module's inputs that can change its operations.
@@ -436,21 +464,26 @@ class _Tracer:
         ``None`` if an input is a parameter, or an object that holds tensors.
         """
         inputs = (args, kwargs)
-        values: list[Hashable] = []
-        tensors = 0
-        storages: dict[int, int] = {}  # the place of each, which shows inputs that share memory
+        input_values: list[Hashable] = []
+        tensor_count = 0
+        storage_places: dict[
+            int, int
+        ] = {}  # the place of each, which shows inputs that share memory
         for value in tree.leaves(inputs):
             if isinstance(value, torch.Tensor):
                 storage = storage_id(value)
                 if storage in self.recorder.params:
                     return None
-                values.append((Form.of(value), storages.setdefault(storage, len(storages))))
-                tensors += 1
+                input_values.append(
+                    (Form.of(value), storage_places.setdefault(storage, len(storage_places)))
+                )
+                tensor_count += 1
             else:
-                values.append(value_of(value))
-        if len(list(tensors_in(inputs))) != tensors or any(map(_holds_tensor, values)):
+                input_values.append(value_of(value))
+        # Note: tensors inside other objects aren't leaves of the tree, so no form describes them.
+        if len(list(tensors_in(inputs))) != tensor_count or any(map(_holds_tensor, input_values)):
             return None
-        return tuple(tree.paths(inputs)), tuple(values)
+        return tuple(tree.paths(inputs)), tuple(input_values)
 
     def _nests(self, around: str, index: int) -> bool:
         """Return whether a module may represent others inside a module that does so too.
@@ -479,12 +512,13 @@ class _Tracer:
     ) -> tuple[Any, Frame]:
         """Run a module; return its result and its call."""
         recorder = self.recorder
-        with recorder.call(path) as frame, self._watch_checkpoint() as held:
+        with recorder.call(path) as frame, self._watch_checkpoint() as is_held:
             frame.compiled = frame.compiled or path in self.compiled
             # Note: a checkpoint inside the module itself runs it again, as a part of its backward.
             in_own_backward = frame.again and frame.parent is not None and frame.parent.path == path
-            frame.fold = None if in_own_backward else fold
-            recorder.emit(Enter(path, tuple(map(recorder.number, inputs)), held))
+            if not in_own_backward:
+                frame.fold = fold
+            recorder.emit(Enter(path, tuple(map(recorder.number, inputs)), is_held))
             del inputs
             if path in self.compiled and not frame.again and self._hooks_are_own():
                 forward = functools.partial(_in_region, Region(recorder), forward)
@@ -493,6 +527,8 @@ class _Tracer:
                     out = self._computed(path, forward, args, kwargs)
             except BaseException:
                 if frame.again:  # a checkpoint stops when it has computed all that backward needs
+                    # Note: the exception is how torch's checkpoint stops early, so the module has
+                    # ended.
                     recorder.emit(Exit(path, ()))
                 raise
             recorder.emit(Exit(path, tuple(map(recorder.number, tensors_in(out)))))
@@ -500,8 +536,8 @@ class _Tracer:
 
     def _computed(self, path: str, forward: Any, args: Any, kwargs: Any) -> Any:
         """Return a module's result, with the casts of its unit."""
-        unit = self.units.get(path) if path else None
-        if unit is None:
+        unit = self.units.get(path)
+        if unit is None or not path:
             return forward(*args, **kwargs)
         if unit.full_precision:
             dtype = max(
@@ -509,6 +545,7 @@ class _Tracer:
                 key=lambda dtype: dtype.itemsize,
             )
             return run_in_full_precision(dtype, forward, args, kwargs)
+        # Note: casts make tensors, so they are traced where the runtime makes them.
         args, kwargs = cast_inputs(unit.precision, False, args, kwargs)
         return cast_outputs(unit.precision, forward(*args, **kwargs))
 
@@ -518,59 +555,65 @@ class _Tracer:
         if path not in self.apart or frame.again or not torch.is_grad_enabled():
             yield
             return
-        tables = [
+        param_places = [
             (self.modules[index]._parameters, key, name)
             for node_path, index in self.paths.items()
             if tree.is_under(node_path, path)
             for key, name in self.skeleton.specs[index].parameters.items()
             if name is not None
         ]
-        values_before = [table[key] for table, key, _ in tables]
-        trained = {name: self._param(name) for _, _, name in tables if self.dtypes[name][1]}
+        # Note: like the runtime's gather of one call, whose backward gets the call's gradients
+        # alone.
+        values_before = [table[key] for table, key, _ in param_places]
+        trained_params = {
+            name: self._param(name) for _, _, name in param_places if self.dtypes[name][1]
+        }
         own_params = Leaves.apply(
-            self.recorder, frame.number, [*trained], self.anchor, *trained.values()
+            self.recorder, frame.number, [*trained_params], self.anchor, *trained_params.values()
         )
-        leaves = dict(zip(trained, own_params, strict=True))
+        own_leaves = dict(zip(trained_params, own_params, strict=True))
         del own_params
-        for table, key, name in tables:
-            if name in leaves:
-                table[key] = leaves[name]
-        del leaves
+        for table, key, name in param_places:
+            if name in own_leaves:
+                table[key] = own_leaves[name]
+        del own_leaves
         try:
             yield
         finally:
-            for (table, key, _), param in zip(tables, values_before, strict=True):
+            for (table, key, _), param in zip(param_places, values_before, strict=True):
                 table[key] = param
 
     @contextlib.contextmanager
     def _watch_checkpoint(self) -> Iterator[bool]:
         """See what a checkpoint keeps of a module; yield whether no module is between the two."""
-        hooks, recorder = outer_saved_tensors_hooks(), self.recorder
-        if hooks is None or recorder.phase == "backward":
+        outer_hooks, recorder = outer_saved_tensors_hooks(), self.recorder
+        if outer_hooks is None or recorder.phase == "backward":
             yield False
             return
-        pack = getattr(hooks[0], "func", hooks[0])
-        is_region = isinstance(getattr(pack, "__self__", None), Region)
-        if is_region or pack in (recorder.pack, recorder.pack_held):
+        pack_function = getattr(outer_hooks[0], "func", outer_hooks[0])
+        is_region = isinstance(getattr(pack_function, "__self__", None), Region)
+        if is_region or pack_function in (recorder.pack, recorder.pack_held):
             yield False
             return
-        with saved_tensors_hooks(functools.partial(recorder.pack_held, hooks[0]), hooks[1]):
+        with saved_tensors_hooks(
+            functools.partial(recorder.pack_held, outer_hooks[0]), outer_hooks[1]
+        ):
             yield True
 
     def _check_checkpoint(self) -> None:
         """Raise if another module of a kind ran in the innermost checkpoint before."""
-        hooks = outer_saved_tensors_hooks()
+        outer_hooks = outer_saved_tensors_hooks()
         checkpoint_before, self.checkpoint = self.checkpoint(), _nothing
-        if hooks is not None and not self._hooks_are_own():
+        if outer_hooks is not None and not self._hooks_are_own():
             # Why weak: the hook holds the inputs of its checkpoint.
-            self.checkpoint = weakref.ref(hooks[0])
+            self.checkpoint = weakref.ref(outer_hooks[0])
         if checkpoint_before is not None and self.checkpoint() is checkpoint_before:
             raise CannotFoldError(0)
 
     def _hooks_are_own(self) -> bool:
         """Return whether no checkpoint hides from the recorder what autograd saves."""
-        hooks = outer_saved_tensors_hooks()
-        return hooks is None or hooks[0] == self.recorder.pack
+        outer_hooks = outer_saved_tensors_hooks()
+        return outer_hooks is None or outer_hooks[0] == self.recorder.pack
 
     def _traced(
         self,
@@ -583,14 +626,14 @@ class _Tracer:
     ) -> Traced | None:
         """Return how a stub repeats a module that ran, or ``None`` if no stub can."""
         recorder, number = self.recorder, self.recorder.number
-        values, build = tree.flatten(out)
-        places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
-        outputs = [values[i] for i in places]
+        values, build_tree = tree.flatten(out)
+        tensor_places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
+        outputs = [values[i] for i in tensor_places]
         storages = [storage_id(tensor) for tensor in outputs]
         # Note: a stub's outputs have their own new storages.
-        taken = {*recorder.params, *map(storage_id, inputs)}
-        fresh = len(set(storages)) == len(storages) and taken.isdisjoint(storages)
-        if not fresh or len(storages) != len(list(tensors_in(out))):
+        taken_storages = {*recorder.params, *map(storage_id, inputs)}
+        is_fresh = len(set(storages)) == len(storages) and taken_storages.isdisjoint(storages)
+        if not is_fresh or len(storages) != len(list(tensors_in(out))):
             return None
         plain_values = [None if isinstance(v, torch.Tensor) else v for v in values]
         if not all(map(is_plain, plain_values)):
@@ -598,15 +641,15 @@ class _Tracer:
 
         def rebuilt(tensors: list[Any]) -> Any:
             filled = list(plain_values)
-            for i, tensor in zip(places, tensors, strict=True):
+            for i, tensor in zip(tensor_places, tensors, strict=True):
                 filled[i] = tensor
-            return build(filled)
+            return build_tree(filled)
 
         if self._hooks_are_own():
             events = (event for _, _, event in recorder.log[log_begin:])
-            saved = {event.storage for event in events if isinstance(event, Save)}
+            saved_storages = {event.storage for event in events if isinstance(event, Save)}
         else:
-            saved = set(map(number, inputs))  # a checkpoint hides what it saves
+            saved_storages = set(map(number, inputs))  # a checkpoint hides what it saves
         below_places = {module_index: i for i, module_index in enumerate(self.below(index))}
         own_reads = tuple(
             (below_places[module_index], name, self.differing[module_index][name])
@@ -617,8 +660,12 @@ class _Tracer:
             fold=fold,
             outputs=tuple(map(Form.of, outputs)),
             build=rebuilt,
-            kept_inputs=tuple(i for i, tensor in enumerate(inputs) if number(tensor) in saved),
-            kept_outputs=tuple(i for i, tensor in enumerate(outputs) if number(tensor) in saved),
+            kept_inputs=tuple(
+                i for i, tensor in enumerate(inputs) if number(tensor) in saved_storages
+            ),
+            kept_outputs=tuple(
+                i for i, tensor in enumerate(outputs) if number(tensor) in saved_storages
+            ),
             reads=own_reads,
         )
 
@@ -636,12 +683,12 @@ def _holds_tensor(value: Any) -> bool:
 def _loss_of(out: Any, loss: Loss | None) -> torch.Tensor:
     if loss is not None:
         return loss(out)
-    outputs = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
-    if not outputs:
+    graded_outputs = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
+    if not graded_outputs:
         raise ValueError(
             "the model's outputs require no gradient, so there is no backward to trace; pass "
             "trainable parameters"
         )
-    if len(outputs) == 1 and outputs[0].dim() == 0:
-        return outputs[0]
-    return torch.stack([output.sum() for output in outputs]).sum()
+    if len(graded_outputs) == 1 and graded_outputs[0].dim() == 0:
+        return graded_outputs[0]
+    return torch.stack([output.sum() for output in graded_outputs]).sum()

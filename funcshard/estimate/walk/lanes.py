@@ -50,39 +50,39 @@ class HardwareClock:
         run_time = self._known_times.get(run.work)
         if run_time is None:
             hardware = self.hardware
-            times = [
+            work_times = [
                 compute_time(hardware, work.flops, work.bytes, work.dtype, kernels=work.kernels)
                 for work in run.work
             ]
-            pairs = [(timed.seconds, timed.source) for timed in times]
-            seconds = math.fsum(timed.seconds for timed in times)
-            run_time = self._known_times[run.work] = seconds, source_of_sum(pairs)
+            timed_sources = [(timed.seconds, timed.source) for timed in work_times]
+            seconds = math.fsum(timed.seconds for timed in work_times)
+            run_time = self._known_times[run.work] = seconds, source_of_sum(timed_sources)
         return run_time
 
     def collective(self, event: Event) -> tuple[float, str]:
         """Return the time of a collective."""
-        key = (event.kind, event.bytes, event.axis, event.ranks)
-        event_time = self._known_times.get(key)
+        event_key = (event.kind, event.bytes, event.axis, event.ranks)
+        event_time = self._known_times.get(event_key)
         if event_time is None:
             stride = self._strides.get(event.axis, 1)
             if event.ranks < self.mesh_axes.get(event.axis, event.ranks):
                 stride = 1  # neighbours on the axis hold the unit together
-            timed = collective_time(
+            timed_event = collective_time(
                 self.hardware, event.kind, event.bytes, event.ranks, stride=stride
             )
-            event_time = self._known_times[key] = timed.seconds, timed.source
+            event_time = self._known_times[event_key] = timed_event.seconds, timed_event.source
         return event_time
 
     def copy(self, nbytes: int) -> float:
         """Return the seconds of a copy between device and host."""
-        timed = offload_time(self.hardware, nbytes)
-        self.copied = weakest(self.copied, timed.source)
-        return timed.seconds
+        timed_copy = offload_time(self.hardware, nbytes)
+        self.copied = weakest(self.copied, timed_copy.source)
+        return timed_copy.seconds
 
     def move(self, nbytes: int) -> tuple[float, str]:
         """Return the time in which the optimizer reads or writes so many bytes."""
-        timed = update_time(self.hardware, nbytes)
-        return timed.seconds, timed.source
+        timed_update = update_time(self.hardware, nbytes)
+        return timed_update.seconds, timed_update.source
 
 
 class Lanes:
@@ -110,13 +110,19 @@ class Lanes:
         """Run a computation."""
         run_cost = self._costs.get(id(run.work))
         if run_cost is None:
-            moved = sum(work.bytes for work in run.work)
-            flops = sum(work.flops for work in run.work)
-            run_cost = self._costs[id(run.work)] = (*self._clock.compute(run), moved, flops)
-        seconds, source, moved, flops = run_cost
+            bytes_moved = sum(work.bytes for work in run.work)
+            run_flops = sum(work.flops for work in run.work)
+            run_cost = self._costs[id(run.work)] = (
+                *self._clock.compute(run),
+                bytes_moved,
+                run_flops,
+            )
+        seconds, source, bytes_moved, run_flops = run_cost
         if seconds:
             self.spans.append(
-                Span("compute", run.what, run.unit, self.now, seconds, moved, flops, source)
+                Span(
+                    "compute", run.what, run.unit, self.now, seconds, bytes_moved, run_flops, source
+                )
             )
         self.now += seconds
 
@@ -133,22 +139,23 @@ class Lanes:
     def communicate(self, lane: str, event: Event) -> float:
         """Run a collective on its lane; return when it is over."""
         seconds, source = self._clock.collective(event)
-        runtime, free = self._runtime, self._free
-        apart = runtime.replicates_apart and event.kind == "all_reduce"
-        begin = max(self.now, free[lane])
-        if apart:
-            begin = max(begin, free["replicate"])
+        runtime, free_times = self._runtime, self._free
+        runs_apart = runtime.replicates_apart and event.kind == "all_reduce"
+        # Note: a collective starts when the rank has come to it and its lane is free.
+        begin = max(self.now, free_times[lane])
+        if runs_apart:
+            begin = max(begin, free_times["replicate"])
         elif runtime.one_lane:
-            begin = max(begin, free["gather"], free["reduce"])
+            begin = max(begin, free_times["gather"], free_times["reduce"])
         end = begin + seconds
-        free["replicate" if apart else lane] = end
+        free_times["replicate" if runs_apart else lane] = end
         self.spans.append(
             Span(lane, event.kind, event.unit or "", begin, seconds, event.bytes, 0, source)
         )
         if not runtime.overlaps:
             self.wait(end)
         # Note: all-reduces with their own lane are waited for after backward.
-        return 0.0 if apart else end
+        return 0.0 if runs_apart else end
 
     def wait(self, moment: float) -> None:
         """Let computation wait for a moment."""

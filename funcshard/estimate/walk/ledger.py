@@ -40,7 +40,8 @@ class Ledger:
 
     def free(self, category: str, size: int) -> None:
         """Take bytes off a category."""
-        self.add(category, -size)
+        self._now[_INDEX[category]] -= size
+        self.total -= size
 
     def run(self, run: Run, begin: float, end: float) -> None:
         """Keep two moments of a run: its highest memory, at its beginning, and its end.
@@ -52,17 +53,18 @@ class Ledger:
         """
         # Why not note: a step of a large model has hundreds of runs.
         current_sizes, moments = self._now, self.moments
-        others = self.total - self._tape
+        other_bytes = self.total - self._tape
+        # Note: a run's highest memory is somewhere inside it; its beginning is as good a place.
         current_sizes[_TAPE] = run.highest
-        total = others + sum(run.highest)
-        if total > self.peak:
-            self.peak, self.highest = total, len(moments)
+        total_bytes = other_bytes + sum(run.highest)
+        if total_bytes > self.peak:
+            self.peak, self.highest = total_bytes, len(moments)
         moments.append((begin, run.what, run.unit, tuple(current_sizes)))
         current_sizes[_TAPE] = run.end
         self._tape = sum(run.end)
-        self.total = total = others + self._tape
-        if total > self.peak:
-            self.peak, self.highest = total, len(moments)
+        self.total = total_bytes = other_bytes + self._tape
+        if total_bytes > self.peak:
+            self.peak, self.highest = total_bytes, len(moments)
         moments.append((end, run.what, run.unit, tuple(current_sizes)))
 
     def clear_tape(self) -> None:
@@ -84,17 +86,19 @@ class Ledger:
             streams: whether gathered units and reduced gradients have their own pools. Then each
                 pool is as large as its own peak, whenever that is.
         """
+        # Note: with one pool, memory that one use frees serves the next one.
         if not streams:
             return self.peak
-        gathered, reduced = _INDEX["gathered"], _INDEX["gradient shards"]
-        sizes = [row[3] for row in self.moments]
+        gathered_index, reduced_index = _INDEX["gathered"], _INDEX["gradient shards"]
+        moment_sizes = [row[3] for row in self.moments]
         rest_bytes = max(
-            sum(pool_sizes) - pool_sizes[gathered] - pool_sizes[reduced] for pool_sizes in sizes
+            sum(pool_sizes) - pool_sizes[gathered_index] - pool_sizes[reduced_index]
+            for pool_sizes in moment_sizes
         )
         return (
             rest_bytes
-            + max(pool_sizes[gathered] for pool_sizes in sizes)
-            + max(pool_sizes[reduced] for pool_sizes in sizes)
+            + max(pool_sizes[gathered_index] for pool_sizes in moment_sizes)
+            + max(pool_sizes[reduced_index] for pool_sizes in moment_sizes)
         )
 
     def timeline(self) -> Timeline:

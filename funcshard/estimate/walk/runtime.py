@@ -112,6 +112,7 @@ class Runtime:
 
         On a CPU the processor that computes also moves the data, so nothing overlaps.
         """
+        # Note: shared memory and gloo move data by the CPU that also computes.
         return cls() if device == "cuda" else cls(accelerator=False, overlaps=False)
 
     @classmethod

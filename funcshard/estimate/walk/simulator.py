@@ -19,12 +19,13 @@ the rank has reached its start; a computation waits for the collectives that it 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from funcshard.estimate.trace import Mark, Program, Run
+from funcshard.estimate.trace import Profile, Program, Run
 from funcshard.estimate.walk.lanes import HardwareClock, Lanes
 from funcshard.estimate.walk.ledger import Ledger
 from funcshard.estimate.walk.runtime import OptimizerMemory, Runtime
@@ -35,16 +36,22 @@ from funcshard.plan import (
     Plan,
     Reached,
     Reduce,
+    Schedule,
     UnitPlan,
     buffer_mode,
+    predict_step,
     unit_mode,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """The result of ``simulate_step``; see ``Report`` for the fields."""
+    """The result of ``simulate_step``; see ``Report`` for the fields.
 
+    The schedule has the order of the program.
+    """
+
+    schedule: Schedule
     ledger: Ledger
     spans: tuple[Span, ...]
     events: tuple[Event, ...]
@@ -55,56 +62,72 @@ class Simulation:
 
 
 def simulate_step(
+    profile: Profile,
     plan: Plan,
     program: Program,
-    predicted: Sequence[Event | Reached],
     clock: HardwareClock,
     *,
     optimizer: OptimizerMemory | None,
     runtime: Runtime,
+    schedule: Schedule,
     micro_batches: int,
-    reduce: Reduce,
-    buffers: int,
-    inputs: int,
+    reduce: Reduce = "each",
 ) -> Simulation:
     """Return the memory and the time of one training step on one rank.
 
     Arguments:
+        profile: the model.
         plan: the plan.
-        program: the computations of the model.
-        predicted: the collectives of the step and their places, from ``predict_step``.
+        program: the computations of the model as the units of the plan see them.
         clock: the time of everything.
         optimizer: the optimizer's memory; ``None`` runs no optimizer.
         runtime: how ranks communicate.
+        schedule: how far to gather ahead.
         micro_batches: number of micro-batches; the program is that of one of them.
         reduce: when gradients are reduced, as in ``predict_step``.
-        buffers: bytes of the model's buffers.
-        inputs: bytes of the batch.
     """
+    units, reached_places = plan.units, program.reached
+    if "" not in units:
+        reached_places = tuple(place for place in reached_places if place.unit in units)
+    # Note: the trace knows the order of forward and backward.
+    schedule = dataclasses.replace(
+        schedule,
+        order=tuple(name for name in program.order if name in units),
+        backward=tuple((moment, name) for moment, name in program.backward if name in units),
+    )
+    predicted = predict_step(
+        plan,
+        schedule,
+        not_saved=program.not_saved,
+        micro_batches=micro_batches,
+        reduce=reduce,
+        reached=reached_places,
+    )
     lanes = Lanes(clock, runtime)
-    walk = _Walk(
+    step_walk = _Walk(
         lanes=lanes,
         optimizer=optimizer,
         runtime=runtime,
         micro_batches=micro_batches,
         reduce=reduce,
         not_saved=program.not_saved,
-        units=plan.units,
+        units=units,
         sizes=sizes_by_unit(plan, accelerator=runtime.accelerator),
         reductions=Counter(place.unit for place in program.reached if place.what == "reduce"),
     )
-    walk.start(buffers, inputs)
+    step_walk.start(profile.buffers, profile.inputs * micro_batches)
     steps = itertools.chain.from_iterable(itertools.repeat(program.steps, micro_batches))
-    walk.run(steps, predicted)
-    walk.end()
+    step_walk.run(steps, predicted)
+    step_walk.end()
     return Simulation(
-        ledger=walk.ledger,
+        schedule=schedule,
+        ledger=step_walk.ledger,
         spans=tuple(lanes.spans),
         events=tuple(event for event in predicted if isinstance(event, Event)),
         step_time=lanes.now,
         exposed=lanes.exposed,
-        unit_memory=walk.unit_memory(),
-        peak=walk.ledger.peak,
+        unit_memory=step_walk.unit_memory(),
+        peak=step_walk.ledger.peak,
     )
 
 
@@ -177,18 +200,20 @@ class _Walk:
         self.ledger.add("communicators", self.runtime.communicators)
         self.note("start", "")
 
-    def run(self, steps: Iterator[Run | Mark], predicted: Sequence[Event | Reached]) -> None:
+    def run(self, steps: Iterator[Run | Reached], predicted: Sequence[Event | Reached]) -> None:
         """Walk through the program and the predicted collectives side by side."""
-        reached = Reached("start", "")
+        reached_place = Reached("start", "")
+        # Note: predicted events follow the place at which they start. So the walk comes to a place,
+        # then issues its collectives, and settles it when the next place follows.
         for step_item in predicted:
             if isinstance(step_item, Event):
                 if step_item.kind == "all_gather":
-                    self._gather(step_item, reached)
+                    self._gather(step_item, reached_place)
                 else:
                     self._reduce(step_item)
                 continue
-            self._settle(reached)
-            place_kind, unit = reached = step_item
+            self._settle(reached_place)
+            place_kind, unit_name = reached_place = step_item
             if place_kind == "forward":  # the backward of the micro-batch before is over
                 self._complete_all()
             self._until(steps, step_item)
@@ -197,14 +222,18 @@ class _Walk:
                 self.backwards += 1
                 self.left = self.reductions.copy()
             elif place_kind == "reduce":
-                self._begin_reduce(unit)
+                self._begin_reduce(unit_name)
             elif place_kind == "leave":
-                self._leave(unit)
+                self._leave(unit_name)
+            # Note: a unit that isn't cut has no collective, and is cast or copied when it is
+            # reached.
             elif place_kind != "again":
-                self._hold_uncut(unit)
-        self._settle(reached)
+                self._hold_uncut(unit_name)
+        self._settle(reached_place)
         self._until(steps, None)
         self._complete_all()
+        # Note: what backward never needed or left, such as units without gradients, goes at the
+        # end.
         while self.held:
             self._drop(next(iter(self.held)))
         self.ledger.free("gathered", sum(self.lingering))
@@ -213,8 +242,8 @@ class _Walk:
         self.ledger.clear_tape()
         self.note("reduced", "")
 
-    def _until(self, steps: Iterator[Run | Mark], target: Reached | None) -> None:
-        """Run the program up to a mark, or to its end."""
+    def _until(self, steps: Iterator[Run | Reached], target: Reached | None) -> None:
+        """Run the program up to a place, or to its end."""
         ledger, lanes = self.ledger, self.lanes
         for step in steps:
             if isinstance(step, Run):
@@ -240,20 +269,25 @@ class _Walk:
             return
         name = event.unit
         # Why ready: the unit may be gathered for its next call, while it is there for this one.
-        ahead = reached.unit != name or reached.what == "backward" or bool(self.ready[reached.unit])
-        if ahead and not self.runtime.accelerator and not self.arrived:
+        is_ahead = (
+            reached.unit != name or reached.what == "backward" or bool(self.ready[reached.unit])
+        )
+        # Note: a CPU waits for the unit before it gathers ahead; a GPU's host issues both first.
+        if is_ahead and not self.runtime.accelerator and not self.arrived:
             self._await_unit(reached)
         sizes = self.sizes[name]
         if sizes.uncut:
             self._hold_uncut(name)
         buffer = sizes.buffers[event.buffer]
         self._hold(name, buffer.gathered)
+        # Note: a slice that neighbours hold is gathered in the dtype that it has.
         if buffer.sent and self.runtime.sent_lives and not self.slices.get(name):
             self.ledger.add("gathered", buffer.sent)
             self.sent[name] += buffer.sent
         if sizes.offload:
             self.lanes.copy("gather", buffer.shard)
         end = self.lanes.communicate("gather", event)
+        # Note: the rank waits for all buffers of a unit at once.
         if event.buffer == sizes.last_cut:
             self.ready[name].append(end)
         self.note("gather", name)
@@ -262,23 +296,23 @@ class _Walk:
         """Gather a unit for a forward that a checkpoint runs again, and wait for it at once."""
         sizes = self.sizes[name]
         buffer = sizes.buffers[event.buffer]
-        size = buffer.gathered + (0 if name in self.again else sizes.uncut)
-        sent = buffer.sent if self.runtime.sent_lives else 0
-        self.again[name] += size
-        self._change(name, size)
-        self.ledger.add("gathered", sent)
+        gathered_bytes = buffer.gathered + (0 if name in self.again else sizes.uncut)
+        sent_bytes = buffer.sent * self.runtime.sent_lives
+        self.again[name] += gathered_bytes
+        self._change(name, gathered_bytes)
+        self.ledger.add("gathered", sent_bytes)
         if sizes.offload:
             self.lanes.copy("gather", buffer.shard)
         end = self.lanes.communicate("gather", event)
         self.note("gather", name)
         self.lanes.wait(end)
-        self.ledger.free("gathered", sent)
+        self.ledger.free("gathered", sent_bytes)
 
     def _hold_uncut(self, name: str) -> None:
         """Hold the casts of buffers that are not gathered."""
-        size = self.sizes[name].uncut
-        if size and name not in self.held:
-            self._hold(name, size)
+        uncut_bytes = self.sizes[name].uncut
+        if uncut_bytes and name not in self.held:
+            self._hold(name, uncut_bytes)
 
     def _hold(self, name: str, size: int) -> None:
         """Take a gathered buffer of a unit."""
@@ -292,16 +326,16 @@ class _Walk:
 
     def _await_unit(self, reached: Reached) -> None:
         """Wait for the gather of the unit that the rank has reached."""
-        self.arrived, unit = True, reached.unit
-        ready = self.ready[unit]
-        if ready:
-            self.lanes.wait(ready[0])
-        if unit in self.sent:
-            self.ledger.free("gathered", _take(self.sent, unit, self.sizes[unit].sent))
-        if ready:
-            if self.runtime.copies_out and self.held[unit]:
+        self.arrived, unit_name = True, reached.unit
+        ready_times = self.ready[unit_name]
+        if ready_times:
+            self.lanes.wait(ready_times[0])
+        if unit_name in self.sent:
+            self.ledger.free("gathered", _take(self.sent, unit_name, self.sizes[unit_name].sent))
+        if ready_times:
+            if self.runtime.copies_out and self.held[unit_name]:
                 self._copy_out(reached)
-            ready.popleft()
+            ready_times.popleft()
 
     def _copy_out(self, reached: Reached) -> None:
         """Copy a gathered buffer into the parameters' own tensors."""
@@ -320,40 +354,44 @@ class _Walk:
         """Do what follows the collectives that start at a place."""
         if not self.arrived:
             self._await_unit(reached)
+        # Note: one reduction may run beside the backward of the next unit.
         if reached.what == "reduce":
             while len(self.running) > 1:
                 self._complete(self.running.popleft())
 
     def _return(self, name: str) -> None:
-        sizes = self.sizes.get(name)
-        if sizes is None:
+        unit_sizes = self.sizes.get(name)
+        if unit_sizes is None:
             return
-        spared = name in self.not_saved
-        if not sizes.stays or (spared and not sizes.reduced):
-            if sizes.slice and not spared:
-                self.ledger.add("gathered", sizes.slice)
-                self.slices[name] += sizes.slice
+        is_spared = name in self.not_saved
+        if not unit_sizes.stays or (is_spared and not unit_sizes.reduced):
+            if unit_sizes.slice and not is_spared:
+                self.ledger.add("gathered", unit_sizes.slice)
+                self.slices[name] += unit_sizes.slice
                 self.note("forward", name)
             self._drop(name)
 
     def _leave(self, name: str) -> None:
         """Free a unit without gradients, unless the call holds it until backward ends."""
-        sizes = self.sizes[name]
-        if not (sizes.stays if name else sizes.slice):
+        unit_sizes = self.sizes[name]
+        # Note: the call itself holds the root, and a slice that is kept, until backward has ended.
+        kept_by_call = unit_sizes.stays if name else unit_sizes.slice
+        if not kept_by_call:
             if name in self.held:
                 self._drop(name)
-            self.ledger.free("gathered", _take(self.slices, name, sizes.slice))
+            self.ledger.free("gathered", _take(self.slices, name, unit_sizes.slice))
 
     def _drop(self, name: str) -> None:
         """Free the gathered buffers of one call of a unit."""
-        held = _take(self.held, name, self.sizes[name].gathered)
-        self.held_changes.append((len(self.ledger.moments), name, -held))
+        held_bytes = _take(self.held, name, self.sizes[name].gathered)
+        self.held_changes.append((len(self.ledger.moments), name, -held_bytes))
         if name in self.sent and name not in self.held:
             self.ledger.free("gathered", self.sent.pop(name))
+        # Note: the allocator counts a freed buffer until the stream that used it has passed.
         if not self.runtime.lingering:
-            self.ledger.free("gathered", held)
+            self.ledger.free("gathered", held_bytes)
             return
-        self.lingering.append(held)
+        self.lingering.append(held_bytes)
         while len(self.lingering) > self.runtime.lingering:
             self.ledger.free("gathered", self.lingering.pop(0))
 
@@ -361,28 +399,31 @@ class _Walk:
 
     def _begin_reduce(self, name: str) -> None:
         """Join the gradients of a unit, for the reduction whose events follow."""
-        sizes = self.sizes[name]
+        unit_sizes = self.sizes[name]
         self.left[name] -= 1
-        more_coming, last = self.left[name] > 0, self.backwards == self.micro_batches
-        if not (sizes.stays and more_coming) and (self.units[name].reshard_after_backward or last):
+        more_coming, is_last = self.left[name] > 0, self.backwards == self.micro_batches
+        # Note: a kept unit serves all its calls, so only the last reduction of a backward frees it.
+        if not (unit_sizes.stays and more_coming) and (
+            self.units[name].reshard_after_backward or is_last
+        ):
             self._drop(name)
         if name in self.slices:
-            self.ledger.free("gathered", _take(self.slices, name, sizes.slice))
-        for buffer in sizes.reduced:
+            self.ledger.free("gathered", _take(self.slices, name, unit_sizes.slice))
+        for buffer in unit_sizes.reduced:
             if self._mode(name, buffer) != "once":
                 self._start(name, buffer, joined=False)
                 continue
-            cast = self._join(name, buffer)
-            if last and not more_coming:
+            cast_bytes = self._join(name, buffer)
+            if is_last and not more_coming:
                 self.summed.discard((name, buffer.key))
                 self._start(name, buffer, joined=True)
-            self.ledger.free("reduction", cast)
+            self.ledger.free("reduction", cast_bytes)
 
     def _mode(self, name: str, buffer: BufferSizes) -> str:
-        mode = unit_mode(self.reduce, name)
-        if mode != "shard_each":
-            return mode
-        return buffer_mode(mode, cut=buffer.cut, repeated=buffer.repeated)
+        reduce_mode = unit_mode(self.reduce, name)
+        if reduce_mode != "shard_each":
+            return reduce_mode
+        return buffer_mode(reduce_mode, cut=buffer.cut, repeated=buffer.repeated)
 
     def _join(self, name: str, buffer: BufferSizes) -> int:
         """Join the gradients of a unit into a buffer that waits for those of later micro-batches.
@@ -390,33 +431,35 @@ class _Walk:
         Returns:
             The bytes of the buffer before its cast, which lives a little longer.
         """
-        cast = buffer.cast_grads
-        self.ledger.add("reduction", buffer.full + cast)
+        cast_bytes = buffer.cast_grads
+        self.ledger.add("reduction", buffer.full + cast_bytes)
         self.note("join", name)
         if (name, buffer.key) in self.summed:  # it is added to that of the micro-batch before
             self.ledger.free("reduction", buffer.full)
         else:
             self.summed.add((name, buffer.key))
-        return cast
+        return cast_bytes
 
     def _start(self, name: str, buffer: BufferSizes, *, joined: bool) -> None:
         """Take the buffers of a reduction; its time follows with its events.
 
         ``joined``: the gradients lie in a buffer already, which is sent or reduced in place.
         """
+        # Note: the send buffer of the reduction before is freed before this one takes its own.
         if (self.runtime.frees_first or not self.runtime.accelerator) and self.running:
-            last = self.running[-1]
-            self.lanes.wait(last.end)
-            self.ledger.free("reduction", last.full)
-            last.full = 0
-        sent = buffer.full * (buffer.cut and (self.runtime.send_buffers or joined))
-        taken, cast = buffer.reduced + sent, buffer.full_before_cast
+            last_reduction = self.running[-1]
+            self.lanes.wait(last_reduction.end)
+            self.ledger.free("reduction", last_reduction.full)
+            last_reduction.full = 0
+        sent_bytes = buffer.full * (buffer.cut and (self.runtime.send_buffers or joined))
+        taken_bytes, cast_bytes = buffer.reduced + sent_bytes, buffer.full_before_cast
+        # Note: the joined buffer is there already, and its cast has happened.
         if joined:
-            taken, cast = taken - buffer.full, 0
-        self.ledger.add("reduction", taken + cast)
+            taken_bytes, cast_bytes = taken_bytes - buffer.full, 0
+        self.ledger.add("reduction", taken_bytes + cast_bytes)
         self.note("reduce", name)
-        self.ledger.free("reduction", cast)
-        self.running.append(_Reduction(name, buffer, sent, self.lanes.now))
+        self.ledger.free("reduction", cast_bytes)
+        self.running.append(_Reduction(name, buffer, sent_bytes, self.lanes.now))
 
     def _reduce(self, event: Event) -> None:
         end = self.lanes.communicate("reduce", event)
@@ -434,34 +477,34 @@ class _Walk:
         self.ledger.free("reduction", reduction.full)
         name, buffer = reduction.unit, reduction.buffer
         on_host = self.sizes[name].offload
-        kept = 0 if on_host else buffer.kept
+        kept_bytes = 0 if on_host else buffer.kept
         # Why together on the device: without a cast the gradient is the reduced buffer itself.
         if on_host or buffer.kept != buffer.reduced:
-            self.ledger.add("gradient shards", kept)
+            self.ledger.add("gradient shards", kept_bytes)
             self.note("reduced", name)
             self.ledger.free("reduction", buffer.reduced)
         else:
             self.ledger.free("reduction", buffer.reduced)
-            self.ledger.add("gradient shards", kept)
+            self.ledger.add("gradient shards", kept_bytes)
         if on_host:
             self.lanes.copy("reduce", buffer.reduced)
         if (name, buffer.key) in self.graded:  # it is added to that of the micro-batch before
             self.note("accumulate", name)
-            self.ledger.free("gradient shards", kept)
+            self.ledger.free("gradient shards", kept_bytes)
         self.graded.add((name, buffer.key))
 
     # --- the end of the step ----------------------------------------------------------------------
 
     def end(self) -> None:
         """Clip the gradients, run the optimizer on all shards, and free the gradients."""
-        kept = sum(
+        kept_bytes = sum(
             self.sizes[name].buffers[key].kept
             for name, key in self.graded
             if not self.sizes[name].offload
         )
         if self.optimizer is not None:
-            self._update(self.optimizer, kept)
-        self.ledger.free("gradient shards", kept)
+            self._update(self.optimizer, kept_bytes)
+        self.ledger.free("gradient shards", kept_bytes)
         self.note("end", "")
 
     def _update(self, optimizer: OptimizerMemory, kept: int) -> None:
@@ -471,7 +514,8 @@ class _Walk:
             self.note("clip", "")
             ledger.free("gradient shards", kept)
             self.note("clip", "")
-        shards = [
+        # Note: the optimizer updates shards on the host too, but in the host's memory.
+        shard_sizes = [
             buffer.shard
             for unit in self.sizes.values()
             if not unit.offload
@@ -479,16 +523,16 @@ class _Walk:
             if buffer.trainable and buffer.shard
         ]
         if optimizer.first_step:
-            ledger.add("optimizer", states * sum(shards))
-        copied = 0 if optimizer.donate else (1 + states) * sum(shards)
-        temporaries = self._temporaries(optimizer.temporaries, shards)
-        ledger.add("optimizer", copied)
-        ledger.add("temporaries", temporaries)
+            ledger.add("optimizer", states * sum(shard_sizes))
+        copied_bytes = 0 if optimizer.donate else (1 + states) * sum(shard_sizes)
+        temporary_bytes = self._temporaries(optimizer.temporaries, shard_sizes)
+        ledger.add("optimizer", copied_bytes)
+        ledger.add("temporaries", temporary_bytes)
         self.note("optimizer", "")
         # Why three: the update reads the gradient, and reads and writes the shard.
-        self.lanes.move("optimizer", sum(shards) * (3 + 2 * states))
-        ledger.free("temporaries", temporaries)
-        ledger.free("optimizer", copied)
+        self.lanes.move("optimizer", sum(shard_sizes) * (3 + 2 * states))
+        ledger.free("temporaries", temporary_bytes)
+        ledger.free("optimizer", copied_bytes)
 
     def _temporaries(self, temporaries: str, shards: Sequence[int]) -> int:
         """Return the bytes of the tensors that the optimizer makes and drops."""
@@ -508,11 +552,11 @@ class _Walk:
 
     def unit_memory(self) -> dict[str, dict[str, int]]:
         """Return the bytes at the peak by unit and category, in categories that belong to units."""
-        gathered = Counter[str]()
+        gathered_bytes = Counter[str]()
         for position, name, change in self.held_changes:
             if position > self.ledger.highest:
                 break
-            gathered[name] += change
+            gathered_bytes[name] += change
         bytes_by_unit: dict[str, dict[str, int]] = {}
         for name, sizes in self.sizes.items():
             unit_bytes = bytes_by_unit[name] = {}
@@ -520,8 +564,8 @@ class _Walk:
                 states = 0 if self.optimizer is None else self.optimizer.states
                 unit_bytes["shards"] = sizes.shard
                 unit_bytes["optimizer"] = states * sizes.trainable_shard
-            if gathered[name]:
-                unit_bytes["gathered"] = gathered[name]
+            if gathered_bytes[name]:
+                unit_bytes["gathered"] = gathered_bytes[name]
         return bytes_by_unit
 
 

@@ -83,30 +83,34 @@ def sizes_by_unit(plan: Plan, *, accelerator: bool) -> dict[str, UnitSizes]:
         plan: the plan.
         accelerator: whether the mesh has another device than the CPU, so that ``offload`` counts.
     """
+    # Note: a large model has few distinct units.
     first_units = representatives(plan.unit_list)
     distinct_units = {unit.name: unit for unit in first_units.values()}
-    sizes = {name: sizes_of(unit, accelerator=accelerator) for name, unit in distinct_units.items()}
-    return {name: sizes[unit.name] for name, unit in first_units.items()}
+    distinct_sizes = {
+        name: sizes_of(unit, accelerator=accelerator) for name, unit in distinct_units.items()
+    }
+    return {name: distinct_sizes[unit.name] for name, unit in first_units.items()}
 
 
 def sizes_of(unit: UnitPlan, *, accelerator: bool) -> UnitSizes:
     """Return the sizes of a unit; see ``sizes_by_unit``."""
     on_host = unit.offload and accelerator
-    buffers = {buffer.key: _buffer_sizes(unit, buffer, on_host) for buffer in unit.buffers}
-    cut_buffers = [sizes for sizes in buffers.values() if sizes.cut]
-    trained_buffers = [sizes for sizes in buffers.values() if sizes.trainable]
-    gathered = sum(sizes.gathered for sizes in buffers.values())
+    buffer_sizes = {buffer.key: _buffer_sizes(unit, buffer, on_host) for buffer in unit.buffers}
+    cut_buffers = [sizes for sizes in buffer_sizes.values() if sizes.cut]
+    trained_buffers = [sizes for sizes in buffer_sizes.values() if sizes.trainable]
+    gathered_bytes = sum(sizes.gathered for sizes in buffer_sizes.values())
     gathered_from_shards = sum(sizes.gathered for sizes in cut_buffers)
+    # Note: neighbours that hold a unit together each keep an equal slice of what was gathered.
     ranks = unit.post_forward_ranks
     return UnitSizes(
-        buffers=buffers,
+        buffers=buffer_sizes,
         slice=0 if ranks is None else gathered_from_shards // ranks,
         offload=on_host,
         stays=not unit.reshard_after_forward,
-        shard=sum(sizes.shard for sizes in buffers.values()),
+        shard=sum(sizes.shard for sizes in buffer_sizes.values()),
         trainable_shard=sum(sizes.shard for sizes in trained_buffers),
-        uncut=gathered - gathered_from_shards,
-        gathered=gathered,
+        uncut=gathered_bytes - gathered_from_shards,
+        gathered=gathered_bytes,
         sent=sum(sizes.sent for sizes in cut_buffers),
         last_cut=cut_buffers[-1].key if cut_buffers else "",
         reduced=tuple(sizes for sizes in reversed(trained_buffers) if sizes.grads),
@@ -117,27 +121,33 @@ def _buffer_sizes(unit: UnitPlan, buffer: BufferPlan, on_host: bool) -> BufferSi
     gathered_dtype, reduced_dtype = unit.gathered_dtype(buffer), unit.reduced_dtype(buffer)
     gathered_itemsize, reduced_itemsize = gathered_dtype.itemsize, reduced_dtype.itemsize
     shard_numel, padded_numel = buffer.shard_numel, buffer.padded_numel
-    cut = buffer.shards > 1
-    cast = on_host or gathered_dtype != dtype_of(buffer.dtype)
-    axes = [axis for axis, size in unit.mesh_axes.items() if size > 1 and axis not in buffer.local]
-    trained = int(buffer.trainable)  # a factor: frozen buffers have no gradients
-    grads = trained * buffer.numel * gathered_itemsize
+    is_cut = buffer.shards > 1
+    # Note: a shard on the host is copied to the device even if its dtype stays.
+    is_cast = on_host or gathered_dtype != dtype_of(buffer.dtype)
+    mesh_axes = [
+        axis for axis, size in unit.mesh_axes.items() if size > 1 and axis not in buffer.local
+    ]
+    trained_factor = int(buffer.trainable)  # a factor: frozen buffers have no gradients
+    grad_bytes = trained_factor * buffer.numel * gathered_itemsize
     casts_grads = reduced_dtype != gathered_dtype
-    reduced = trained * shard_numel * reduced_itemsize
+    reduced_bytes = trained_factor * shard_numel * reduced_itemsize
     keeps_dtype = unit.precision is not None and unit.precision.keep_low_precision_grads
     return BufferSizes(
         key=buffer.key,
         trainable=buffer.trainable,
-        cut=cut,
-        repeated=any(axis != "shard" for axis in axes) or (bool(axes) and not cut),
+        cut=is_cut,
+        repeated=any(axis != "shard" for axis in mesh_axes) or (bool(mesh_axes) and not is_cut),
         shard=shard_numel * buffer.itemsize,
-        sent=shard_numel * gathered_itemsize * (cut and cast),
+        sent=shard_numel * gathered_itemsize * (is_cut and is_cast),
         # Note: without a cast, the leaves of an uncut buffer are views of the shard.
-        gathered=padded_numel * gathered_itemsize * (cut or cast),
-        grads=grads,
-        full=trained * padded_numel * reduced_itemsize,
-        full_before_cast=trained * padded_numel * gathered_itemsize * (casts_grads and not cut),
-        cast_grads=grads * casts_grads,
-        reduced=reduced,
-        kept=reduced if keeps_dtype else trained * shard_numel * buffer.itemsize,
+        gathered=padded_numel * gathered_itemsize * (is_cut or is_cast),
+        grads=grad_bytes,
+        full=trained_factor * padded_numel * reduced_itemsize,
+        full_before_cast=trained_factor
+        * padded_numel
+        * gathered_itemsize
+        * (casts_grads and not is_cut),
+        cast_grads=grad_bytes * casts_grads,
+        reduced=reduced_bytes,
+        kept=reduced_bytes if keeps_dtype else trained_factor * shard_numel * buffer.itemsize,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple
 
 from funcshard.plan import Event, Plan, Schedule
 
@@ -73,19 +73,12 @@ class Timeline(Sequence[Moment]):
     def __iter__(self) -> Iterator[Moment]:
         return map(_moment, self._rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Moment: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Moment, ...]: ...
-    def __getitem__(self, index: int | slice) -> Moment | tuple[Moment, ...]:
-        if isinstance(index, slice):
-            return tuple(map(_moment, self._rows[index]))
-        return _moment(self._rows[index])
+    def __getitem__(self, index: Any) -> Any:
+        rows = self._rows[index]
+        return tuple(map(_moment, rows)) if isinstance(index, slice) else _moment(rows)
 
     def __eq__(self, other: object) -> bool:
-        return (
-            tuple(self) == tuple(other) if isinstance(other, Timeline | tuple) else NotImplemented
-        )
+        return isinstance(other, Timeline | tuple) and tuple(self) == tuple(other)
 
     __hash__ = None  # type: ignore[assignment]  # a moment holds a dictionary
 
@@ -94,12 +87,12 @@ class Timeline(Sequence[Moment]):
 
 
 def _moment(row: Row) -> Moment:
-    seconds, moment_kind, unit, sizes = row
+    seconds, moment_kind, unit_name, category_sizes = row
     return Moment(
         seconds,
         moment_kind,
-        unit,
-        {name: size for name, size in zip(CATEGORIES, sizes, strict=True) if size},
+        unit_name,
+        {name: size for name, size in zip(CATEGORIES, category_sizes, strict=True) if size},
     )
 
 
@@ -184,6 +177,7 @@ class Step:
     @property
     def peak_moment(self) -> Moment:
         """The moment at which the rank holds the most memory; the first of them."""
+        # Note: the ledger knows the highest moment; a timeline made by hand is searched.
         if isinstance(self.timeline, Timeline):
             return self.timeline.highest
         return max(self.timeline, key=lambda moment: moment.total)

@@ -5,7 +5,8 @@ import json
 import pytest
 
 import funcshard as fs
-from funcshard.estimate import Source, calibrate, collective_time, compute_time, load_hardware
+from funcshard.estimate import Source, calibrate, collective_time, load_hardware
+from funcshard.estimate.machine import compute_time
 from funcshard.estimate.machine.calibration import _describe, fit_link
 from funcshard.estimate.machine.measuring import measure
 from funcshard.estimate.machine.reference import Reference

@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from funcshard.estimate import collective_time, compute_time, hardware_names, load_hardware, offload_time
+from funcshard.estimate import collective_time, hardware_names, load_hardware
+from funcshard.estimate.machine import compute_time, offload_time
 from funcshard.estimate.machine.sources import weakest
 from funcshard.estimate.machine.timing import KINDS, Timed
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import funcshard as fs
-from funcshard.estimate import LANES, Runtime, estimate, profile
+from funcshard.estimate import Runtime, estimate, profile
 from funcshard.estimate.reports.perfetto import TOTAL, to_perfetto
 from funcshard.estimate.reports.report import Report
+from funcshard.estimate.walk import LANES
 from tests.estimate.made_reports import plan_of, report_of
 
 REPORTS = {

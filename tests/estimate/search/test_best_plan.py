@@ -11,9 +11,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import funcshard as fs
-from funcshard.estimate import Profile, Runtime, compute_time, estimate, load_hardware, profile
+from funcshard.estimate import Profile, Runtime, estimate, load_hardware, profile
+from funcshard.estimate.machine import compute_time
 from funcshard.estimate.search.best_plan import Best, auto_plan
-from funcshard.estimate.search.infeasible import Infeasible, changes_to_fit
+from funcshard.estimate.search.infeasible import Change, Infeasible, changes_to_fit
 from funcshard.estimate.search.scoring import Score, Scorer, _Mode
 from funcshard.estimate.search.space import Candidate, Space, on_mesh
 from funcshard.plan import make_plan
@@ -279,13 +280,18 @@ def test_a_change_goes_as_far_as_the_budget_asks_for() -> None:
     before = estimate(found, plan)
     counts = []
     for saved in (1, 2**22, 2**23):
-        changes = changes_to_fit(found, plan, budget=before.peak - saved)
+        changes = changes_to_fit(found, estimate(found, plan, budget=before.peak - saved), HARDWARE)
         again = next(each for each in changes if each.text.startswith("remat"))
         assert again.fits
         assert again.share > 0
         counts.append(int(again.text.split()[1]))
     assert counts == sorted(counts)
     assert counts[0] < counts[-1]
+
+
+def changes_of(found: Profile, plan: fs.Plan) -> tuple[Change, ...]:
+    """Return the changes of a plan that never fits."""
+    return changes_to_fit(found, estimate(found, plan, budget=1), HARDWARE)
 
 
 @pytest.mark.slow
@@ -296,7 +302,7 @@ def test_a_change_keeps_the_groups_and_all_else_that_it_does_not_name(limit: int
     frees = strategy == "full_shard"
     options = {"units": ["*"], "strategy": strategy, "bucket_bytes": limit, "reshard_after_backward": frees}
     plan = make_plan(found.forms, 4, **options)
-    changes = {each.text.partition(" more units")[0]: each for each in changes_to_fit(found, plan, budget=1)}
+    changes = {each.text.partition(" more units")[0]: each for each in changes_of(found, plan)}
     more = next(each.report.plan for text, each in changes.items() if text.endswith("times as many ranks"))
     assert more.mesh_shape[1] > 4
     assert more == make_plan(found.forms, more.mesh_shape[1], **options)
@@ -366,6 +372,6 @@ def test_the_best_plan_of_a_traced_model_is_that_of_its_estimates(further: int) 
 
 def test_a_change_keeps_the_mesh_that_it_does_not_name() -> None:
     found, mesh = chain(MODEL), {"replicate": 2, "shard": 2}
-    changes = changes_to_fit(found, make_plan(found.forms, mesh, units=["*"]), budget=1)
+    changes = changes_of(found, make_plan(found.forms, mesh, units=["*"]))
     host = next(each.report.plan for each in changes if each.text == "offload shards to the host")
     assert host == make_plan(found.forms, mesh, units=["*"], offload=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from funcshard.estimate import CATEGORIES, Moment
+from funcshard.estimate.walk import CATEGORIES, Moment
 from funcshard.estimate.walk.step import Timeline
 
 
