@@ -1,9 +1,9 @@
 """The plan: which leaf lives where, as pure data without tensors. Start here.
 
-- ``plan``: ``Plan``, the whole tree, and its JSON. ``show``: the table of a printed plan.
+- ``plan``: ``Plan``, the whole tree, and its JSON.
 - ``unit_plan``: ``UnitPlan``, ``BufferPlan``, ``LeafSpec``: one unit, its buffers, their leaves.
 - ``equal_units``: ``UnitGroup``, ``fold_units``: equal units as one row of a table;
-  ``representatives``: one unit for all of the same sizes.
+  ``representatives``: one unit for all of the same sizes. The table of a printed plan.
 - ``leaf_slices``: leaves that are slices of whole tensors, and boxes of tensors.
 - ``mesh_axes``: the axes of a mesh, and the position of each rank.
 - ``planner``: ``make_plan``. ``leaves``: the leaves of a tree, and their ties. ``globs``: the nodes
@@ -18,8 +18,8 @@
 - ``events``: ``Event``, ``record_events``: the collectives that ran.
 - ``schedule``: ``Schedule``: when units are gathered ahead of their use.
 - ``execution_order``: the gathers of a call, in order, for prediction and runtime.
-- ``recomputed``: the modules that backward computes again.
-- ``reduce_choice``: when the gradients of micro-batches are reduced.
+- ``step_options``: when the gradients of micro-batches are reduced, and which modules backward
+  computes again.
 - ``predict``: ``predict_events``: the collectives of a step.
 """
 
@@ -38,22 +38,30 @@ from funcshard.plan.events import Event, emit, record_events, record_events_apar
 from funcshard.plan.execution_order import BackwardOrder, ForwardOrder
 from funcshard.plan.globs import last_match, match, matches, names_under
 from funcshard.plan.leaf_slices import Box, boxes, own_axes, slice_offsets
-from funcshard.plan.mesh_axes import AXES, Axes, axes_text, mesh_axes_of, position_of, rank_at
-from funcshard.plan.plan import Plan, check_cuts, check_plan, plan_from_data, plan_to_data
+from funcshard.plan.mesh_axes import (
+    AXES,
+    Axes,
+    axes_text,
+    mesh_axes_of,
+    mesh_text,
+    position_of,
+    rank_at,
+)
+from funcshard.plan.plan import Plan, check_plan, plan_from_data, plan_to_data
 from funcshard.plan.planner import make_plan
 from funcshard.plan.precision import MixedPrecision, is_one_of
 from funcshard.plan.predict import Reached, predict_events, predict_step
-from funcshard.plan.recomputed import read_remat, recomputed_modules
-from funcshard.plan.reduce_choice import (
+from funcshard.plan.schedule import Schedule, check_schedule, make_schedule
+from funcshard.plan.stacked import stack, unstack
+from funcshard.plan.step_options import (
     Reduce,
     buffer_mode,
     check_reduce,
     check_reduce_units,
+    read_remat,
+    recomputed_modules,
     unit_mode,
 )
-from funcshard.plan.schedule import Schedule, check_schedule, make_schedule
-from funcshard.plan.show import mesh_text
-from funcshard.plan.stacked import stack, unstack
 from funcshard.plan.unit_plan import (
     STRATEGIES,
     BufferPlan,
@@ -90,7 +98,6 @@ __all__ = [
     "boxes",
     "buffer_mode",
     "cast_of",
-    "check_cuts",
     "check_plan",
     "check_reduce",
     "check_reduce_units",

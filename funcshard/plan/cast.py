@@ -65,6 +65,7 @@ def cast_of(choose: ChooseCast | None, unit: UnitPlan, buffer: BufferPlan) -> Ca
         chosen_cast = choose(unit, buffer)
         if chosen_cast is None or isinstance(chosen_cast, Cast):
             return chosen_cast
+    # The pair itself, a class or a module in place of the function, or what it returned.
     raise TypeError(
         "cast must be a function cast(unit, buffer) that returns a funcshard.Cast or None; found "
         f"{chosen_cast!r}: for one pair everywhere write cast=lambda unit, buffer: pair"

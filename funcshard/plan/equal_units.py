@@ -1,5 +1,7 @@
 """Equal units as one: the groups that tables, pictures and comparisons show as one row.
 
+``plan_table`` is the table of a printed plan.
+
 Two units are equal if they differ in numbers in their names alone: leaves of the same paths, shapes
 and dtypes, and the same options. A model of 126 equal blocks is one group, "126 × blocks.*".
 """
@@ -7,10 +9,13 @@ and dtypes, and the same options. A model of 126 equal blocks is one group, "126
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from funcshard._utils import Table, dtype_name, dtype_of, table
+from funcshard.plan.mesh_axes import AXES, mesh_text
 from funcshard.plan.unit_plan import BufferPlan, UnitPlan
 
 _NUMBER = re.compile(r"\d+")
@@ -67,10 +72,14 @@ def fold_units(
     units_by_class: dict[Any, list[UnitPlan]] = {}
     for unit in units:
         units_by_class.setdefault((unit_class(unit), key and key(unit)), []).append(unit)
-    patterns = [_pattern(members[0].name) for members in units_by_class.values()]
+    equal_units = units_by_class.values()
+    # How many groups have names of each pattern: a glob says nothing if there are several.
+    patterns = Counter(_pattern(group_units[0].name) for group_units in equal_units)
     return tuple(
-        UnitGroup(_title(members, alone=patterns.count(pattern) == 1), tuple(members))
-        for members, pattern in zip(units_by_class.values(), patterns, strict=True)
+        [
+            UnitGroup(_title(group_units, patterns), tuple(group_units))
+            for group_units in equal_units
+        ]
     )
 
 
@@ -88,52 +97,48 @@ def representatives(units: Iterable[UnitPlan]) -> dict[str, UnitPlan]:
         >>> {name: unit.name for name, unit in representatives(plan.unit_list).items()}
         {'a': 'a', 'b': 'a', 'c': 'c'}
     """
-    first: dict[Hashable, UnitPlan] = {}
+    first_units_by_key: dict[Hashable, UnitPlan] = {}
     first_units: dict[str, UnitPlan] = {}
     for unit in units:
-        buffers = tuple(
+        buffer_classes = tuple(
             [(b.key, b.dtype, b.numel, b.trainable, b.shards, b.local) for b in unit.buffers]
         )
-        freed = (unit.reshard_after_forward, unit.reshard_after_backward)
+        unit_options = (unit.strategy, unit.reshard_after_forward, unit.reshard_after_backward)
         # Why id: the units of a plan share their precision, and its hash takes long.
         key = (
-            buffers,
-            unit.strategy,
-            freed,
+            buffer_classes,
+            unit_options,
             unit.offload,
             unit.mesh_shape,
             unit.axes,
             id(unit.precision),
         )
-        first_units[unit.name] = first.setdefault(key, unit)
+        first_units[unit.name] = first_units_by_key.setdefault(key, unit)
     return first_units
 
 
 def unit_class(unit: UnitPlan) -> Hashable:
     """Return what equal units agree in: all but the numbers in names, and the places of leaves."""
-    options: tuple[Hashable, ...] = (
+    unit_options: tuple[Hashable, ...] = (
         unit.strategy,
         unit.reshard_after_forward,
         unit.reshard_after_backward,
         unit.offload,
     )
-    options += (unit.precision, unit.full_precision, unit.mesh_shape, unit.axes)
-    return (
-        _pattern(unit.name),
-        len(unit.members),
-        options,
-        tuple(_buffer_class(unit, buffer) for buffer in unit.buffers),
-    )
+    unit_options += (unit.precision, unit.full_precision, unit.mesh_shape, unit.axes)
+    buffer_classes = tuple([_buffer_class(unit, buffer) for buffer in unit.buffers])
+    return _pattern(unit.name), len(unit.members), unit_options, buffer_classes
 
 
 def _buffer_class(unit: UnitPlan, buffer: BufferPlan) -> Hashable:
-    def relative(path: str) -> str:
-        return _pattern(path) if unit.members else path.removeprefix(unit.name)
-
-    leaves = tuple(
-        (relative(leaf.path), leaf.shape, leaf.cuts, leaf.placements, len(leaf.aliases))
-        for leaf in buffer.leaves
-    )
+    paths = [leaf.path.removeprefix(unit.name) for leaf in buffer.leaves]
+    # The paths of a group's leaves begin with those of its modules.
+    if unit.members:
+        paths = [_pattern(leaf_path) for leaf_path in paths]
+    leaves = tuple([
+        (leaf_path, leaf.shape, leaf.cuts, leaf.placements, len(leaf.aliases))
+        for leaf_path, leaf in zip(paths, buffer.leaves, strict=True)
+    ])  # fmt: skip
     return buffer.key, buffer.dtype, buffer.trainable, buffer.shards, buffer.local, leaves
 
 
@@ -141,23 +146,80 @@ def _pattern(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 
-def _title(units: Sequence[UnitPlan], *, alone: bool) -> str:
+def _title(units: Sequence[UnitPlan], patterns: Mapping[str, int]) -> str:
     """Return the title of a group; a glob only if it names no unit of another group."""
+    unit_names = [unit.name for unit in units]
+    # A group of one unit needs no pattern.
     if len(units) == 1:
         return units[0].title
-    names = [unit.name for unit in units]
-    return f"{len(units)} × {_glob(names) if alone else _names_text(names)}"
+    if patterns[_pattern(unit_names[0])] == 1:
+        return f"{len(units)} × {_glob(unit_names)}"
+    joint = ", " if len(unit_names) == 2 else " … "
+    return f"{len(units)} × {unit_names[0]}{joint}{unit_names[-1]}"
 
 
 def _glob(names: Sequence[str]) -> str:
     """Return the name that all share, with a star for each number in which they differ."""
-    columns = [
-        set(column) for column in zip(*(_NUMBER.findall(name) for name in names), strict=True)
+    number_columns = zip(*(_NUMBER.findall(name) for name in names), strict=True)
+    number_texts = iter([column[0] if len({*column}) == 1 else "*" for column in number_columns])
+    return _NUMBER.sub(lambda _: next(number_texts), names[0])
+
+
+def plan_table(fingerprint: str, mesh_axes: Mapping[str, int], units: Sequence[UnitPlan]) -> Table:
+    """Return the table of a plan.
+
+    Equal units are one row, with the numbers of one of them; the total counts them all.
+    """
+    unit_groups = fold_units(units)
+    header = ["unit", "buffer", "leaves", "numel", "padding", "bytes a rank", "strategy"]
+    rows = [
+        [group.title, buffer.key, *_sums([buffer]), _strategy(group.first, buffer)]
+        for group in unit_groups
+        for buffer in group.first.buffers
     ]
-    numbers = iter(column.pop() if len(column) == 1 else "*" for column in columns)
-    return _NUMBER.sub(lambda _: next(numbers), names[0])
+    total_row = ["total", "", *_sums([buffer for unit in units for buffer in unit.buffers]), ""]
+    folded_note = "; a row n × shows one of n equal units" if len(unit_groups) < len(units) else ""
+    return Table(
+        f"Plan {fingerprint} for {mesh_text(mesh_axes)}{folded_note}", header, rows, total_row
+    )
 
 
-def _names_text(names: Sequence[str]) -> str:
-    """Return one or two names, and of more the first and the last."""
-    return ", ".join(names) if len(names) <= 2 else f"{names[0]} … {names[-1]}"
+def _sums(buffers: Sequence[BufferPlan]) -> list[str]:
+    """Return the number of leaves, elements, padding elements and bytes a rank of some buffers."""
+    leaves = sum(len(buffer.leaves) for buffer in buffers)
+    numel = sum(buffer.numel for buffer in buffers)
+    padding = sum(buffer.padded_numel for buffer in buffers) - numel
+    size = sum(buffer.shard_numel * buffer.itemsize for buffer in buffers)
+    return [*map(table.count, (leaves, numel, padding)), table.size(size)]
+
+
+def _strategy(unit: UnitPlan, buffer: BufferPlan) -> str:
+    """Return the strategy of a buffer, followed by its offload and dtypes if they are special."""
+    strategy_words = [unit.strategy]
+    if buffer.local == AXES:
+        strategy_words = ["local to a rank"]
+    elif buffer.local:
+        strategy_words = [f"local along {', '.join(buffer.local)}"]
+        if "shard" not in buffer.local:
+            strategy_words.append(f"{unit.strategy} along shard")
+    elif not unit.reshard_after_backward:
+        strategy_words.append("kept over micro-batches")
+    elif unit.post_forward_ranks is not None:
+        strategy_words.append(f"over {unit.post_forward_ranks} ranks after forward")
+    # What the strategy says itself is not said again.
+    elif unit.reshard_after_forward and unit.strategy != "full_shard":
+        strategy_words.append("freed after forward")
+    elif unit.strategy == "full_shard" and not unit.reshard_after_forward:
+        strategy_words.append("kept until backward")
+    if unit.offload:
+        strategy_words.append("offload")
+    gathered_dtype, reduced_dtype = unit.gathered_dtype(buffer), unit.reduced_dtype(buffer)
+    if {gathered_dtype, reduced_dtype} != {dtype_of(buffer.dtype)}:
+        strategy_words.append(f"in {dtype_name(gathered_dtype)}")
+        if buffer.trainable and reduced_dtype != gathered_dtype:
+            strategy_words.append(f"reduced in {dtype_name(reduced_dtype)}")
+    if unit.precision is not None and unit.precision.output_dtype is not None:
+        strategy_words.append(f"outputs in {dtype_name(unit.precision.output_dtype)}")
+    if unit.full_precision:
+        strategy_words.append("full precision")
+    return ", ".join(strategy_words)

@@ -54,6 +54,7 @@ class Event:
     @property
     def traffic(self) -> int:
         """Least number of bytes that a rank must send; in an exchange, of the busiest rank."""
+        # An exchange counts what the busiest rank sends, which is its bytes already.
         if self.kind in ("all_to_all", "ppermute"):
             return self.bytes
         share = self.bytes * (self.ranks - 1) // self.ranks
@@ -78,43 +79,47 @@ def record_events() -> Iterator[list[Event]]:
         >>> fs.simulate(step, world_size=2)
         [[('all_reduce', 8)], [('all_reduce', 8)]]
     """
-    with _recorded_by(_recorders.get()) as events:
-        yield events
+    with _recorded_by(_recorders.get()) as recorded_events:
+        yield recorded_events
 
 
 @contextlib.contextmanager
 def record_events_apart() -> Iterator[list[Event]]:
     """Record collectives as ``record_events`` does, hidden from ``with`` blocks around it."""
-    with _recorded_by(()) as events:
-        yield events
+    with _recorded_by(()) as recorded_events:
+        yield recorded_events
 
 
 @contextlib.contextmanager
 def _recorded_by(outer: tuple[list[Event], ...]) -> Iterator[list[Event]]:
-    events: list[Event] = []
-    token = _recorders.set((*outer, events))
+    recorded_events: list[Event] = []
+    token = _recorders.set((*outer, recorded_events))
     try:
         # Why single-threaded: on CUDA autograd would run backward in a thread of its own, which
         # sees no context variable, and so no recorder.
         with torch.autograd.set_multithreading_enabled(False):
-            yield events
+            yield recorded_events
     finally:
         _recorders.reset(token)
 
 
 def emit(event: Event) -> None:
     """Append ``event`` to the list of every open ``record_events`` block, and log it."""
-    for events in _recorders.get():
-        events.append(event)
+    # Blocks may be nested, and each sees all of its events.
+    for recorded_events in _recorders.get():
+        recorded_events.append(event)
     if _log.isEnabledFor(logging.DEBUG):
-        owner = (
-            ""
-            if event.unit is None
-            else f" of buffer {event.buffer!r} of unit {event.unit or '(root)'!r}"
-        )
-        where = f"along {event.axis!r}, {event.ranks} ranks"
+        owner_text = ""
+        if event.unit is not None:
+            owner_text = f" of buffer {event.buffer!r} of unit {event.unit or '(root)'!r}"
+        axis_text = f"along {event.axis!r}, {event.ranks} ranks"
         _log.debug(
-            "%s%s begins: %d bytes of %s %s", event.kind, owner, event.bytes, event.dtype, where
+            "%s%s begins: %d bytes of %s %s",
+            event.kind,
+            owner_text,
+            event.bytes,
+            event.dtype,
+            axis_text,
         )
 
 

@@ -33,7 +33,8 @@ class ForwardOrder:
         self._schedule = schedule
         self._follows = known  # whether forward has followed the schedule so far
         self._gathered: set[str] = set()  # not called since their gather, or kept for the next call
-        self._last = {name: position for position, name in enumerate(schedule.order)}
+        # A unit that comes again later can stay gathered until then.
+        self._last = {name: order_position for order_position, name in enumerate(schedule.order)}
 
     def gather(self, name: str) -> bool:
         """Return whether to gather a unit as forward calls it: no if its gather has started."""
@@ -52,11 +53,16 @@ class ForwardOrder:
         Returns:
             Whether its gathered buffers are kept for the next call of this unit.
         """
-        order, position = self._schedule.order, len(self.ran)
-        self._follows = self._follows and position < len(order) and order[position] == name
+        schedule_order, order_position = self._schedule.order, len(self.ran)
+        # Once forward has left the schedule, it gathers on demand for the rest of the call.
+        self._follows = (
+            self._follows
+            and order_position < len(schedule_order)
+            and schedule_order[order_position] == name
+        )
         # Why ran: without a known order, a unit that forward calls a second time may be called a
         # third time.
-        keeps = stays and (self._last[name] > position if self._follows else name in self.ran)
+        keeps = stays and (self._last[name] > order_position if self._follows else name in self.ran)
         if not keeps:
             self._gathered.discard(name)
         self.ran.append(name)
@@ -64,16 +70,17 @@ class ForwardOrder:
 
     def prefetch(self) -> list[str]:
         """Return the units to gather ahead now."""
-        schedule, position = self._schedule, len(self.ran)
+        schedule, order_position = self._schedule, len(self.ran)
         if not self._follows or not schedule.forward_prefetch:
             return []
         if schedule.limit == 1 and (
-            position == len(schedule.order) or schedule.order[position] in self._gathered
+            order_position == len(schedule.order)
+            or schedule.order[order_position] in self._gathered
         ):
             return []  # only for speed
         return [
             name
-            for name in schedule.order[position : position + schedule.limit]
+            for name in schedule.order[order_position : order_position + schedule.limit]
             if name not in schedule.on_demand and self.gather(name)
         ]
 
@@ -133,12 +140,16 @@ class BackwardOrder:
         """
         ahead_uses = []
         uses_left = self._schedule.limit if most is None else most
-        for position in range(bisect.bisect_left(self._uses, (moment + 1, 0)), len(self._uses)):
-            use_index = self._uses[position][1]
+        for order_position in range(
+            bisect.bisect_left(self._uses, (moment + 1, 0)), len(self._uses)
+        ):
+            use_index = self._uses[order_position][1]
+            # What is in memory, or is never reached, takes no part of the limit.
             if use_index in self._gathered or not self._reaches(use_index):
                 continue
             if self._units[use_index] not in self._schedule.on_demand and self.gather(use_index):
                 ahead_uses.append(use_index)
+            # A use on demand counts too: the limit is a distance, not a number of gathers.
             uses_left -= 1
             if not uses_left:
                 break

@@ -27,9 +27,10 @@ def matcher(glob: str) -> Callable[[str], object]:
         >>> [path for path in ("w", "a.w", "a.b.w", "a.wx") if matcher("**.w")(path)]
         ['w', 'a.w', 'a.b.w']
     """
-    parts = re.split(r"(\*\*\.|\.\*\*|\*\*|\*)", glob)
-    pattern = "".join(_PATTERNS.get(part, re.escape(part)) for part in parts)
-    return re.compile(pattern, re.DOTALL).fullmatch
+    # The stars with the dots beside them: "**." may match nothing, its dot included.
+    glob_parts = re.split(r"(\*\*\.|\.\*\*|\*\*|\*)", glob)
+    regex_text = "".join(_PATTERNS.get(part, re.escape(part)) for part in glob_parts)
+    return re.compile(regex_text, re.DOTALL).fullmatch
 
 
 def matches(glob: str, path: str) -> bool:
@@ -53,12 +54,13 @@ def match(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str) -> d
     """
     listed_globs = list_of_globs(globs, f"{noun}s")
     # Why so: most calls have no globs, and the nodes of a large tree take long.
-    nodes = dict.fromkeys(nodes_of(uses) if listed_globs else ())
+    tree_nodes = dict.fromkeys(nodes_of(uses) if listed_globs else ())
+    # By node: the glob that counts so far; a node that is written out keeps itself.
     chosen: dict[str, str] = {}
     for glob in listed_globs:
-        for node in found_by(glob, nodes, noun):
-            if chosen.get(node) != node:
-                chosen[node] = glob
+        for node_path in found_by(glob, tree_nodes, noun):
+            if chosen.get(node_path) != node_path:
+                chosen[node_path] = glob
     return chosen
 
 
@@ -80,9 +82,11 @@ def names_under(globs: Any, names: Sequence[str], option: str) -> list[str]:
     Raises:
         TypeError: ``globs`` is not a list of strings.
     """
-    nodes = dict.fromkeys(nodes_of((name,) for name in names))
+    tree_nodes = dict.fromkeys(nodes_of((name,) for name in names))
     matched_nodes = {
-        node for glob in list_of_globs(globs, option) for node in _matched(glob, nodes, option)
+        node_path
+        for glob in list_of_globs(globs, option)
+        for node_path in _matched(glob, tree_nodes, option)
     }
     return [name for name in names if not matched_nodes.isdisjoint(tree.upwards(name))]
 
@@ -96,15 +100,15 @@ def nodes_of(uses: Iterable[tuple[str, ...]]) -> list[str]:
 @functools.lru_cache(maxsize=4)
 def _nodes_of(uses: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
     # Why no set: natural order has ties, such as "a1" and "a.1", and all ranks must agree.
-    nodes: dict[str, None] = {}
+    tree_nodes: dict[str, None] = {}
     for paths in uses:
         for path in paths:
-            for node in tree.upwards(path):
+            for node_path in tree.upwards(path):
                 # The root is a node that globs find only if it is a leaf itself.
-                if node in nodes or (path and not node):
+                if node_path in tree_nodes or (path and not node_path):
                     break
-                nodes[node] = None
-    return tuple(sorted(nodes, key=tree.natural_key))
+                tree_nodes[node_path] = None
+    return tuple(sorted(tree_nodes, key=tree.natural_key))
 
 
 def list_of_globs(globs: Any, option: str) -> list[Any]:
@@ -153,17 +157,18 @@ def found_by(glob: Any, nodes: Collection[str], noun: str) -> list[str]:
 def _remedy(glob: str, nodes: Collection[str]) -> str:
     """Return the end of the error for a glob that matches nothing."""
     above, _, last = glob.rpartition(".")
+    # The usual mistake with layers as lax.scan has them: there is one leaf, not L.
     if last.isdecimal() and above in nodes:
         return f"; if {above!r} holds stacked layers, call unstack(params, {above!r}) first"
-    names = list(nodes)
+    known_names = list(nodes)
     if "*" in glob:
-        names = [re.sub(r"(?<![^.])\d+(?![^.])", "*", node) for node in nodes]
-    question = did_you_mean(glob, names, otherwise="")
+        known_names = [re.sub(r"(?<![^.])\d+(?![^.])", "*", node_path) for node_path in nodes]
+    name_question = did_you_mean(glob, known_names, otherwise="")
     # peft's modules lie under a prefix.
-    deeper = next((name for name in names if name.endswith(f".{glob}")), None)
-    if deeper is not None:
-        question = f"did you mean {deeper!r}?"
-    return question and f": {question}"
+    deeper_name = next((name for name in known_names if name.endswith(f".{glob}")), None)
+    if deeper_name is not None:
+        name_question = f"did you mean {deeper_name!r}?"
+    return name_question and f": {name_question}"
 
 
 def some(paths: Sequence[str], most: int = 4) -> str:

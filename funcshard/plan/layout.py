@@ -53,49 +53,64 @@ def _laid_out(
     named_paths: tuple[tuple[str, tuple[str, ...]], ...],
 ) -> tuple[tuple[str, Layout], ...]:
     paths = dict(named_paths)
-    owners = owners_of(paths)
-    unit_leaves: dict[str, list[Leaf]] = {name: [] for name in paths}
+    path_owners = owners_of(paths)
+    unit_leaves: dict[str, list[Leaf]] = {unit_name: [] for unit_name in paths}
     for leaf in leaves:
-        around = (owners[node] for node in tree.upwards(leaf.paths[0]) if node in owners)
-        owner = next(around)
+        units_around = (
+            path_owners[node] for node in tree.upwards(leaf.paths[0]) if node in path_owners
+        )
+        unit_owner = next(units_around)
         # A tied leaf belongs to the innermost unit that holds all of its uses. The root does.
-        while not all(tree.is_under_any(path, paths[owner]) for path in leaf.paths[1:]):
-            owner = next(around)
-        unit_leaves[owner].append(leaf)
+        while not all(
+            tree.is_under_any(leaf_path, paths[unit_owner]) for leaf_path in leaf.paths[1:]
+        ):
+            unit_owner = next(units_around)
+        unit_leaves[unit_owner].append(leaf)
+    # Why one cutter: it searches the structure once for all units.
     cut = cutter(structure, itertools.chain(*paths.values()))
     unit_layouts = []
-    for name, owned_leaves in unit_leaves.items():
+    for unit_name, owned_leaves in unit_leaves.items():
         if not owned_leaves:
             continue
         buffers = _buffers(owned_leaves)
         order = [leaf.index for buffer in buffers for leaf in buffer.leaves]
+        # A unit numbers its leaves buffer by buffer, in the order of its own flat buffers.
         positions = {index: position for position, index in enumerate(order)}
-        members: tuple[str, ...] = ()
+        member_paths: tuple[str, ...] = ()
         # A group may have one path, if its other modules have become units of full precision.
-        if paths[name] != (name,):
+        if paths[unit_name] != (unit_name,):
             # Why only some: a group enters a module for the leaves that it owns there.
-            nodes = {
-                node for leaf in owned_leaves for path in leaf.paths for node in tree.upwards(path)
+            owned_nodes = {
+                node
+                for leaf in owned_leaves
+                for leaf_path in leaf.paths
+                for node in tree.upwards(leaf_path)
             }
-            members = tuple(path for path in paths[name] if path in nodes)
-        unit_layouts.append((name, Layout(members, cut(members or name, positions), buffers)))
+            member_paths = tuple(
+                leaf_path for leaf_path in paths[unit_name] if leaf_path in owned_nodes
+            )
+        unit_layouts.append(
+            (unit_name, Layout(member_paths, cut(member_paths or unit_name, positions), buffers))
+        )
     return tuple(unit_layouts)
 
 
 def _buffers(leaves: Sequence[Leaf]) -> tuple[BufferPlan, ...]:
-    groups: dict[tuple[tuple[str, ...], bool, str], list[Leaf]] = {}
+    leaf_groups: dict[tuple[tuple[str, ...], bool, str], list[Leaf]] = {}
     for leaf in leaves:
-        groups.setdefault((leaf.local, not leaf.trainable, leaf.dtype), []).append(leaf)
+        leaf_groups.setdefault((leaf.local, not leaf.trainable, leaf.dtype), []).append(leaf)
     # Why sorted: the order of buffers must not depend on that of leaves. Shared leaves come first,
     # and trainable ones before frozen ones.
-    return tuple(_buffer(*key, groups[key]) for key in sorted(groups))
+    return tuple(
+        _buffer(*buffer_key, leaf_groups[buffer_key]) for buffer_key in sorted(leaf_groups)
+    )
 
 
 def _buffer(local: tuple[str, ...], frozen: bool, dtype: str, leaves: Sequence[Leaf]) -> BufferPlan:
-    specs: list[LeafSpec] = []
+    leaf_specs: list[LeafSpec] = []
     offset = 0
     for leaf in leaves:
-        specs.append(
+        leaf_specs.append(
             LeafSpec(
                 path=leaf.paths[0],
                 shape=leaf.shape,
@@ -107,14 +122,14 @@ def _buffer(local: tuple[str, ...], frozen: bool, dtype: str, leaves: Sequence[L
             )
         )
         offset += math.prod(leaf.shape)
-    key = dtype + ".frozen" * frozen
+    buffer_key = dtype + ".frozen" * frozen
     if local:
-        key += ".local" if local == AXES else f".local_{'_'.join(local)}"
+        buffer_key += ".local" if local == AXES else f".local_{'_'.join(local)}"
     return BufferPlan(
-        key=key,
+        key=buffer_key,
         dtype=dtype,
         trainable=not frozen,
-        leaves=tuple(specs),
+        leaves=tuple(leaf_specs),
         shards=1,
         local=local,
     )

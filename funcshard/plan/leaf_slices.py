@@ -7,6 +7,7 @@ and checkpoints hold whole tensors. Everything here is arithmetic on shapes.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -38,19 +39,15 @@ class Box(NamedTuple):
 
     def moved(self, by: Sequence[int]) -> Box:
         """Return the box at offsets that are larger by ``by``."""
-        return Box(
-            tuple(begin + more_offset for begin, more_offset in zip(self.offsets, by, strict=True)),
-            self.sizes,
-        )
+        return Box(tuple(map(operator.add, self.offsets, by)), self.sizes)
 
     def overlap(self, other: Box) -> Box | None:
         """Return the box of the elements that lie in both boxes, if there are any."""
-        sides = list(zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True))
-        low = tuple(max(a, b) for a, _, b, _ in sides)
-        high = tuple(min(a + m, b + n) for a, m, b, n in sides)
-        if any(begin >= end for begin, end in zip(low, high, strict=True)):
-            return None
-        return Box(low, tuple(end - begin for begin, end in zip(low, high, strict=True)))
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        ends = map(min, map(operator.add, *self), map(operator.add, *other))
+        sizes = tuple(map(operator.sub, ends, offsets))
+        # A scalar has no dimension that could be empty.
+        return Box(offsets, sizes) if min(sizes, default=1) > 0 else None
 
 
 def own_axes(local: Iterable[str], cuts: Iterable[LeafCut]) -> tuple[str, ...]:
@@ -60,8 +57,8 @@ def own_axes(local: Iterable[str], cuts: Iterable[LeafCut]) -> tuple[str, ...]:
         local: the axes along which the leaf differs, ``BufferPlan.local``.
         cuts: how the leaf is a slice of a whole tensor, ``LeafSpec.cuts``.
     """
-    cut = {each.axis for each in cuts}
-    return tuple(axis for axis in local if axis not in cut)
+    cut_axes = {cut.axis for cut in cuts}
+    return tuple(axis for axis in local if axis not in cut_axes)
 
 
 def slice_offsets(
@@ -99,16 +96,18 @@ def boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
     if len(shape) <= 1:
         return [Box((begin,), (end - begin,))] if shape else [Box((), ())]
     row_numel = math.prod(shape[1:])
-    row, head = divmod(begin, row_numel)
-    last, tail = divmod(end, row_numel)
+    row, head_elements = divmod(begin, row_numel)
+    last_row, tail_elements = divmod(end, row_numel)
 
     def within(row: int, low: int, high: int) -> list[Box]:
         return [Box((row, *offsets), (1, *sizes)) for offsets, sizes in boxes(shape[1:], low, high)]
 
-    if row == last:
-        return within(row, head, tail)
-    first = within(row, head, row_numel) if head else []
-    row += bool(head)
+    # The run begins and ends in one row.
+    if row == last_row:
+        return within(row, head_elements, tail_elements)
+    first_row = within(row, head_elements, row_numel) if head_elements else []
+    row += bool(head_elements)
     zeros = tuple(0 for _ in shape[1:])
-    middle = [Box((row, *zeros), (last - row, *shape[1:]))] if row < last else []
-    return [*first, *middle, *within(last, 0, tail)]
+    # Whole rows between are one box.
+    middle_rows = [Box((row, *zeros), (last_row - row, *shape[1:]))] if row < last_row else []
+    return [*first_row, *middle_rows, *within(last_row, 0, tail_elements)]

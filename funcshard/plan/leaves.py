@@ -60,28 +60,41 @@ def read_leaves(
 
     No leaf is local yet. The docstring of ``make_plan`` describes the arguments and the errors.
     """
-    structure, tensors, paths = tree.describe(params, _check_container)
-    tied_paths = _read_ties(ties, dict(zip(paths, tensors, strict=True)))
-    uses: dict[int, dict[str, None]] = {}  # the paths of each tensor by its id
-    for tensor, path in zip(tensors, paths, strict=True):
+    structure, leaf_tensors, paths = tree.describe(params, _check_container)
+    tied_paths = _read_ties(ties, dict(zip(paths, leaf_tensors, strict=True)))
+    tensor_uses: dict[int, dict[str, None]] = {}  # the paths of each tensor by its id
+    for leaf_tensor, leaf_path in zip(leaf_tensors, paths, strict=True):
         # Why a dictionary: it keeps the order, and a tied path comes from several sides.
-        tensor_paths = (path, *_marked_ties(tensor, path), *tied_paths.get(path, ()))
-        uses.setdefault(id(tensor), {}).update(dict.fromkeys(tensor_paths))
-    if len(uses) < len(tensors):
-        numbers = {identity: number for number, identity in enumerate(uses)}
-        structure = _renumbered(structure, [numbers[id(tensor)] for tensor in tensors])
-        tensors = list({id(tensor): tensor for tensor in tensors}.values())
-    for tensor, use_paths in zip(tensors, uses.values(), strict=True):
-        for path in use_paths:
-            _check_path(path)
-        _check_leaf(tensor, next(iter(use_paths)))
+        tensor_paths = (
+            leaf_path,
+            *_marked_ties(leaf_tensor, leaf_path),
+            *tied_paths.get(leaf_path, ()),
+        )
+        tensor_uses.setdefault(id(leaf_tensor), {}).update(dict.fromkeys(tensor_paths))
+    # Tied tensors: the structure names one leaf at several places.
+    if len(tensor_uses) < len(leaf_tensors):
+        new_indices = {identity: number for number, identity in enumerate(tensor_uses)}
+        structure = _renumbered(
+            structure, [new_indices[id(leaf_tensor)] for leaf_tensor in leaf_tensors]
+        )
+        leaf_tensors = list({id(leaf_tensor): leaf_tensor for leaf_tensor in leaf_tensors}.values())
+    for leaf_tensor, use_paths in zip(leaf_tensors, tensor_uses.values(), strict=True):
+        for leaf_path in use_paths:
+            _check_path(leaf_path)
+        _check_leaf(leaf_tensor, next(iter(use_paths)))
     leaves = [
-        Leaf(index, tuple(use_paths), tuple(tensor.shape), dtype_name(tensor.dtype), trainable)
-        for index, (tensor, use_paths, trainable) in enumerate(
-            zip(tensors, uses.values(), _trainable(tensors), strict=True)
+        Leaf(
+            index,
+            tuple(use_paths),
+            tuple(leaf_tensor.shape),
+            dtype_name(leaf_tensor.dtype),
+            trainable,
+        )
+        for index, (leaf_tensor, use_paths, trainable) in enumerate(
+            zip(leaf_tensors, tensor_uses.values(), _trainable(leaf_tensors), strict=True)
         )
     ]
-    return structure, leaves, tensors
+    return structure, leaves, leaf_tensors
 
 
 def module_classes(leaf: Any) -> dict[str, tuple[type, ...]]:
@@ -108,15 +121,15 @@ def names_in_order(params: Any, leaves: Sequence[Leaf]) -> tuple[str, ...]:
     of its buffers are among them.
     """
     names: dict[str, None] = {}
-    for path, leaf in tree.insertion_order(params):
+    for leaf_path, leaf in tree.insertion_order(params):
         state_names: tuple[str, ...] = getattr(leaf, "funcshard_names", ())
         # Why only for a new path: the first parameter of a module brings the names of all.
-        if state_names and path not in names:
-            prefix = prefix_of(path, next(iter(module_classes(leaf))))
-            if prefix is not None:
-                names.update(dict.fromkeys(prefix + name for name in state_names))
-        names[path] = None
-    names.update(dict.fromkeys(path for leaf in leaves for path in leaf.paths))
+        if state_names and leaf_path not in names:
+            path_prefix = prefix_of(leaf_path, next(iter(module_classes(leaf))))
+            if path_prefix is not None:
+                names.update(dict.fromkeys(path_prefix + state_name for state_name in state_names))
+        names[leaf_path] = None
+    names.update(dict.fromkeys(leaf_path for leaf in leaves for leaf_path in leaf.paths))
     return tuple(names)
 
 
@@ -126,22 +139,23 @@ def _read_ties(ties: Any, leaves: Mapping[str, Any]) -> dict[str, tuple[str, ...
     if isinstance(ties, Iterable) and not isinstance(ties, str | bytes | Mapping | torch.Tensor):
         groups = list(ties)
     tied_paths: dict[str, tuple[str, ...]] = {}
-    for group in groups:
-        listed = isinstance(group, list | tuple | set | frozenset)
-        if not listed or not all(isinstance(path, str) for path in group):
+    for tie_group in groups:
+        is_listed = isinstance(tie_group, list | tuple | set | frozenset)
+        if not is_listed or not all(isinstance(leaf_path, str) for leaf_path in tie_group):
             raise TypeError(
                 "ties must be a list of groups of paths, such as [('embed.weight', 'head.weight')]"
                 f"; found {ties!r}"
             )
-        tensors = {id(leaves[path]) for path in group if path in leaves}
-        if len(tensors) != 1:
-            found_text = "several tensors there" if tensors else "no leaf there"
+        # A group may name paths that the tree lacks, but not two tensors.
+        leaf_tensors = {id(leaves[leaf_path]) for leaf_path in tie_group if leaf_path in leaves}
+        if len(leaf_tensors) != 1:
+            found_text = "several tensors there" if leaf_tensors else "no leaf there"
             raise ValueError(
                 "each group of ties must name the paths of one tensor, and the tree must hold "
-                f"this tensor under at least one of them; for {tuple(group)} found {found_text}: "
-                f"the leaves are {some(list(leaves))}"
+                f"this tensor under at least one of them; for {tuple(tie_group)} found "
+                f"{found_text}: the leaves are {some(list(leaves))}"
             )
-        tied_paths.update(dict.fromkeys(group, tuple(group)))
+        tied_paths.update(dict.fromkeys(tie_group, tuple(tie_group)))
     return tied_paths
 
 
@@ -151,8 +165,8 @@ def _marked_ties(leaf: Any, path: str) -> list[str]:
     if len(names) < 2:
         return []
     # The marks are paths in the module, whose parameters may be a subtree of this tree.
-    prefix = prefix_of(path, names[0])
-    return [] if prefix is None else [prefix + name for name in names[1:]]
+    path_prefix = prefix_of(path, names[0])
+    return [] if path_prefix is None else [path_prefix + state_name for state_name in names[1:]]
 
 
 def _renumbered(structure: tree.Structure, numbers: Sequence[int]) -> tree.Structure:
@@ -169,16 +183,17 @@ def _trainable(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """Return, for each tensor, whether it gets a gradient; see ``make_plan``."""
     # Why not one rule for all: a module whose parameters are all frozen says so by requires_grad,
     # and plain tensors, as in JAX, say nothing by it unless one of them requires a gradient.
-    plain = [
-        tensor
-        for tensor in tensors
-        if not hasattr(tensor, "funcshard_modules") and not isinstance(tensor, torch.nn.Parameter)
+    plain_tensors = [
+        leaf_tensor
+        for leaf_tensor in tensors
+        if not hasattr(leaf_tensor, "funcshard_modules")
+        and not isinstance(leaf_tensor, torch.nn.Parameter)
     ]
-    silent: set[int] = set()
-    if not any(tensor.requires_grad for tensor in plain):
-        numeric = [t for t in plain if t.is_floating_point() or t.is_complex()]
-        silent = {id(tensor) for tensor in numeric}
-    return [tensor.requires_grad or id(tensor) in silent for tensor in tensors]
+    silent_ids: set[int] = set()
+    if not any(leaf_tensor.requires_grad for leaf_tensor in plain_tensors):
+        numeric = [t for t in plain_tensors if t.is_floating_point() or t.is_complex()]
+        silent_ids = {id(leaf_tensor) for leaf_tensor in numeric}
+    return [leaf_tensor.requires_grad or id(leaf_tensor) in silent_ids for leaf_tensor in tensors]
 
 
 # --- what a plan cannot hold ----------------------------------------------------------------------
@@ -195,6 +210,7 @@ def _check_leaf(leaf: Any, path: str) -> None:
         raise TypeError(
             f"leaf {path!r} must be a torch.Tensor; found {type(leaf).__name__}: {remedy}"
         )
+    # These have a dense layout and a plain class, so the later checks let them pass.
     if leaf.is_nested or leaf.is_quantized:
         raise TypeError(
             f"leaf {path!r} is a {'nested' if leaf.is_nested else 'quantized'} tensor, of which no "
@@ -228,12 +244,12 @@ def _check_container(kind: str, meta: Any, entries: Sequence[Any], path: str) ->
     """
     where = f"at {path!r}" if path else "at the root of the tree"
     if kind in ("dict", "ordered_dict"):
-        for key in meta:
-            if not _is_data(key):
+        for dict_key in meta:
+            if not _is_data(dict_key):
                 raise TypeError(
-                    f"the key {file_data.shown(key)} of the dictionary {where} cannot be part of a "
-                    f"plan, because JSON does not give it back: keys may be {_PLAIN}; found a "
-                    f"{type(key).__name__}, so use its name or number as the key"
+                    f"the key {file_data.shown(dict_key)} of the dictionary {where} cannot be part "
+                    f"of a plan, because JSON does not give it back: keys may be {_PLAIN}; found a "
+                    f"{type(dict_key).__name__}, so use its name or number as the key"
                 )
     if kind == "custom" and not _is_data(meta[1]):
         raise TypeError(
@@ -266,5 +282,6 @@ def _is_data(value: Any) -> bool:
     if cls is tuple:
         return all(map(_is_data, value))
     if cls is int:
+        # JSON holds larger numbers, but Python refuses to read them back.
         return bool(value.bit_length() < _DIGITS * math.log2(10) - 1)
     return value is None or cls in (str, bool) or (cls is float and math.isfinite(value))

@@ -37,8 +37,8 @@ def with_local_axes(leaves: list[Leaf], local: Any, mesh_axes: Mapping[str, int]
     """
     nodes: dict[str, dict[str, int | None]] = {}
     for node, glob in match(local, [leaf.paths for leaf in leaves], "local node").items():
-        option = local[glob] if isinstance(local, Mapping) else tuple(mesh_axes)
-        nodes[node] = _read_axes(glob, option, mesh_axes)
+        axis_option = local[glob] if isinstance(local, Mapping) else tuple(mesh_axes)
+        nodes[node] = _read_axes(glob, axis_option, mesh_axes)
     return [_with_axes(leaf, nodes, mesh_axes) for leaf in leaves] if nodes else leaves
 
 
@@ -48,49 +48,55 @@ def _with_axes(
     leaf_axes = [nodes[node] for path in leaf.paths for node in tree.upwards(path) if node in nodes]
     if not leaf_axes:
         return leaf
+    # Two nodes above one leaf, or the uses of a tied leaf, must agree.
     if any(axes != leaf_axes[0] for axes in leaf_axes):
-        ways = sorted({tuple(axes) for axes in leaf_axes})
+        axis_choices = sorted({tuple(axes) for axes in leaf_axes})
         raise ValueError(
             f"local nodes overlap: leaf {leaf.paths[0]!r} lies under nodes that are local along "
-            f"different axes, {ways}; name each leaf's axes once"
+            f"different axes, {axis_choices}; name each leaf's axes once"
         )
-    cuts, ndim = [], len(leaf.shape)
-    for axis, dim in leaf_axes[0].items():
-        if dim is None:
+    leaf_cuts, ndim = [], len(leaf.shape)
+    for mesh_axis, tensor_dim in leaf_axes[0].items():
+        if tensor_dim is None:
             continue
-        if not -ndim <= dim < ndim:
+        if not -ndim <= tensor_dim < ndim:
             raise ValueError(
-                f"local leaf {leaf.paths[0]!r} is to be a slice along dim {dim} for axis {axis!r}; "
-                f"found the shape {leaf.shape}: name a dimension that the leaf has, or the axis "
-                "alone"
+                f"local leaf {leaf.paths[0]!r} is to be a slice along dim {tensor_dim} for axis "
+                f"{mesh_axis!r}; found the shape {leaf.shape}: name a dimension that the leaf has, "
+                "or the axis alone"
             )
         # Why cuts into one slice too: they tell a slice from a value of the rank's own when a
         # checkpoint is restored on more ranks.
-        cuts.append(LeafCut(axis, dim % ndim, mesh_axes[axis]))
-    return leaf._replace(local=tuple(leaf_axes[0]), cuts=tuple(cuts))
+        leaf_cuts.append(LeafCut(mesh_axis, tensor_dim % ndim, mesh_axes[mesh_axis]))
+    return leaf._replace(local=tuple(leaf_axes[0]), cuts=tuple(leaf_cuts))
 
 
 def _read_axes(glob: str, option: Any, mesh_axes: Mapping[str, int]) -> dict[str, int | None]:
     """Return, for each axis along which a node is local, the dimension that it cuts, if any."""
-    dims: dict[str, Any] = {}
+    axis_dims: dict[str, Any] = {}
     if isinstance(option, Mapping):
-        dims = dict(option)
+        axis_dims = dict(option)
     elif isinstance(option, str):
-        dims = {option: None}
+        axis_dims = {option: None}
     elif isinstance(option, Iterable):
-        dims = dict.fromkeys(option)
+        axis_dims = dict.fromkeys(option)
     are_dims = all(
-        dim is None or (isinstance(dim, Integral) and not isinstance(dim, bool))
-        for dim in dims.values()
+        tensor_dim is None
+        or (isinstance(tensor_dim, Integral) and not isinstance(tensor_dim, bool))
+        for tensor_dim in axis_dims.values()
     )
-    if not dims or dims.keys() - mesh_axes.keys() or not are_dims:
+    if not axis_dims or axis_dims.keys() - mesh_axes.keys() or not are_dims:
         raise ValueError(
             f"local node {glob!r} must be local along one or several axes of the mesh, "
             f"{list(mesh_axes)}; found {option!r}: pass names of axes, or the dimension that each "
             f"axis cuts, as in {{'shard': 0}}"
         )
     # Why data axes first: buffers and their keys have this order.
-    return {axis: dims[axis] for axis in dict.fromkeys((*AXES, *mesh_axes)) if axis in dims}
+    return {
+        mesh_axis: axis_dims[mesh_axis]
+        for mesh_axis in dict.fromkeys((*AXES, *mesh_axes))
+        if mesh_axis in axis_dims
+    }
 
 
 def with_placements(
@@ -131,61 +137,61 @@ def _placed(
             "pass init_device_mesh(mesh_dim_names=...)",
         )
         _refuse(leaf, rule, "none", remedy)
-    dims: dict[str, int | None] = {}
-    cuts, shape = [], list(tensor.shape)
+    axis_dims: dict[str, int | None] = {}
+    leaf_cuts, leaf_shape = [], list(tensor.shape)
     named_placements = zip(device_mesh.mesh_dim_names, tensor.placements, strict=True)
-    for device_dim, (name, placement) in enumerate(named_placements):
-        axis = axis_names.get(name, name)
+    for device_dim, (device_axis, placement) in enumerate(named_placements):
+        mesh_axis = axis_names.get(device_axis, device_axis)
         # FSDP2's usual names of data axes.
-        if name not in axis_names and name.removeprefix("dp_") in AXES:
-            axis = name.removeprefix("dp_")
-        if axis in AXES:
+        if device_axis not in axis_names and device_axis.removeprefix("dp_") in AXES:
+            mesh_axis = device_axis.removeprefix("dp_")
+        if mesh_axis in AXES:
             _refuse(
                 leaf,
                 "must be placed along model axes only, because make_plan cuts leaves along the "
                 "data axes itself",
-                f"axis {name!r}, the data axis {axis!r}",
+                f"axis {device_axis!r}, the data axis {mesh_axis!r}",
                 "parallelize the module over the other axes, as in device_mesh['tp'], and name an "
                 "axis of a mesh of one axis, as in from_device_mesh(names={'tp': 'tensor'})",
             )
-        ranks = device_mesh.size(device_dim)
-        if mesh_axes.get(axis) != ranks:
+        axis_ranks = device_mesh.size(device_dim)
+        if mesh_axes.get(mesh_axis) != axis_ranks:
             _refuse(
                 leaf,
                 f"must be placed along axes of the mesh, {dict(mesh_axes)}",
-                f"axis {name!r} of {ranks} ranks",
+                f"axis {device_axis!r} of {axis_ranks} ranks",
                 "make the mesh from the same DeviceMesh, or give it the axis, as in "
-                f"init_mesh({{..., {axis!r}: {ranks}}})",
+                f"init_mesh({{..., {mesh_axis!r}: {axis_ranks}}})",
             )
         # Why not is_shard: a placement that deals out slices in another order is a Shard too.
         if type(placement).__name__ not in ("Shard", "Replicate"):
             _refuse(
                 leaf,
                 "must be placed by Shard or Replicate",
-                f"{placement} along axis {name!r}",
+                f"{placement} along axis {device_axis!r}",
                 "call redistribute on it, with Shard or Replicate along each axis, before "
                 "make_functional",
             )
-        dims[axis] = None
+        axis_dims[mesh_axis] = None
         if placement.is_shard():
-            dims[axis] = dim = placement.dim % tensor.ndim
-            if shape[dim] % ranks:
+            axis_dims[mesh_axis] = tensor_dim = placement.dim % tensor.ndim
+            if leaf_shape[tensor_dim] % axis_ranks:
                 _refuse(
                     leaf,
                     "must be cut into equal slices",
-                    f"shape {tuple(tensor.shape)}, cut along dim {dim}",
-                    f"choose a size that the {ranks} ranks divide, or leave the module out of the "
-                    "parallel plan",
+                    f"shape {tuple(tensor.shape)}, cut along dim {tensor_dim}",
+                    f"choose a size that the {axis_ranks} ranks divide, or leave the module out of "
+                    "the parallel plan",
                 )
-            shape[dim] //= ranks
-            cuts.append(LeafCut(axis, dim, ranks))
+            leaf_shape[tensor_dim] //= axis_ranks
+            leaf_cuts.append(LeafCut(mesh_axis, tensor_dim, axis_ranks))
     # Why local along an axis of one rank too, which cuts nothing: the plan is the same for more
     # ranks of it.
     return leaf._replace(
-        shape=tuple(shape),
-        local=tuple(axis for axis in mesh_axes if dims.get(axis) is not None),
-        cuts=tuple(cut for cut in cuts if cut.ranks > 1),
-        placements=tuple(dims.items()),
+        shape=tuple(leaf_shape),
+        local=tuple(mesh_axis for mesh_axis in mesh_axes if axis_dims.get(mesh_axis) is not None),
+        cuts=tuple(cut for cut in leaf_cuts if cut.ranks > 1),
+        placements=tuple(axis_dims.items()),
     )
 
 

@@ -30,54 +30,57 @@ def mesh_axes_of(mesh: Any, name: str = "mesh") -> dict[str, int]:
         ValueError: ``mesh`` is none of these, or a size is no positive whole number.
     """
     sizes: Any = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
+    # NumPy numbers are numbers of ranks too; True is none.
     if isinstance(mesh, Integral) and not isinstance(mesh, bool):
         sizes = {"shard": int(mesh)}
-    if not isinstance(sizes, Mapping) or not sizes or not all(map(_is_name, sizes)):
-        raise ValueError(
-            f'{name} must be a number of ranks, a shape such as {{"replicate": R, "shard": S}}, or a funcshard.Mesh; found '
-            f"{mesh!r}: pass one of these; an axis has a name of letters, such as 'tensor'"
-        )
-    if not all(
-        isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 1 for n in sizes.values()
+    if (
+        not isinstance(sizes, Mapping)
+        or not sizes
+        or not all(isinstance(axis_name, str) and axis_name.isidentifier() for axis_name in sizes)
     ):
+        raise ValueError(
+            f'{name} must be a number of ranks, a shape such as {{"replicate": R, "shard": S}}, or '
+            f"a funcshard.Mesh; found {mesh!r}: pass one of these; an axis has a name of letters, "
+            "such as 'tensor'"
+        )
+    axis_ranks = [
+        int(n) for n in sizes.values() if isinstance(n, Integral) and not isinstance(n, bool)
+    ]
+    if len(axis_ranks) < len(sizes) or min(axis_ranks) < 1:
         raise ValueError(
             f"{name} axes must be whole numbers of ranks, at least one each; found {dict(sizes)}: "
             "leave out an axis of one rank"
         )
     # A data axis of one rank gives the same order of ranks wherever it stands, so it stands first;
     # and both do if one of them has one rank and there is no other axis.
-    axis_sizes = {axis: 1 for axis in AXES if sizes.get(axis, 1) == 1} | {
-        axis: int(size) for axis, size in sizes.items()
-    }
-    return (
-        {axis: axis_sizes[axis] for axis in AXES}
-        if axis_sizes.keys() == set(AXES) and 1 in axis_sizes.values()
-        else axis_sizes
-    )
-
-
-def _is_name(axis: Any) -> bool:
-    return isinstance(axis, str) and axis.isidentifier()
+    axis_sizes = {axis_name: 1 for axis_name in AXES if sizes.get(axis_name, 1) == 1}
+    axis_sizes |= dict(zip(sizes, axis_ranks, strict=True))
+    if axis_sizes.keys() == set(AXES) and 1 in axis_ranks:
+        return {axis_name: axis_sizes[axis_name] for axis_name in AXES}
+    return axis_sizes
 
 
 def model_axes_of(axes: Mapping[str, int]) -> Axes:
     """Return the axes that are no data axes."""
-    return tuple((axis, size) for axis, size in axes.items() if axis not in AXES)
+    return tuple(
+        (axis_name, axis_size) for axis_name, axis_size in axes.items() if axis_name not in AXES
+    )
 
 
 def position_of(rank: int, axes: Mapping[str, int]) -> dict[str, int]:
     """Return the index of a rank along each axis; the inverse of ``rank_at``."""
     position = {}
-    for axis, size in reversed(list(axes.items())):
-        rank, position[axis] = rank // size, rank % size
-    return {axis: position[axis] for axis in axes}
+    # The last axis is the innermost one, so its index is the remainder.
+    for axis_name, axis_size in reversed(list(axes.items())):
+        rank, position[axis_name] = rank // axis_size, rank % axis_size
+    return {axis_name: position[axis_name] for axis_name in axes}
 
 
 def rank_at(position: Mapping[str, int], axes: Mapping[str, int]) -> int:
     """Return the rank at an index along each axis; the inverse of ``position_of``."""
     rank = 0
-    for axis, size in axes.items():
-        rank = rank * size + position[axis]
+    for axis_name, axis_size in axes.items():
+        rank = rank * axis_size + position[axis_name]
     return rank
 
 
@@ -88,11 +91,24 @@ def axes_text(axes: Mapping[str, int], *, ones: Iterable[str] = AXES) -> str:
         axes: size of each axis.
         ones: the axes that are named even if they have one rank.
     """
-    named = set(ones)
-    return (
-        " × ".join(f"{size} {axis}" for axis, size in axes.items() if size > 1 or axis in named)
-        or "1 shard"
-    )
+    named_axes = {*ones}
+    axis_parts = [
+        f"{axis_size} {axis_name}"
+        for axis_name, axis_size in axes.items()
+        if axis_size > 1 or axis_name in named_axes
+    ]
+    return " × ".join(axis_parts) or "1 shard"
+
+
+def mesh_text(mesh_axes: Mapping[str, int]) -> str:
+    """Return the ranks of a mesh as text, such as ``8 ranks = 2 replicate × 4 shard``."""
+    world_size = world_size_of(mesh_axes)
+    ranks_text = f"{world_size} rank{'s' * (world_size > 1)}"
+    # A mesh of the shard axis alone is nothing but its ranks.
+    if world_size == mesh_axes["shard"]:
+        return ranks_text
+    ones = AXES if mesh_axes["replicate"] > 1 else ()
+    return f"{ranks_text} = {axes_text(mesh_axes, ones=ones)}"
 
 
 def world_size_of(axes: Mapping[str, int]) -> int:

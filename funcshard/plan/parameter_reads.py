@@ -22,26 +22,28 @@ def read_outside(module: nn.Module, inputs: Any) -> set[int]:
         module: the module.
         inputs: a tuple of arguments, a dictionary of keyword arguments, or the only argument.
     """
-    holders: dict[int, set[int]] = {}
-    for m in module.modules():
-        for parameter in m.parameters():
-            holders.setdefault(id(parameter), set()).add(id(m))
-    clone = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
-    running: list[int] = []
-    for m, new in zip(module.modules(), clone.modules(), strict=True):
+    holder_ids: dict[int, set[int]] = {}
+    for inner_module in module.modules():
+        for parameter in inner_module.parameters():
+            holder_ids.setdefault(id(parameter), set()).add(id(inner_module))
+    clone_root = copy.deepcopy(
+        module, {id(parameter): parameter for parameter in module.parameters()}
+    )
+    running_ids: list[int] = []
+    for inner_module, cloned_module in zip(module.modules(), clone_root.modules(), strict=True):
         # Why forward and no hooks: a unit is gathered in its forward, and its hooks run outside.
-        new.forward = _noting(running, id(m), new.forward)
+        cloned_module.forward = _noting(running_ids, id(inner_module), cloned_module.forward)
     args, kwargs = (), {}
     if isinstance(inputs, Mapping):
         kwargs = dict(inputs)
     else:
         args = inputs if isinstance(inputs, tuple) else (inputs,)
-    reads = _Reads(holders, running)
+    reads_mode = _Reads(holder_ids, running_ids)
     # Why with gradients: without them, torch's transformer layers read the parameters of their
     # children, and fully_shard keeps them from that.
-    with torch.random.fork_rng(), torch.enable_grad(), reads:
-        clone(*args, **kwargs)
-    return reads.outside
+    with torch.random.fork_rng(), torch.enable_grad(), reads_mode:
+        clone_root(*args, **kwargs)
+    return reads_mode.outside
 
 
 def _noting(running: list[int], number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,11 +69,13 @@ class _Reads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        read = [tensor for tensor in tensors_in((args, kwargs)) if id(tensor) in self.holders]
+        read_tensors = [
+            tensor for tensor in tensors_in((args, kwargs)) if id(tensor) in self.holders
+        ]
         # Why the results: a shape or a device is no tensor, and a placeholder has them too.
-        if read and any(
-            all(result is not tensor for tensor in read) for result in tensors_in((out,))
+        if read_tensors and any(
+            all(result is not tensor for tensor in read_tensors) for result in tensors_in((out,))
         ):
-            for tensor in read:
+            for tensor in read_tensors:
                 self.outside |= self.holders[id(tensor)].difference(self.running)
         return out

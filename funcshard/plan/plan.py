@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +25,11 @@ from funcshard._utils import (
     file_data,
     tree,
 )
+from funcshard.plan.equal_units import plan_table
 from funcshard.plan.mesh_axes import AXES, Axes, mesh_axes_of, model_axes_of, world_size_of
 from funcshard.plan.precision import MixedPrecision
-from funcshard.plan.show import plan_table
 from funcshard.plan.small_units import joined_name
-from funcshard.plan.unit_plan import LeafCut, LeafSpec, UnitPlan
+from funcshard.plan.unit_plan import LeafSpec, UnitPlan
 
 _FORMAT = "funcshard.plan/1"
 
@@ -73,13 +73,15 @@ class Plan(Shown):
 
     def __post_init__(self) -> None:
         for unit in self.unit_list:
+            # Why here too, beside from_json: dataclasses.replace makes plans as well.
             if (unit.mesh_shape, unit.axes) != (self.mesh_shape, self.axes):
                 raise ValueError(
                     f"unit {unit.title!r} was planned for mesh {unit.mesh_axes}; found "
                     f"{self.mesh_axes}"
                 )
-        indices = sorted([leaf.index for leaf in self.leaves])
-        if indices != list(range(len(indices))):
+        # Note: indices say where a leaf is in the whole tree, so together they are 0, 1, 2, ...
+        leaf_indices = sorted([leaf.index for leaf in self.leaves])
+        if leaf_indices != list(range(len(leaf_indices))):
             raise ValueError("every leaf must be in exactly one unit")
 
     @property
@@ -93,6 +95,7 @@ class Plan(Shown):
         return tuple(
             unit.members
             for unit in self.unit_list
+            # A group that the user wrote down has a name of another form.
             if unit.members and unit.name.startswith(joined_name(unit.members))
         )
 
@@ -119,21 +122,19 @@ class Plan(Shown):
     @property
     def ordered_structure(self) -> tree.Structure:
         """The structure with the keys of dictionaries in the order of ``names``."""
-        known_positions = {name: position for position, name in enumerate(self.names)}
-        positions = {
-            leaf.index: known_positions.get(leaf.path, len(known_positions) + leaf.index)
-            for leaf in self.leaves
-        }
-        return tree.with_dicts_in_order(
-            self.structure, [positions[index] for index in range(len(positions))]
-        )
+        known_positions = {leaf_name: position for position, leaf_name in enumerate(self.names)}
+        ordered_leaves = sorted(self.leaves, key=lambda leaf: leaf.index)
+        # A leaf that names lack comes last, as in the structure.
+        positions = [
+            known_positions.get(leaf.path, len(known_positions) + leaf.index)
+            for leaf in ordered_leaves
+        ]
+        return tree.with_dicts_in_order(self.structure, positions)
 
     def in_order(self, named: Mapping[str, Any]) -> dict[str, Any]:
         """Return a dictionary of leaves or buffers in the order of ``names``, unknown keys last."""
-        order = dict.fromkeys(name for name in self.names if name in named)
-        return {
-            name: named[name] for name in (*order, *(name for name in named if name not in order))
-        }
+        name_order = dict.fromkeys((*self.names, *named))
+        return {leaf_name: named[leaf_name] for leaf_name in name_order if leaf_name in named}
 
     def in_full_precision(self) -> Plan:
         """Return the same plan without a precision.
@@ -142,6 +143,7 @@ class Plan(Shown):
         Modules in evaluation mode run under this plan if ``MixedPrecision.full_precision_in_eval``
         is set.
         """
+        # Why the units one by one: each may have a precision of its own.
         units = tuple(unit.in_full_precision() for unit in self.unit_list)
         return dataclasses.replace(self, unit_list=units, precision=None)
 
@@ -158,13 +160,13 @@ class Plan(Shown):
             ValueError: the text is not JSON, it is not a plan of a known format, or it is damaged.
         """
         try:
-            data = file_data.parse(text)
+            plan_data = file_data.parse(text)
         except ValueError as error:
             raise ValueError(
                 f"expected JSON written by Plan.to_json; found {text[:40]!r}, and {error}: read "
                 "the file first"
             ) from None
-        return plan_from_data(data)
+        return plan_from_data(plan_data)
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits: the same for equal plans, others for different plans.
@@ -172,8 +174,10 @@ class Plan(Shown):
         The digits do not depend on the process or on the version of Python.
         """
         if not self._digest:
-            compared = {key: value for key, value in encode(self).items() if key != "names"}
-            plan_text = _canonical({"format": _FORMAT, **compared})
+            # Why without names: two plans that differ in the order of keys alone shard alike.
+            compared_fields = {key: value for key, value in encode(self).items() if key != "names"}
+            plan_text = _canonical({"format": _FORMAT, **compared_fields})
+            # Why this way: the class is frozen, and the digest follows from the other fields.
             object.__setattr__(self, "_digest", hashlib.sha256(plan_text.encode()).hexdigest()[:16])
         return self._digest
 
@@ -192,6 +196,7 @@ def plan_from_data(data: Any) -> Plan:
     Raises:
         ValueError: it is not a plan of a known format, or it is damaged.
     """
+    # Why first: data of another kind would fail at an odd field.
     found_format = data.get("format") if isinstance(data, dict) else type(data).__name__
     if found_format != _FORMAT:
         raise ValueError(
@@ -211,48 +216,45 @@ def plan_from_data(data: Any) -> Plan:
 def _validate(plan: Plan) -> None:
     """Raise ``ValueError`` unless the parts of a plan that was read fit each other."""
     paths = [leaf.path for leaf in plan.leaves]
+    # A dictionary keeps one of two units of a name.
     if len(plan.units) < len(plan.unit_list) or len({*paths}) < len(paths):
         raise ValueError("its units and its leaves must have different names")
-    axes = plan.mesh_axes
-    if len(axes) < len(plan.axes) or tuple(map(axes.get, AXES)) != plan.mesh_shape:
+    mesh_axes = plan.mesh_axes
+    if len(mesh_axes) < len(plan.axes) or tuple(map(mesh_axes.get, AXES)) != plan.mesh_shape:
         raise ValueError(f"axes must have the data axes of {plan.mesh_shape}; found {plan.axes}")
-    if world_size_of(mesh_axes_of(axes, "axes")) > _MOST_RANKS:
-        raise ValueError(f"axes must have at most {_MOST_RANKS} ranks; found {axes}")
+    if world_size_of(mesh_axes_of(mesh_axes, "axes")) > _MOST_RANKS:
+        raise ValueError(f"axes must have at most {_MOST_RANKS} ranks; found {mesh_axes}")
+    # Why counted: a structure is numbered without gaps, so the number says all.
     _check_leaves(plan.structure, len(paths))
     for unit in plan.unit_list:
         _check_leaves(unit.structure, len(unit.leaves))
         if len({buffer.key for buffer in unit.buffers}) < len(unit.buffers):
             raise ValueError("the buffers of a unit must have different keys")
         for buffer in unit.buffers:
-            if not {*buffer.local} <= axes.keys() or len({*buffer.local}) < len(buffer.local):
-                raise ValueError(f"local must name axes of the mesh {axes}; found {buffer.local}")
+            if not {*buffer.local} <= mesh_axes.keys() or len({*buffer.local}) < len(buffer.local):
+                raise ValueError(
+                    f"local must name axes of the mesh {mesh_axes}; found {buffer.local}"
+                )
+            # Why a limit: numbers of a damaged file would overflow in torch, far from here.
             _check_numel(buffer.numel)
             for leaf in buffer.leaves:
-                check_cuts(leaf.cuts, leaf.shape, axes)
-                for axis, dim in leaf.placements:
-                    _check_axis(axis, dim or 0, leaf.shape, axes)
+                _check_leaf(leaf, mesh_axes)
 
 
-def check_cuts(cuts: Sequence[LeafCut], shape: tuple[int, ...], axes: Mapping[str, int]) -> None:
-    """Raise unless a slice of ``shape`` can be cut so, from a tensor that torch can hold.
-
-    Arguments:
-        cuts: how the slice is cut.
-        shape: the shape of the slice.
-        axes: size of each axis of the mesh.
-    """
-    for cut in cuts:
-        _check_axis(cut.axis, cut.dim, shape, axes)
+def _check_leaf(leaf: LeafSpec, axes: Mapping[str, int]) -> None:
+    """Raise unless a leaf can be cut and placed so, from a tensor that torch can hold."""
+    axis_dims = [(cut.axis, cut.dim) for cut in leaf.cuts]
+    for cut_axis, dim in (*axis_dims, *leaf.placements):
+        if cut_axis not in axes:
+            raise ValueError(f"leaves are cut along axes of the mesh {axes}; found {cut_axis!r}")
+        # Why at least 1: DTensor places a scalar along dim 0.
+        if (dim or 0) >= max(len(leaf.shape), 1):
+            raise ValueError(f"a leaf of shape {leaf.shape} has no dim {dim}")
+    for cut in leaf.cuts:
         if axes[cut.axis] != cut.ranks:
             raise ValueError(f"a cut must have the ranks of its axis in {axes}; found {cut}")
-    _check_numel(math.prod(shape) * math.prod([cut.ranks for cut in cuts]))
-
-
-def _check_axis(axis: str, dim: int, shape: tuple[int, ...], axes: Mapping[str, int]) -> None:
-    if axis not in axes:
-        raise ValueError(f"leaves are cut along axes of the mesh {axes}; found {axis!r}")
-    if dim >= max(len(shape), 1):
-        raise ValueError(f"a leaf of shape {shape} has no dim {dim}")
+    # Why no whole_shape: a scalar has no dimension to multiply.
+    _check_numel(leaf.numel * math.prod([cut.ranks for cut in leaf.cuts]))
 
 
 def _check_numel(numel: int) -> None:

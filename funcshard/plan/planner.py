@@ -173,14 +173,15 @@ def make_plan(
     Source: the unit corresponds to a FlatParameter of Zhao et al., "PyTorch FSDP" (2023),
     https://arxiv.org/abs/2304.11277
     """
-    reshard = {
+    reshard_options = {
         "reshard_after_forward": reshard_after_forward,
         "reshard_after_backward": reshard_after_backward,
     }
-    defaults = {"strategy": strategy, "offload": offload, "precision": precision, **reshard}
+    defaults = {"strategy": strategy, "offload": offload, "precision": precision, **reshard_options}
     check_options(defaults, strategy)
-    limit = check_bucket_bytes(bucket_bytes)
+    group_bytes = check_bucket_bytes(bucket_bytes)
     mesh_axes = mesh_axes_of(mesh)
+    # Why () for the usual axes: plans were stored before there were others, and stay equal.
     axes: Axes = ()
     if tuple(mesh_axes) != AXES:
         axes = tuple(mesh_axes.items())
@@ -188,47 +189,57 @@ def make_plan(
         structure, leaves, tensors = read_leaves(params, ties)
         leaves = with_local_axes(leaves, local, mesh_axes)
         leaves = with_placements(leaves, tensors, mesh, mesh_axes)
-        uses = [leaf.paths for leaf in leaves]
-        paths, overrides = read_units(units, uses, strategy)
+        leaf_uses = [leaf.paths for leaf in leaves]
+        paths, overrides = read_units(units, leaf_uses, strategy)
+        # Note: the options of all units by name; units that the planner makes are added below.
         options = {"": {**defaults, **overrides.get("", {})}}
         # Why without: the output_dtype of a plan's precision is that of the whole model's outputs.
         inner_precision = precision and replace(precision, output_dtype=None)
-        for name in paths:
+        for unit_name in paths:
             inner_options = {**defaults, "precision": inner_precision}
-            options.setdefault(name, {**inner_options, **overrides.get(name, {})})
+            options.setdefault(unit_name, {**inner_options, **overrides.get(unit_name, {})})
         root_precision = options[""]["precision"]
         full_precision = _full_precision_modules(leaves, tensors, options, paths)
-        paths = {"": ("",), **_with_modules(paths, full_precision, uses)}
-        for name, unit_paths in paths.items():
+        paths = {"": ("",), **_with_modules(paths, full_precision, leaf_uses)}
+        for unit_name, unit_paths in paths.items():
             # A module that has become a unit has no options of its own.
-            unit_options = options.setdefault(name, {**options[""], **reshard})
-            unit_options["full_precision"] = name in full_precision
-            around = [node for node in tree.upwards(unit_paths[0]) if node in full_precision]
-            inside = any(
-                all(tree.is_under(path, module) for path in unit_paths) for module in around
+            unit_options = options.setdefault(unit_name, {**options[""], **reshard_options})
+            unit_options["full_precision"] = unit_name in full_precision
+            modules_around = [
+                node for node in tree.upwards(unit_paths[0]) if node in full_precision
+            ]
+            is_inside = any(
+                all(tree.is_under(path, module_path) for path in unit_paths)
+                for module_path in modules_around
             )
-            if (inside and "precision" not in overrides.get(name, {})) or name in full_precision:
+            if (
+                is_inside and "precision" not in overrides.get(unit_name, {})
+            ) or unit_name in full_precision:
                 unit_options["precision"] = None
-        planned = _plan_units(structure, leaves, paths, options, axes, mesh_axes)
-        undecided = [name for name in paths if options[name]["reshard_after_forward"] is None]
+        unit_plans = _plan_units(structure, leaves, paths, options, axes, mesh_axes)
+        undecided_units = [
+            unit_name for unit_name in paths if options[unit_name]["reshard_after_forward"] is None
+        ]
         from_modules = {
             leaf.leaf_index
-            for leaf, tensor in zip(leaves, tensors, strict=True)
-            if module_classes(tensor)
+            for leaf, leaf_tensor in zip(leaves, tensors, strict=True)
+            if module_classes(leaf_tensor)
         }
-        groups = small_groups(planned, limit, undecided, from_modules)
-        if groups:
-            paths = _with_groups(paths, groups, options, nodes_of(uses))
-            planned = _plan_units(structure, leaves, paths, options, axes, mesh_axes)
+        # Why planned twice: sizes decide which units join, and they follow from the layout.
+        unit_groups = small_groups(unit_plans, group_bytes, undecided_units, from_modules)
+        if unit_groups:
+            paths = _with_groups(paths, unit_groups, options, nodes_of(leaf_uses))
+            unit_plans = _plan_units(structure, leaves, paths, options, axes, mesh_axes)
         plan = Plan(
             mesh_shape=(mesh_axes["replicate"], mesh_axes["shard"]),
             structure=structure,
-            unit_list=planned,
+            unit_list=unit_plans,
             precision=root_precision,
             axes=axes,
             names=names_in_order(params, leaves),
         )
     _warn_of_one_large_unit(plan)
+    # Why asked first: the fingerprint of a large plan takes milliseconds.
     if _log.isEnabledFor(logging.DEBUG):
         sizes = len(plan.unit_list), len(plan.leaves), plan.world_size
         _log.debug("plan %s: %d units, %d leaves, %d ranks", plan.fingerprint(), *sizes)
@@ -245,14 +256,15 @@ def _plan_units(
 ) -> tuple[UnitPlan, ...]:
     """Lay the units out, and cut their buffers into shards."""
     shards = mesh_axes["shard"]
-    planned = []
-    for name, (members, unit_structure, buffers) in lay_out(structure, leaves, paths).items():
-        unit_options = decided_options(name, options[name], shards)
+    unit_plans = []
+    for unit_name, (members, unit_structure, buffers) in lay_out(structure, leaves, paths).items():
+        unit_options = decided_options(unit_name, options[unit_name], shards)
+        # Layouts hold buffers of one shard, because plans for other meshes share them.
         if shards > 1 and unit_options["strategy"] != "no_shard":
             buffers = tuple([_cut(buffer, shards) for buffer in buffers])
-        planned.append(
+        unit_plans.append(
             UnitPlan(
-                name=name,
+                name=unit_name,
                 mesh_shape=(mesh_axes["replicate"], shards),
                 structure=unit_structure,
                 buffers=buffers,
@@ -261,7 +273,7 @@ def _plan_units(
                 **unit_options,
             )
         )
-    return tuple(planned)
+    return tuple(unit_plans)
 
 
 def _cut(buffer: BufferPlan, shards: int) -> BufferPlan:
@@ -271,32 +283,32 @@ def _cut(buffer: BufferPlan, shards: int) -> BufferPlan:
 
 def _warn_of_one_large_unit(plan: Plan) -> None:
     """Warn of a plan that gathers a large model at once: it has no units, or one for all layers."""
-    gathered = {
+    gathered_bytes = {
         unit.name: sum(b.padded_numel * b.itemsize for b in unit.buffers if b.shards > 1)
         for unit in plan.unit_list
     }
-    name = max(gathered, key=gathered.__getitem__, default="")
-    size, total = gathered.get(name, 0), sum(gathered.values())
-    if size < _LARGE or 2 * size <= total:
+    unit_name = max(gathered_bytes, key=gathered_bytes.__getitem__, default="")
+    unit_bytes, total_bytes = gathered_bytes.get(unit_name, 0), sum(gathered_bytes.values())
+    if unit_bytes < _LARGE or 2 * unit_bytes <= total_bytes:
         return
-    inside = [path for path in (leaf.path for leaf in plan.leaves) if tree.is_under(path, name)]
-    children = {path.removeprefix(f"{name}.").partition(".")[0] for path in inside}
-    advice = ""
+    inside_paths = [leaf.path for leaf in plan.leaves if tree.is_under(leaf.path, unit_name)]
+    children = {path.removeprefix(f"{unit_name}.").partition(".")[0] for path in inside_paths}
+    warning_text = ""
     # Modules with numbers are layers, most likely.
-    if name and len(children) > 1 and all(child.isdecimal() for child in children):
-        advice = (
-            f"unit {name!r} holds {len(children)} modules, {table.size(size)} of the model's "
-            f"{table.size(total)}, and each call gathers all of them at once: write "
-            f"units=[{name + '.*'!r}] for one unit each"
+    if unit_name and len(children) > 1 and all(child.isdecimal() for child in children):
+        warning_text = (
+            f"unit {unit_name!r} holds {len(children)} modules, {table.size(unit_bytes)} of the "
+            f"model's {table.size(total_bytes)}, and each call gathers all of them at once: write "
+            f"units=[{unit_name + '.*'!r}] for one unit each"
         )
-    elif not name and len(gathered) == 1:
-        advice = (
+    elif not unit_name and len(gathered_bytes) == 1:
+        warning_text = (
             "the plan has no units, so each call gathers the whole model at once, "
-            f"{table.size(size)} on every rank: pass units=, such as units=['blocks.*'] or "
+            f"{table.size(unit_bytes)} on every rank: pass units=, such as units=['blocks.*'] or "
             "units=fs.wrap.by_class(Block)(module)"
         )
-    if advice:
-        warnings.warn(advice, stacklevel=callers_level())
+    if warning_text:
+        warnings.warn(warning_text, stacklevel=callers_level())
 
 
 # --- units that the planner makes itself ----------------------------------------------------------
@@ -309,19 +321,20 @@ def _with_groups(
     nodes: Collection[str],
 ) -> dict[str, tuple[str, ...]]:
     """Return the paths of all units, with small ones as groups; add the options of the groups."""
-    group_of = {name: names for names in groups for name in names}
+    # Of the units of a group, only the first one has a place in the plan.
+    group_of = {unit_name: group_names for group_names in groups for unit_name in group_names}
     joined: dict[str, tuple[str, ...]] = {}
-    for name, unit_paths in paths.items():
-        names = group_of.get(name)
-        if names is None:
-            joined[name] = unit_paths
-        elif name == names[0]:
+    for unit_name, unit_paths in paths.items():
+        group_names = group_of.get(unit_name)
+        if group_names is None:
+            joined[unit_name] = unit_paths
+        elif unit_name == group_names[0]:
             # The group takes the place of its first unit, whose options are those of all.
-            title = free_name(joined_name(names), nodes, paths)
-            joined[title] = names
-            options[title] = dict(options[name])
-            if groups[names]:
-                options[title]["reshard_after_forward"] = False
+            group_name = free_name(joined_name(group_names), nodes, paths)
+            joined[group_name] = group_names
+            options[group_name] = dict(options[unit_name])
+            if groups[group_names]:
+                options[group_name]["reshard_after_forward"] = False
     return joined
 
 
@@ -344,20 +357,23 @@ def _full_precision_modules(
         for unit, unit_options in options.items()
         if unit_options["precision"]
     }
-    all_ignored = {name for names in ignored.values() for name in names}
+    all_ignored = {name for class_names in ignored.values() for name in class_names}
     # Why first: most models have no module of these classes, and few classes.
-    chains = {chain for tensor in tensors for chain in module_classes(tensor).values()}
-    if not any(is_one_of(cls, all_ignored) for chain in chains for cls in chain):
+    class_chains = {
+        chain for leaf_tensor in tensors for chain in module_classes(leaf_tensor).values()
+    }
+    if not any(is_one_of(cls, all_ignored) for chain in class_chains for cls in chain):
         return {}
     unit_of = innermost_in(paths)
     class_names: dict[str, str] = {}
-    for leaf, tensor in zip(leaves, tensors, strict=True):
+    for leaf, leaf_tensor in zip(leaves, tensors, strict=True):
         for path in leaf.paths:
-            for module, cls in _modules_around(path, tensor):
-                if module in class_names:
+            for module_path, cls in _modules_around(path, leaf_tensor):
+                # Modules inside one of full precision belong to it.
+                if module_path in class_names:
                     break
-                if module and is_one_of(cls, ignored.get(unit_of(module) or "", ())):
-                    class_names[module] = cls.__name__
+                if module_path and is_one_of(cls, ignored.get(unit_of(module_path) or "", ())):
+                    class_names[module_path] = cls.__name__
                     break
     if class_names:
         warnings.warn(
@@ -370,8 +386,8 @@ def _full_precision_modules(
 
 def _modules_around(path: str, tensor: torch.Tensor) -> Iterable[tuple[str, type]]:
     """Return path and class of each module around the use of a parameter, outermost first."""
-    for name, classes in module_classes(tensor).items():
-        if prefix_of(path, name) is not None:
+    for use_name, classes in module_classes(tensor).items():
+        if prefix_of(path, use_name) is not None:
             nodes = list(tree.upwards(path))[1:]
             # The module itself may be a subtree of the tree: its classes are the innermost ones.
             return reversed([*zip(nodes, reversed(classes), strict=False)])
@@ -394,17 +410,18 @@ def _with_modules(
             for node in tree.upwards(path):
                 first_leaves.setdefault(node, leaf_index)
     placed_units: list[tuple[int, str, tuple[str, ...]]] = []
-    place = 0
-    for name, unit_paths in units.items():
+    # The place of a unit: its first leaf, or that of an earlier unit, whichever is later.
+    first_leaf = 0
+    for unit_name, unit_paths in units.items():
         # A module that leaves its group becomes a unit.
-        if unit_paths != (name,):
+        if unit_paths != (unit_name,):
             unit_paths = tuple(path for path in unit_paths if path not in modules)
         if unit_paths:
             # Why the highest so far: units keep the order in which the user names them.
-            place = max(place, min(first_leaves[path] for path in unit_paths))
-            placed_units.append((place, name, unit_paths))
-    for module in modules:
-        if module not in units:
-            placed_units.append((first_leaves[module], module, (module,)))
+            first_leaf = max(first_leaf, min(first_leaves[path] for path in unit_paths))
+            placed_units.append((first_leaf, unit_name, unit_paths))
+    for module_path in modules:
+        if module_path not in units:
+            placed_units.append((first_leaves[module_path], module_path, (module_path,)))
     placed_units.sort(key=lambda placed: placed[0])
-    return {name: unit_paths for _, name, unit_paths in placed_units}
+    return {unit_name: unit_paths for _, unit_name, unit_paths in placed_units}

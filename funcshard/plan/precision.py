@@ -17,9 +17,12 @@ from funcshard._utils import check_flag
 
 _DTYPES = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
 _FLAGS = (
-    "keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs", "full_precision_in_eval",
+    "keep_low_precision_grads",
+    "cast_forward_inputs",
+    "cast_root_forward_inputs",
+    "full_precision_in_eval",
     "divide_before_reduce",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +99,8 @@ class MixedPrecision:
         given_classes: Any = self.ignored_classes
         if not isinstance(given_classes, Iterable) or isinstance(given_classes, str):
             raise TypeError(
-                f"ignored_classes must be a tuple of module classes; found {given_classes!r}: write "
-                f"({given_classes!r},)"
+                "ignored_classes must be a tuple of module classes; found "
+                f"{given_classes!r}: write ({given_classes!r},)"
             )
         object.__setattr__(
             self,
@@ -112,6 +115,7 @@ def class_name(cls: Any) -> str:
     ``torch.nn.LayerNorm`` gives ``"torch.nn.modules.normalization.LayerNorm"``.
     """
     if isinstance(cls, str):
+        # A class of a notebook has a module too, so every qualified name has a dot.
         if "." not in cls:
             raise ValueError(
                 "ignored_classes must be given as classes, or by qualified name as in "

@@ -18,14 +18,14 @@ from funcshard.plan.cast import ChooseCast, cast_of
 from funcshard.plan.events import Event
 from funcshard.plan.execution_order import BackwardOrder, ForwardOrder
 from funcshard.plan.plan import Plan, check_plan
-from funcshard.plan.reduce_choice import (
+from funcshard.plan.schedule import Schedule, check_schedule, make_schedule, unit_names
+from funcshard.plan.step_options import (
     Reduce,
     buffer_mode,
     check_reduce,
     check_reduce_units,
     unit_mode,
 )
-from funcshard.plan.schedule import Schedule, check_schedule, make_schedule, unit_names
 from funcshard.plan.unit_plan import BufferPlan, UnitPlan
 
 
@@ -187,10 +187,11 @@ class _Step:
         self._reductions = functools.cache(
             lambda name: _reductions(units[name], unit_mode(reduce, name))
         )
+        # Backward gathers again what forward freed, unless it needs no leaf of the unit.
         self._uses = {
-            moment: name
-            for moment, (event, name) in enumerate(self._moments)
-            if event == "gather"
+            moment_index: name
+            for moment_index, (moment_kind, name) in enumerate(self._moments)
+            if moment_kind == "gather"
             and units[name].reshard_after_forward
             and name not in self._spared
             and self._gathers(name)
@@ -198,20 +199,24 @@ class _Step:
         self._kept: set[str] = set()  # the units that stay gathered now
         # The units of each checkpoint by the last of them, without those inside another of them.
         self._checkpoints: dict[str, list[str]] = {}
+        # A text is a list of texts too, so it has to be refused before the loop.
         if isinstance(recomputed, str):
             unit_names(plan, "recomputed", recomputed)
         for names in recomputed:
             names = unit_names(plan, "recomputed", (names,) if isinstance(names, str) else names)
-            outermost = [name for name, outer in _outer_units(units, names).items() if not outer]
+            outermost = [
+                name for name, outer_unit in _outer_units(units, names).items() if not outer_unit
+            ]
             if outermost:
                 self._checkpoints[outermost[-1]] = outermost
         self._outer: dict[str, list[str]] = {}
         self._inner: dict[str, list[str]] = {}  # the units inside each recomputed unit
+        # Why only then: it takes a walk over all units, and most models recompute nothing.
         if self._checkpoints:
             self._outer = _outer_units(units, schedule.order)
         for name, outer_units in self._outer.items():
-            for outer in self._checkpoints.keys() & outer_units:
-                self._inner.setdefault(outer, []).append(name)
+            for outer_unit in self._checkpoints.keys() & outer_units:
+                self._inner.setdefault(outer_unit, []).append(name)
 
     def run(self, reached: Sequence[Reached] | None = None) -> Iterator[Event | Reached]:
         """Yield what the step does; with the places of a backward, if they are known."""
@@ -219,7 +224,9 @@ class _Step:
             self._last = batch_index == self._micro_batches - 1
             # How many gradients of each unit are still to come.
             self._awaited = Counter(
-                name for event, name in self._moments * self._forwards if event == "reduce"
+                unit_name
+                for moment_kind, unit_name in self._moments * self._forwards
+                if moment_kind == "reduce"
             )
             # Reductions along further mesh axes, which follow when the next unit's reduction along
             # the first axis has started.
@@ -228,6 +235,7 @@ class _Step:
                 yield from self._forward()
             for _ in range(self._forwards):
                 yield Reached("backward", "")
+                # Each backward of a micro-batch begins with nothing gathered ahead.
                 self._order = BackwardOrder(self._schedule, self._uses)
                 self._order.expect([(use, use) for use in self._uses])
                 if self._early:
@@ -235,91 +243,105 @@ class _Step:
                 yield from self._expected() if reached is None else self._followed(reached)
             yield from self._late_reductions
             self._kept = {
-                name for name in self._kept if not self._units[name].reshard_after_backward
+                unit_name
+                for unit_name in self._kept
+                if not self._units[unit_name].reshard_after_backward
             }
 
     def _forward(self) -> Iterator[Event | Reached]:
         order = ForwardOrder(self._schedule)
-        for name in self._schedule.order:
-            yield Reached("forward", name)
+        for unit_name in self._schedule.order:
+            yield Reached("forward", unit_name)
             # Note: the order has to know of kept units too; only their collectives do not happen.
-            if order.gather(name) and name not in self._kept:
-                yield from self._gathers(name)
-            stays = not self._units[name].reshard_after_forward
-            order.call(name, stays=stays)
-            if stays and (self._reductions(name) or name not in self._spared):
-                self._kept.add(name)
+            if order.gather(unit_name) and unit_name not in self._kept:
+                yield from self._gathers(unit_name)
+            stays = not self._units[unit_name].reshard_after_forward
+            order.call(unit_name, stays=stays)
+            if stays and (self._reductions(unit_name) or unit_name not in self._spared):
+                self._kept.add(unit_name)
             yield from self._recompute(order.prefetch())
 
     def _expected(self) -> Iterator[Event]:
         """Yield what backward does if it follows the schedule."""
-        entered: set[str] = set()  # units around which backward needed before the units inside
-        gathered: set[str] = set()  # units gathered for the use that backward is at
-        for moment, (event, name) in enumerate(self._moments):
+        # Units that backward needed before the units inside them, and units that are gathered for
+        # the use that backward is at.
+        entered_units: set[str] = set()
+        gathered_units: set[str] = set()
+        for moment_index, (moment_kind, unit_name) in enumerate(self._moments):
             # Note: a checkpoint computes its unit again before backward needs the units inside, and
             # inside it backward needs a unit when it reaches the output.
-            inside = False
-            for outer in [*self._outer.get(name, ()), name]:
-                inside = inside or outer in self._inner
-                reached = outer in entered or outer in gathered
-                if inside and not reached and (outer != name or outer in self._inner):
-                    entered.add(outer)
-                    yield from self._enter(outer)
-            checkpoint = self._checkpoints.get(name, [])
-            if event == "reduce":
+            is_inside = False
+            for outer_unit in [*self._outer.get(unit_name, ()), unit_name]:
+                is_inside = is_inside or outer_unit in self._inner
+                reached = outer_unit in entered_units or outer_unit in gathered_units
+                if (
+                    is_inside
+                    and not reached
+                    and (outer_unit != unit_name or outer_unit in self._inner)
+                ):
+                    entered_units.add(outer_unit)
+                    yield from self._enter(outer_unit)
+            checkpoint_units = self._checkpoints.get(unit_name, [])
+            if moment_kind == "reduce":
                 # A checkpoint runs again even if backward needs none of the unit's own leaves.
-                if checkpoint and name not in gathered and name not in entered:
-                    yield from self._recompute_all(moment, checkpoint)
-                gathered.discard(name)
-                yield from self._reduce(name, moment)
-            elif moment in self._uses and name not in entered:
-                gathered.add(name)
-                yield from self._need(moment)
-                yield from self._recompute(checkpoint[:-1])
+                if (
+                    checkpoint_units
+                    and unit_name not in gathered_units
+                    and unit_name not in entered_units
+                ):
+                    yield from self._recompute_all(moment_index, checkpoint_units)
+                gathered_units.discard(unit_name)
+                yield from self._reduce(unit_name, moment_index)
+            elif moment_index in self._uses and unit_name not in entered_units:
+                gathered_units.add(unit_name)
+                yield from self._need(moment_index)
+                yield from self._recompute(checkpoint_units[:-1])
 
     def _enter(self, outer: str) -> Iterator[Event]:
         """Yield what backward does when it reaches the output of a unit with others inside."""
-        checkpoint = self._checkpoints.get(outer, [])
+        checkpoint_units = self._checkpoints.get(outer, [])
         inner_units = self._inner.get(outer, [])
-        uses = [use for use, name in self._uses.items() if name == outer]
+        uses = [use for use, unit_name in self._uses.items() if unit_name == outer]
         for use in uses:
             yield from self._need(use)
         if uses:
-            yield from self._recompute(checkpoint[:-1] + inner_units)
-        elif checkpoint:
-            moment = self._moments.index(("reduce", outer))
-            yield from self._recompute_all(moment, checkpoint + inner_units)
+            yield from self._recompute(checkpoint_units[:-1] + inner_units)
+        elif checkpoint_units:
+            moment_index = self._moments.index(("reduce", outer))
+            yield from self._recompute_all(moment_index, checkpoint_units + inner_units)
 
     def _followed(self, reached: Sequence[Reached]) -> Iterator[Event | Reached]:
         """Yield what backward does at known places; it gathers ahead as the schedule says."""
-        ends: dict[str, list[int]] = {}  # by unit: the moments at which its calls are reduced
-        for moment, (event, name) in enumerate(self._moments):
-            if event == "reduce":
-                ends.setdefault(name, []).append(moment)
+        # By unit: the moments at which its calls are reduced.
+        reduce_moments: dict[str, list[int]] = {}
+        for moment_index, (moment_kind, unit_name) in enumerate(self._moments):
+            if moment_kind == "reduce":
+                reduce_moments.setdefault(unit_name, []).append(moment_index)
         # The call that a use is of: the one whose gradients are complete next.
         uses = {
-            next((end for end in ends.get(name, ()) if end > use), -1): use
-            for use, name in self._uses.items()
+            next((end for end in reduce_moments.get(unit_name, ()) if end > use), -1): use
+            for use, unit_name in self._uses.items()
         }
-        for place in reached:
-            yield place
-            event, name = place
-            unit_ends = ends.get(name, [])
-            moment = unit_ends[0] if unit_ends else -1
-            if event == "reduce":
+        for reached_place in reached:
+            yield reached_place
+            moment_kind, unit_name = reached_place
+            unit_ends = reduce_moments.get(unit_name, [])
+            moment_index = unit_ends[0] if unit_ends else -1
+            if moment_kind == "reduce":
                 del unit_ends[:1]
-                yield from self._reduce(name, moment)
-            elif event == "leave":
+                yield from self._reduce(unit_name, moment_index)
+            elif moment_kind == "leave":
                 del unit_ends[:1]
-            elif event == "need" and moment in uses:
-                yield from self._need(uses.pop(moment))
+            elif moment_kind == "need" and moment_index in uses:
+                yield from self._need(uses.pop(moment_index))
             # A second need of a call is that of a checkpoint.
-            elif event == "again" or self._units[name].reshard_after_forward:
-                yield from self._recompute([name])
+            elif moment_kind == "again" or self._units[unit_name].reshard_after_forward:
+                yield from self._recompute([unit_name])
 
     def _need(self, use: int) -> Iterator[Event]:
         if self._order.gather(use):
             yield from self._gathers_of(use)
+        # Note: reached before prefetching, so that the use itself is not counted as ahead.
         self._order.reach(use)
         if self._early:
             yield from self._prefetch(use)
@@ -327,15 +349,17 @@ class _Step:
     def _reduce(self, name: str, moment: int) -> Iterator[Event]:
         """Yield what starts when a gradient of a unit has come."""
         reductions = self._reductions(name)
+        # Backward prefetch "post": the unit has computed its gradients now.
         if self._late and self._units[name].reshard_after_forward and reductions:
             yield from self._prefetch(moment)
+        # A unit that is called twice has two gradients, and "once" reduces their sum.
         self._awaited[name] -= 1
-        for mode, events in reductions:
-            if mode == "once" and (self._awaited[name] > 0 or not self._last):
+        for reduce_mode, events in reductions:
+            if reduce_mode == "once" and (self._awaited[name] > 0 or not self._last):
                 continue
             yield from events[:1]
             yield from self._late_reductions
-            self._late_reductions = events[1:] if mode != "shard_each" or self._last else ()
+            self._late_reductions = events[1:] if reduce_mode != "shard_each" or self._last else ()
 
     def _prefetch(self, moment: int, most: int | None = None) -> Iterator[Event]:
         for use in self._order.prefetch(moment, most=most):
@@ -349,9 +373,9 @@ class _Step:
         return self._gathers(unit.name)
 
     def _recompute(self, names: Iterable[str]) -> Iterator[Event]:
-        for name in names:
-            if name not in self._kept:
-                yield from self._gathers(name)
+        for unit_name in names:
+            if unit_name not in self._kept:
+                yield from self._gathers(unit_name)
 
     def _recompute_all(self, moment: int, names: Sequence[str]) -> Iterator[Event]:
         yield from self._recompute(names)
@@ -362,16 +386,23 @@ class _Step:
 def _outer_units(units: Mapping[str, UnitPlan], names: Iterable[str]) -> dict[str, list[str]]:
     """Return, for each of these units, those that it is inside of, from the outside inwards."""
     names = dict.fromkeys(names)
-    unit_of = {path: name for name in names for path in units[name].paths}
+    # A group has several paths, each with units around it.
+    unit_of = {path: unit_name for unit_name in names for path in units[unit_name].paths}
     outer_units: dict[str, list[str]] = {}
-    for name in names:
+    for unit_name in names:
         chains = [
-            [unit_of[node] for node in tree.upwards(path) if unit_of.get(node, name) != name]
-            for path in units[name].paths
+            [
+                unit_of[node]
+                for node in tree.upwards(path)
+                if unit_of.get(node, unit_name) != unit_name
+            ]
+            for path in units[unit_name].paths
         ]
         # A group is inside a unit that holds all of its modules.
-        outer_units[name] = [
-            outer for outer in reversed(chains[0]) if all(outer in chain for chain in chains)
+        outer_units[unit_name] = [
+            outer_unit
+            for outer_unit in reversed(chains[0])
+            if all(outer_unit in chain for chain in chains)
         ]
     return outer_units
 
@@ -384,21 +415,22 @@ def _gathers(unit: UnitPlan, ranks: int, cast: ChooseCast | None = None) -> list
     for buffer in unit.buffers:
         if not buffer.numel or "shard" in buffer.local:
             continue
-        dtype, numel = unit.gathered_dtype(buffer), buffer.padded_numel
-        pair = cast_of(cast, unit, buffer)
-        if pair is not None:
+        # Low precision travels: the shard is cast before the gather.
+        comm_dtype, buffer_numel = unit.gathered_dtype(buffer), buffer.padded_numel
+        cast_pair = cast_of(cast, unit, buffer)
+        if cast_pair is not None:
             # What the pair sends for a shard, only the pair knows.
             leaf_dtype = dtype_of(buffer.dtype)
             shard = torch.zeros(buffer.shard_numel, dtype=leaf_dtype, device="cpu")
-            sent = pair.pre_all_gather(shard)
-            dtype, numel = sent.dtype, sent.numel() * ranks
+            sent_data = cast_pair.pre_all_gather(shard)
+            comm_dtype, buffer_numel = sent_data.dtype, sent_data.numel() * ranks
         events.append(
             Event(
                 kind="all_gather",
                 unit=unit.name,
                 buffer=buffer.key,
-                dtype=dtype_name(dtype),
-                bytes=numel * dtype.itemsize,
+                dtype=dtype_name(comm_dtype),
+                bytes=buffer_numel * comm_dtype.itemsize,
                 axis="shard",
                 ranks=ranks,
             )
@@ -413,30 +445,31 @@ def _reductions(unit: UnitPlan, unit_choice: str) -> list[tuple[str, list[Event]
     for buffer in reversed(unit.buffers):
         if buffer.trainable and buffer.numel:
             events = _reduction(unit, buffer)
+            # An all-reduce over the shard axis, of copies, is no cut.
             cut = [event.kind for event in events].count("reduce_scatter")
-            mode = buffer_mode(unit_choice, cut=cut > 0, repeated=len(events) > cut)
-            reductions.append((mode, events))
+            reduce_mode = buffer_mode(unit_choice, cut=cut > 0, repeated=len(events) > cut)
+            reductions.append((reduce_mode, events))
     return reductions
 
 
 def _reduction(unit: UnitPlan, buffer: BufferPlan) -> list[Event]:
     """The reductions of one buffer's gradient."""
-    dtype, mesh_axes = unit.reduced_dtype(buffer), unit.mesh_axes
+    comm_dtype, mesh_axes = unit.reduced_dtype(buffer), unit.mesh_axes
     events = []
     # Why shard first: what travels along the other axes is then a shard.
     for axis in dict.fromkeys(("shard", "replicate", *mesh_axes)):
         if mesh_axes[axis] == 1 or axis in buffer.local:
             continue
-        reduction_kind, numel = "all_reduce", buffer.shard_numel
+        reduction_kind, buffer_numel = "all_reduce", buffer.shard_numel
         if axis == "shard" and unit.sharded:
-            reduction_kind, numel = "reduce_scatter", buffer.padded_numel
+            reduction_kind, buffer_numel = "reduce_scatter", buffer.padded_numel
         events.append(
             Event(
                 kind=reduction_kind,
                 unit=unit.name,
                 buffer=buffer.key,
-                dtype=dtype_name(dtype),
-                bytes=numel * dtype.itemsize,
+                dtype=dtype_name(comm_dtype),
+                bytes=buffer_numel * comm_dtype.itemsize,
                 axis=axis,
                 ranks=mesh_axes[axis],
             )

@@ -67,18 +67,25 @@ class Schedule(Shown):
         forward_ahead = [*self.order[1:], ""]
         # Why numbered: a unit may be called several times, and backward reaches its last call
         # first.
-        needs = _calls([name for event, name in self.backward_order() if event == "gather"])
-        after = dict(itertools.pairwise(needs))
+        backward_needs = _calls(
+            [
+                unit_name
+                for moment_kind, unit_name in self.backward_order()
+                if moment_kind == "gather"
+            ]
+        )
+        needed_after = dict(itertools.pairwise(backward_needs))
         calls = reversed(_calls(self.order[::-1]))
-        backward_ahead = [after.get(call, ("", 0))[0] for call in calls]
+        backward_ahead = [needed_after.get(call, ("", 0))[0] for call in calls]
         rows = []
         columns = zip(self.order, forward_ahead, backward_ahead, strict=True)
-        for i, (name, next_unit, earlier_unit) in enumerate(columns):
+        for i, (unit_name, next_unit, earlier_unit) in enumerate(columns):
             if not self.forward_prefetch or next_unit in self.on_demand:
                 next_unit = ""
             if not self.backward_prefetch or earlier_unit in self.on_demand:
                 earlier_unit = ""
-            rows.append([str(i), name or "(root)", next_unit, earlier_unit])
+            rows.append([str(i), unit_name or "(root)", next_unit, earlier_unit])
+        # The middle of a long schedule repeats what its ends show.
         if len(rows) > _MOST_ROWS:
             rows[_MOST_ROWS // 2 : -_MOST_ROWS // 2] = [["…"] * 4]
         header = ["position", "unit", "forward gathers next", "backward gathers next"]
@@ -86,18 +93,23 @@ class Schedule(Shown):
 
     def backward_order(self) -> tuple[tuple[str, str], ...]:
         """Return what backward reaches, in order; see ``backward``."""
+        # A learned order wins; otherwise each unit is needed once, last to first.
         if self.backward is not None:
             return self.backward
-        return tuple((event, name) for name in self.order[::-1] for event in ("gather", "reduce"))
+        return tuple(
+            (moment_kind, unit_name)
+            for unit_name in self.order[::-1]
+            for moment_kind in ("gather", "reduce")
+        )
 
 
 def _calls(names: Sequence[str]) -> list[tuple[str, int]]:
     """Return units as they are called, each with the number of its calls before."""
-    counts = Counter[str]()
+    call_counts = Counter[str]()
     calls = []
-    for name in names:
-        calls.append((name, counts[name]))
-        counts[name] += 1
+    for unit_name in names:
+        calls.append((unit_name, call_counts[unit_name]))
+        call_counts[unit_name] += 1
     return calls
 
 
@@ -143,15 +155,16 @@ def make_schedule(
     units = plan.units
     # Why without the root: it is gathered first, wherever the order names it.
     names = unit_names(plan, "order", units if order is None else order)
-    called = tuple(name for name in names if name)
-    spared = unit_names(plan, "on_demand", on_demand)
-    root = ("",) * ("" in units)
+    called_units = tuple(unit_name for unit_name in names if unit_name)
+    spared_units = unit_names(plan, "on_demand", on_demand)
+    root_name = ("",) * ("" in units)
     return Schedule(
-        order=root + called,
+        order=root_name + called_units,
         forward_prefetch=forward_prefetch,
         backward_prefetch=backward_prefetch,
         limit=limit,
-        on_demand=tuple(sorted(spared)),
+        # Why sorted: callers pass sets, and equal schedules must compare equal.
+        on_demand=tuple(sorted(spared_units)),
     )
 
 
@@ -162,7 +175,7 @@ def check_schedule(schedule: Any, plan: Plan) -> None:
             "schedule must be a funcshard.Schedule, or None to learn the order; found "
             f"{schedule!r}: make it with make_schedule(plan, order)"
         )
-    backward_units = [name for _, name in schedule.backward or ()]
+    backward_units = [unit_name for _, unit_name in schedule.backward or ()]
     named_units = [*schedule.order, *schedule.on_demand, *backward_units]
     _check_known("the schedule", named_units, plan.units)
 
@@ -180,9 +193,10 @@ def unit_names(plan: Plan, option: str, names: Iterable[str]) -> tuple[str, ...]
 
 
 def _check_known(option: str, names: Iterable[str], units: Collection[str]) -> None:
-    for name in names:
-        if name not in units:
+    for unit_name in names:
+        if unit_name not in units:
             raise ValueError(
-                f"{option} must name units of the plan; found {name!r}; its units are "
-                f"{[known for known in units if known][:6]}: list(plan.units) names them in order"
+                f"{option} must name units of the plan; found {unit_name!r}; its units are "
+                f"{[known_unit for known_unit in units if known_unit][:6]}: list(plan.units) names "
+                "them in order"
             )

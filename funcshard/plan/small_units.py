@@ -63,21 +63,28 @@ def small_groups(
     """
     if limit == 0:
         return {}
-    sizes = [_gathered_bytes(unit) for unit in units]
-    keys = [_key(unit, undecided) for unit in units]
+    # Note: gathered bytes, with padding and in the dtype that travels.
+    unit_bytes = [_gathered_bytes(unit) for unit in units]
+    unit_keys = [_key(unit, undecided) for unit in units]
     if limit is not None:
-        return dict.fromkeys(_filled(units, sizes, keys, limit), False)
+        return dict.fromkeys(_filled(units, unit_bytes, unit_keys, limit), False)
     for i, unit in enumerate(units):
-        if sizes[i] > _SMALL_UNIT or any(leaf.index not in modules for leaf in unit.leaves):
-            keys[i] = None
-    runs = [list(run) for _, run in itertools.groupby(keys)]
+        if unit_bytes[i] > _SMALL_UNIT or any(leaf.index not in modules for leaf in unit.leaves):
+            unit_keys[i] = None
+    key_runs = [list(run) for _, run in itertools.groupby(unit_keys)]
     # Why a least number: the names of a few units are worth more than the microseconds.
-    keys = [key if len(run) >= _LEAST_UNITS else None for run in runs for key in run]
-    total = sum(size for size, key in zip(sizes, keys, strict=True) if key is not None)
-    freed = {unit.name for unit in units if unit.reshard_after_forward}
+    unit_keys = [
+        unit_key if len(run) >= _LEAST_UNITS else None for run in key_runs for unit_key in run
+    ]
+    total_bytes = sum(
+        unit_size
+        for unit_size, unit_key in zip(unit_bytes, unit_keys, strict=True)
+        if unit_key is not None
+    )
+    freed_units = {unit.name for unit in units if unit.reshard_after_forward}
     return {
-        names: total <= _GROUP_BYTES and names[0] in freed.intersection(undecided)
-        for names in _filled(units, sizes, keys, _GROUP_BYTES)
+        names: total_bytes <= _GROUP_BYTES and names[0] in freed_units.intersection(undecided)
+        for names in _filled(units, unit_bytes, unit_keys, _GROUP_BYTES)
     }
 
 
@@ -89,11 +96,23 @@ def _gathered_bytes(unit: UnitPlan) -> int:
 
 def _key(unit: UnitPlan, undecided: Collection[str]) -> tuple[Any, ...] | None:
     """Return all in which the units of a group agree; ``None`` for a unit that joins none."""
+    # The root is gathered first anyway, and a group has its name from the user.
     if unit.name == "" or unit.members:
         return None
     buffers = [(buffer.key, buffer.local) for buffer in unit.buffers]
-    freeing = (unit.reshard_after_forward, unit.name in undecided, unit.reshard_after_backward)
-    return unit.strategy, freeing, unit.offload, unit.precision, unit.full_precision, buffers
+    reshard_options = (
+        unit.reshard_after_forward,
+        unit.name in undecided,
+        unit.reshard_after_backward,
+    )
+    return (
+        unit.strategy,
+        reshard_options,
+        unit.offload,
+        unit.precision,
+        unit.full_precision,
+        buffers,
+    )
 
 
 def _filled(
@@ -101,19 +120,19 @@ def _filled(
 ) -> list[tuple[str, ...]]:
     """Return groups of adjacent units whose gathered buffers take at most ``limit`` bytes."""
     groups: list[dict[str, None]] = [{}]
-    around: set[str] = set()  # the nodes that hold a unit of the last group
-    last_key, total = None, 0
-    for unit, size, key in zip(units, sizes, keys, strict=True):
-        if key is None or size > limit:
+    nodes_around: set[str] = set()  # the nodes that hold a unit of the last group
+    last_key, total_bytes = None, 0
+    for unit, unit_size, unit_key in zip(units, sizes, keys, strict=True):
+        if unit_key is None or unit_size > limit:
             last_key = None
             continue
-        above = [*tree.upwards(unit.name)]
+        nodes_above = [*tree.upwards(unit.name)]
         # Why: a unit and one inside it run at the same time, so they cannot be one.
-        nested = unit.name in around or not groups[-1].keys().isdisjoint(above)
-        if key != last_key or total + size > limit or nested:
+        is_nested = unit.name in nodes_around or not groups[-1].keys().isdisjoint(nodes_above)
+        if unit_key != last_key or total_bytes + unit_size > limit or is_nested:
             groups.append({})
-            around, last_key, total = set(), key, 0
+            nodes_around, last_key, total_bytes = set(), unit_key, 0
         groups[-1][unit.name] = None
-        around.update(above)
-        total += size
-    return [tuple(group) for group in groups if len(group) > 1]
+        nodes_around.update(nodes_above)
+        total_bytes += unit_size
+    return [tuple(unit_group) for unit_group in groups if len(unit_group) > 1]

@@ -6,7 +6,7 @@ which can be L units; ``stack`` is the inverse.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ def unstack(params: Any, path: str) -> Any:
 
     Source: ``jax.lax.scan``.
     """
-    return _changed("unstack", params, path, lambda node: _unstacked(node, path))
+    return _changed("unstack", params, path, _unstacked)
 
 
 def stack(params: Any, path: str) -> Any:
@@ -68,111 +68,107 @@ def stack(params: Any, path: str) -> Any:
 
     Source: ``jax.lax.scan``.
     """
-    return _changed("stack", params, path, lambda node: _stacked(node, path))
+    return _changed("stack", params, path, _stacked)
 
 
 def _unstacked(node: Any, path: str) -> list[Any]:
-    leaves = dict(zip(tree.paths(node), tree.leaves(node), strict=True))
-    for name, leaf in leaves.items():
+    leaf_sizes: dict[str, tuple[int, ...]] = {}
+    for leaf_name, leaf in zip(tree.paths(node), tree.leaves(node), strict=True):
+        full_name = f"{path}.{leaf_name}".strip(".")
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(
-                f"unstack takes stacks of tensors; found {type(leaf).__name__} at "
-                f"{f'{path}.{name}'.strip('.')!r}"
+                f"unstack takes stacks of tensors; found {type(leaf).__name__} at {full_name!r}"
             )
-    sizes = {f"{path}.{name}".strip("."): tuple(leaf.shape)[:1] for name, leaf in leaves.items()}
-    if len(set(sizes.values())) != 1 or () in sizes.values():
-        stacked_sizes = list(sizes.items())
-        differing_sizes = (
-            stacked_sizes[:1]
-            + [item for item in stacked_sizes if item[1] != stacked_sizes[0][1]][:1]
-        )
-        differing = [f"{size[0] if size else None} of {name!r}" for name, size in differing_sizes]
+        leaf_sizes[full_name] = tuple(leaf.shape[:1])
+    if len(set(leaf_sizes.values())) != 1 or () in leaf_sizes.values():
+        # One leaf of each size shows what is wrong.
+        size_examples = {size: leaf_name for leaf_name, size in reversed(leaf_sizes.items())}
+        differing_sizes = [
+            f"{size[0] if size else None} of {leaf_name!r}"
+            for size, leaf_name in reversed(size_examples.items())
+        ]
         raise ValueError(
-            f"all leaves at {path!r} must have one first dimension, of the size of the number of layers; found "
-            f"{', '.join(differing) or 'no leaf'}: pass the path of the stacked layers alone"
+            f"all leaves at {path!r} must have one first dimension, of the size of the number of "
+            f"layers; found {', '.join(differing_sizes[:2]) or 'no leaf'}: pass the path of the "
+            "stacked layers alone"
         )
-    (count,) = next(iter(sizes.values()))
+    (count,) = next(iter(leaf_sizes.values()))
     return [tree.map(lambda leaf, i=i: leaf[i], node) for i in range(count)]
 
 
 def _stacked(node: Any, path: str) -> Any:
-    if not isinstance(node, (list, tuple)) or not node:
+    is_list = isinstance(node, (list, tuple))
+    if not is_list or not node:
         raise ValueError(
             "stack takes the path of a list of layers, as unstack makes it; found "
-            f"{type(node).__name__} at {path!r}, "
-            f"{'empty' if isinstance(node, (list, tuple)) else 'which is no list'}"
+            f"{type(node).__name__} at {path!r}, {'empty' if is_list else 'which is no list'}"
         )
-    first = [
-        (name, _kind(leaf))
-        for name, leaf in zip(tree.paths(node[0]), tree.leaves(node[0]), strict=True)
-    ]
+    first_forms = _forms(node[0])
     for i, layer in enumerate(node):
-        leaf_forms = [
-            (name, _kind(leaf))
-            for name, leaf in zip(tree.paths(layer), tree.leaves(layer), strict=True)
-        ]
-        if leaf_forms != first:
-            wrong = next(
-                iter(
-                    [
-                        item
-                        for item in [*leaf_forms, *first]
-                        if (item in leaf_forms) != (item in first)
-                    ]
-                ),
-                ("order", ""),
-            )
+        layer_forms = _forms(layer)
+        if layer_forms != first_forms:
+            # A difference in order alone names no leaf.
+            differing_leaves = [
+                leaf_name for leaf_name, _ in set(layer_forms).symmetric_difference(first_forms)
+            ] or ["order"]
             raise ValueError(
                 f"all layers at {path!r} must have the same leaves, of one shape and dtype; layer "
-                f"{i} differs from layer 0 in {wrong[0]!r}: stack equal layers alone"
+                f"{i} differs from layer 0 in {min(differing_leaves)!r}: stack equal layers alone"
             )
     return tree.map(lambda *leaves: torch.stack(leaves), *node)
 
 
-def _kind(leaf: Any) -> Any:
-    return (
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
-    )
+def _forms(layer: Any) -> list[tuple[str, Any]]:
+    """Return path, shape and dtype of each leaf of a layer."""
+    layer_forms: list[tuple[str, Any]] = []
+    for leaf_name, leaf in zip(tree.paths(layer), tree.leaves(layer), strict=True):
+        if isinstance(leaf, torch.Tensor):
+            layer_forms.append((leaf_name, (tuple(leaf.shape), leaf.dtype)))
+        else:
+            layer_forms.append((leaf_name, type(leaf).__name__))
+    return layer_forms
 
 
-def _changed(name: str, params: Any, path: str, change: Callable[[Any], Any]) -> Any:
-    """Return ``params`` with ``change(node)`` in place of the node at a path."""
+def _changed(name: str, params: Any, path: str, change: Callable[[Any, str], Any]) -> Any:
+    """Return ``params`` with ``change(node, path)`` in place of the node at a path."""
     if not isinstance(path, str):
         raise TypeError(f"{name} takes the dotted path of a node, such as 'blocks'; found {path!r}")
+    containers_above = []  # the containers around the node, with the key that leads to it
+    node = params
+    # Why no function that calls itself: it would refer to itself, and keep the tensors of the tree
+    # in memory until Python looks for such garbage.
+    for key in path.split(".") if path else ():
+        children = _children(node)
+        if key not in children:
+            raise ValueError(
+                f"{name} found no node {path!r} in the tree: {key!r} is none of "
+                f"{[child_key for child_key, _ in children.values()][:6]}"
+            )
+        child_key, child = children[key]
+        containers_above.append((node, child_key))
+        node = child
+    new_node = change(node, path)
+    for container, child_key in reversed(containers_above):
+        new_node = _with_child(container, child_key, new_node)
+    return new_node
 
-    def visit(node: Any, keys: list[str]) -> Any:
-        if not keys:
-            return change(node)
-        key, *inner_keys = keys
-        if (
-            isinstance(node, Mapping)
-            and (found_key := next((k for k in node if str(k) == key), None)) is not None
-        ):
-            new = {
-                k: visit(value, inner_keys) if k is found_key else value
-                for k, value in node.items()
-            }
-            return new if type(node) is dict else type(node)(new)  # type: ignore[call-arg]
-        fields = getattr(node, "_fields", None)
-        if fields and key in fields:
-            return node._replace(**{key: visit(getattr(node, key), inner_keys)})
-        if (
-            isinstance(node, (list, tuple))
-            and not fields
-            and key.isdecimal()
-            and int(key) < len(node)
-        ):
-            items = [
-                visit(value, inner_keys) if i == int(key) else value for i, value in enumerate(node)
-            ]
-            return items if isinstance(node, list) else tuple(items)
-        known_keys = (
-            list(node)
-            if isinstance(node, Mapping)
-            else list(fields or range(len(node)) if isinstance(node, (list, tuple)) else [])
-        )
-        raise ValueError(
-            f"{name} found no node {path!r} in the tree: {key!r} is none of {known_keys[:6]}"
-        )
 
-    return visit(params, path.split(".") if path else [])
+def _children(node: Any) -> dict[str, tuple[Any, Any]]:
+    """Return key or index, and value, of each child of a container by its component of a path."""
+    pairs: Iterable[tuple[Any, Any]] = ()
+    if isinstance(node, Mapping):
+        pairs = node.items()
+    elif isinstance(node, (list, tuple)):
+        pairs = zip(getattr(node, "_fields", range(len(node))), node, strict=True)
+    return {str(child_key): (child_key, value) for child_key, value in pairs}
+
+
+def _with_child(container: Any, entry: Any, child: Any) -> Any:
+    if isinstance(container, Mapping):
+        new = {**container, entry: child}
+        # Why not always: a subclass may take other arguments, but the usual ones take a dictionary.
+        return new if type(container) is dict else type(container)(new)  # type: ignore[call-arg]
+    if isinstance(entry, str):
+        return container._replace(**{entry: child})
+    items = [*container[:entry], child, *container[entry + 1 :]]
+    return items if isinstance(container, list) else tuple(items)

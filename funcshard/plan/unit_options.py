@@ -39,42 +39,49 @@ def read_units(
     """
     entries = list_of_globs(units, "units")
     nodes = dict.fromkeys(nodes_of(uses))
-    matched_paths = [_matched_paths(entry, nodes) for entry in entries]
+    matched_paths = [_matched_paths(unit_entry, nodes) for unit_entry in entries]
     # Note: a path that an entry writes out counts before one that a glob matches.
-    written = [{entry} if isinstance(entry, str) else {*entry} for entry in entries]
-    owners: dict[str, int] = {}  # by path: the index of the entry that counts
+    written_paths = [
+        {unit_entry} if isinstance(unit_entry, str) else {*unit_entry} for unit_entry in entries
+    ]
+    entry_owners: dict[str, int] = {}  # by path: the index of the entry that counts
     for entry_index, entry_paths in enumerate(matched_paths):
-        for path in entry_paths:
-            before = owners.get(path)
-            if before is None or path not in written[before]:
-                owners[path] = entry_index
-            elif path in written[entry_index]:
+        for node_path in entry_paths:
+            earlier_index = entry_owners.get(node_path)
+            if earlier_index is None or node_path not in written_paths[earlier_index]:
+                entry_owners[node_path] = entry_index
+            elif node_path in written_paths[entry_index]:
                 raise ValueError(
-                    f"units name {path!r} twice, in {entries[before]!r} and in "
+                    f"units name {node_path!r} twice, in {entries[earlier_index]!r} and in "
                     f"{entries[entry_index]!r}; remove one of the two"
                 )
     paths: dict[str, tuple[str, ...]] = {}
     names: dict[Any, list[str]] = {"": [""]}  # the units that each entry names
-    for entry_index, entry in enumerate(entries):
-        own_paths = [path for path in matched_paths[entry_index] if owners[path] == entry_index]
-        if isinstance(entry, str):
+    for entry_index, unit_entry in enumerate(entries):
+        own_paths = [
+            node_path
+            for node_path in matched_paths[entry_index]
+            if entry_owners[node_path] == entry_index
+        ]
+        if isinstance(unit_entry, str):
             # A path that is written out takes its place among those of a glob before it.
-            for path in matched_paths[entry_index]:
-                if isinstance(entries[owners[path]], str):
-                    paths.setdefault(path, (path,))
-            names[entry] = own_paths or names.get(entry, [])
+            for node_path in matched_paths[entry_index]:
+                if isinstance(entries[entry_owners[node_path]], str):
+                    paths.setdefault(node_path, (node_path,))
+            names[unit_entry] = own_paths or names.get(unit_entry, [])
         elif len(own_paths) > 1:
-            name = free_name("+".join(entry), nodes, paths)
-            paths[name], names[tuple(entry)] = tuple(own_paths), [name]
+            unit_name = free_name("+".join(unit_entry), nodes, paths)
+            paths[unit_name], names[tuple(unit_entry)] = tuple(own_paths), [unit_name]
         else:
             # A group of one module is a plain unit.
-            paths |= {path: (path,) for path in own_paths}
-            names[tuple(entry)] = own_paths
+            paths |= {node_path: (node_path,) for node_path in own_paths}
+            names[tuple(unit_entry)] = own_paths
     return paths, _read_overrides(units, names, strategy)
 
 
 def _matched_paths(entry: Any, nodes: Collection[str]) -> list[str]:
     """Return the paths that one entry of ``units`` names."""
+    # Units is a list, so it would pass for a group.
     if isinstance(entry, Units):
         raise TypeError(
             f"units hold the result of a policy, {list(entry)[:4]}, as one of them; pass it as "
@@ -87,23 +94,23 @@ def _matched_paths(entry: Any, nodes: Collection[str]) -> list[str]:
             "units hold an empty group; name the paths of its modules, or leave it out"
         )
     group = f"the group {list(entry)} of units names"
-    members: dict[str, None] = {}
-    for glob in entry:
-        glob_paths = found_by(glob, nodes, "unit")
-        twice = [path for path in glob_paths if path in members]
-        if twice or not glob_paths:
-            mistake = f"{twice[0]!r} twice" if twice else "the root ''"
+    member_paths: dict[str, None] = {}
+    for member_glob in entry:
+        glob_paths = found_by(member_glob, nodes, "unit")
+        repeated_paths = [node_path for node_path in glob_paths if node_path in member_paths]
+        if repeated_paths or not glob_paths:
+            mistake = f"{repeated_paths[0]!r} twice" if repeated_paths else "the root ''"
             raise ValueError(f"{group} {mistake}; name each path below the root once")
-        members |= dict.fromkeys(glob_paths)
-    for path in members:
+        member_paths |= dict.fromkeys(glob_paths)
+    for node_path in member_paths:
         # Why not: a unit's forward gathers all of its leaves, the inner module's among them.
-        for outer in tree.upwards(path):
-            if outer != path and outer in members:
+        for outer_path in tree.upwards(node_path):
+            if outer_path != node_path and outer_path in member_paths:
                 raise ValueError(
-                    f"{group} {path!r}, which lies inside {outer!r} of the same group; leave the "
-                    "inner path out"
+                    f"{group} {node_path!r}, which lies inside {outer_path!r} of the same group; "
+                    "leave the inner path out"
                 )
-    return list(members)
+    return list(member_paths)
 
 
 def free_name(name: str, *taken: Collection[str]) -> str:
@@ -118,7 +125,9 @@ def _read_overrides(
 ) -> dict[str, Mapping[str, Any]]:
     """Return the options that single units override, by the name of the unit."""
     given_options = units if isinstance(units, Mapping) else getattr(units, "overrides", {})
-    known_units = dict.fromkeys(name for entry_units in names.values() for name in entry_units)
+    known_units = dict.fromkeys(
+        unit_name for entry_units in names.values() for unit_name in entry_units
+    )
     overrides: dict[str, Mapping[str, Any]] = {}
     for key, options in given_options.items():
         if not isinstance(options, Mapping):
@@ -126,15 +135,15 @@ def _read_overrides(
                 f"the options of unit {key!r} must be a dictionary, such as {{'strategy': "
                 f"'no_shard'}}, or {{}} for those of make_plan; found {options!r}"
             )
-        for name in names.get(key, [key]):
-            if name not in known_units:
+        for unit_name in names.get(key, [key]):
+            if unit_name not in known_units:
                 raise ValueError(
-                    f"units override options of {name!r}, which is not among them; found the units "
-                    f"{some([known for known in known_units if known])}: remove the entry from "
+                    f"units override options of {unit_name!r}, which is not among them; found the "
+                    f"units {some([name for name in known_units if name])}: remove the entry from "
                     "units.overrides too, or name the unit"
                 )
-            check_options(options, strategy, name)
-            overrides[name] = options
+            check_options(options, strategy, unit_name)
+            overrides[unit_name] = options
     return overrides
 
 
@@ -162,18 +171,18 @@ def check_options(options: Mapping[str, Any], strategy: str, unit: str | None = 
             f"precision must be a funcshard.MixedPrecision, or None; found {precision!r}: for "
             "units that compute in bfloat16 pass fs.MixedPrecision(param_dtype=torch.bfloat16)"
         )
-    forward = options.get("reshard_after_forward")
-    if forward is not None and not isinstance(forward, bool):
+    after_forward = options.get("reshard_after_forward")
+    if after_forward is not None and not isinstance(after_forward, bool):
         remedy = "pass True, False, or the ranks of a machine; leave it out if the strategy decides"
-        check_count("reshard_after_forward", forward, of="ranks", remedy=remedy)
+        check_count("reshard_after_forward", after_forward, of="ranks", remedy=remedy)
     check_flag("reshard_after_backward", options.get("reshard_after_backward", True))
     # Why only both together: for a unit that overrides the strategy alone, the option of the plan
     # means nothing.
-    if forward and strategy == "no_shard":
+    if after_forward and strategy == "no_shard":
         where = "" if unit is None else f"unit {unit or '(root)'!r}: "
         raise ValueError(
-            f"{where}reshard_after_forward={forward!r} frees gathered leaves, and the strategy "
-            "'no_shard' gathers none; found both: leave it out, or choose 'full_shard'"
+            f"{where}reshard_after_forward={after_forward!r} frees gathered leaves, and the "
+            "strategy 'no_shard' gathers none; found both: leave it out, or choose 'full_shard'"
         )
 
 
@@ -188,28 +197,29 @@ def decided_options(name: str, options: Mapping[str, Any], shards: int) -> dict[
         ValueError: the unit is freed after forward, but should stay gathered after backward, or a
             number of ranks does not divide that of the shard axis.
     """
-    strategy, freed = options["strategy"], options["reshard_after_forward"]
+    strategy, freed_after = options["strategy"], options["reshard_after_forward"]
+    # Copies have nothing to free; an option of the plan for all units passes them over.
     if strategy == "no_shard":
         return {**options, "reshard_after_forward": False, "reshard_after_backward": True}
-    title = f"unit {name or '(root)'!r}"
-    if freed is None:
+    unit_title = f"unit {name or '(root)'!r}"
+    if freed_after is None:
         # Why not the root: backward would gather it again right after forward.
-        freed = strategy == "full_shard" and name != ""
-    elif not isinstance(freed, bool):
-        freed = int(freed)
-        if shards % freed:
+        freed_after = strategy == "full_shard" and name != ""
+    elif not isinstance(freed_after, bool):
+        freed_after = int(freed_after)
+        if shards % freed_after:
             raise ValueError(
                 f"reshard_after_forward must be a number of ranks that divides the {shards} ranks "
-                f"of the shard axis; found {freed} for {title}: pass a divisor, such as the ranks "
-                "of one machine, or True"
+                f"of the shard axis; found {freed_after} for {unit_title}: pass a divisor, such as "
+                "the ranks of one machine, or True"
             )
-        if freed in (1, shards):
-            freed = freed > 1
-    if freed and not options["reshard_after_backward"]:
+        if freed_after in (1, shards):
+            freed_after = freed_after > 1
+    if freed_after and not options["reshard_after_backward"]:
         raise ValueError(
             "reshard_after_backward=False keeps a unit gathered until the next micro-batch, so it "
-            f"must stay gathered after forward too; found that {title} is freed after forward: "
-            "pass strategy='shard_grad_op' or reshard_after_forward=False, or override the option "
-            "for single units only"
+            f"must stay gathered after forward too; found that {unit_title} is freed after "
+            "forward: pass strategy='shard_grad_op' or reshard_after_forward=False, or override "
+            "the option for single units only"
         )
-    return {**options, "reshard_after_forward": freed}
+    return {**options, "reshard_after_forward": freed_after}

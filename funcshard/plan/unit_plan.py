@@ -16,14 +16,14 @@ from typing import NamedTuple
 import torch
 
 from funcshard._utils import check_choice, dtype_of, tree
-from funcshard.plan.mesh_axes import AXES, Axes, model_axes_of
+from funcshard.plan.mesh_axes import AXES, Axes
 from funcshard.plan.precision import MixedPrecision
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 _GRID = "pass a mesh of two axes, as in init_mesh({'replicate': R, 'shard': S}), and"
 # The names that strategies have in other libraries, such as those of FSDP1's ShardingStrategy.
 _USUAL = {
-    **{each: f"did you mean {each!r}?" for each in STRATEGIES},
+    **{strategy: f"did you mean {strategy!r}?" for strategy in STRATEGIES},
     "hybrid_shard": f"{_GRID} strategy='full_shard'",
     "hsdp": f"{_GRID} strategy='full_shard'",
     "hybrid_shard_zero2": f"{_GRID} strategy='shard_grad_op'",
@@ -152,20 +152,21 @@ class BufferPlan:
 
     def __post_init__(self) -> None:
         dtype_of(self.dtype)
-        data = tuple(axis for axis in AXES if axis in self.local)
-        if self.local[: len(data)] != data:
+        # Why in order: keys of buffers name the axes, and equal buffers have equal keys.
+        data_axes = tuple(axis for axis in AXES if axis in self.local)
+        if self.local[: len(data_axes)] != data_axes:
             raise ValueError(
                 f"buffer {self.key} must name data axes first; found that it is local to "
                 f"{self.local}"
             )
-        end = 0
+        end_element = 0
         for leaf in self.leaves:
-            if leaf.offset != end:
+            if leaf.offset != end_element:
                 raise ValueError(
-                    f"leaf {leaf.path} must lie at {end}, because padding is at the end; found "
-                    f"{leaf.offset}"
+                    f"leaf {leaf.path} must lie at {end_element}, because padding is at the end; "
+                    f"found {leaf.offset}"
                 )
-            end += leaf.numel
+            end_element += leaf.numel
 
     @property
     def numel(self) -> int:
@@ -188,8 +189,10 @@ class BufferPlan:
         ``rank`` is the index of the rank along the shard axis.
         """
         numel = self.numel
-        size = -(-numel // self.shards)
-        return min(max(numel - rank * size, 0), size) if self.shards > 1 else size
+        shard_numel = -(-numel // self.shards)
+        if self.shards == 1:
+            return numel
+        return min(max(numel - rank * shard_numel, 0), shard_numel)
 
     @property
     def itemsize(self) -> int:
@@ -205,19 +208,18 @@ class BufferPlan:
             leaf: a leaf of this buffer.
             rank: index of the rank along the shard axis.
         """
-        return self._part(leaf, rank, self.shard_numel)
+        if self.shards == 1:
+            return LeafPart(0, leaf.numel, leaf.offset)
+        # The shard's first and last element as indices into the leaf, cut to those that it has.
+        shard_numel, numel = self.shard_numel, leaf.numel
+        first_element = rank * shard_numel - leaf.offset
+        begin_element = min(max(first_element, 0), numel)
+        end_element = max(min(first_element + shard_numel, numel), begin_element)
+        return LeafPart(begin_element, end_element, begin_element - first_element)
 
     def parts(self, rank: int) -> list[LeafPart]:
         """Return ``part`` of every leaf."""
-        size = self.shard_numel
-        return [self._part(leaf, rank, size) for leaf in self.leaves]
-
-    def _part(self, leaf: LeafSpec, rank: int, size: int) -> LeafPart:
-        first, begin = rank * size if self.shards > 1 else 0, leaf.offset
-        end = begin + leaf.numel
-        low = min(max(first, begin), end)
-        high = max(min(first + size, end), low)
-        return LeafPart(low - begin, high - begin, low - first)
+        return [self.part(leaf, rank) for leaf in self.leaves]
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,17 +267,20 @@ class UnitPlan:
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy)
+        # mesh_shape repeats two of the axes, because most plans store no others.
         if tuple(map(self.mesh_axes.get, AXES)) != self.mesh_shape:
             raise ValueError(
                 f"unit {self.name}: {self.axes} must have the data axes {self.mesh_shape}"
             )
+        # The leaves themselves say in which dtype such a unit computes.
         if self.full_precision and self.precision:
             raise ValueError(
                 f"unit {self.name}: a full-precision unit computes in the dtype of its leaves"
             )
-        shards = self.mesh_shape[1] if self.sharded else 1
+        unit_shards = self.mesh_shape[1] if self.sharded else 1
         for buffer in self.buffers:
-            shard_count = 1 if "shard" in buffer.local else shards
+            # Each rank of the shard axis has values of its own in a buffer that is local along it.
+            shard_count = 1 if "shard" in buffer.local else unit_shards
             if buffer.shards != shard_count:
                 raise ValueError(
                     f"unit {self.name}: buffer {buffer.key} must have {shard_count} shards; found "
@@ -283,17 +288,23 @@ class UnitPlan:
                 )
         if self.reshard_after_forward and not self.sharded:
             raise ValueError(f"unit {self.name}: nothing to reshard")
-        ranks = self.post_forward_ranks
-        if ranks is not None and not (1 < ranks < shards and shards % ranks == 0):
+        forward_ranks = self.post_forward_ranks
+        if forward_ranks is not None and not (
+            1 < forward_ranks < unit_shards and unit_shards % forward_ranks == 0
+        ):
             raise ValueError(
-                f"unit {self.name}: reshard_after_forward must divide {shards} ranks; found {ranks}"
+                f"unit {self.name}: reshard_after_forward must divide {unit_shards} ranks; found "
+                f"{forward_ranks}"
             )
+        # A unit of copies is never freed, and one freed after forward is gathered for each
+        # backward.
         if not self.reshard_after_backward and (not self.sharded or self.reshard_after_forward):
             raise ValueError(f"unit {self.name}: nothing stays gathered")
 
     @property
     def post_forward_ranks(self) -> int | None:
         """Number of ranks that hold the unit together after forward; ``None``: all or one."""
+        # Why by class: 1 == True, and a plan from JSON keeps the difference.
         return None if isinstance(self.reshard_after_forward, bool) else self.reshard_after_forward
 
     @property
@@ -305,11 +316,6 @@ class UnitPlan:
     def mesh_axes(self) -> dict[str, int]:
         """Size of each mesh axis, in the order of ranks."""
         return dict(self.axes or zip(AXES, self.mesh_shape, strict=True))
-
-    @property
-    def model_axes(self) -> Axes:
-        """Name and size of each mesh axis that is no data axis."""
-        return model_axes_of(self.mesh_axes)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -324,6 +330,7 @@ class UnitPlan:
     @property
     def leaves(self) -> tuple[LeafSpec, ...]:
         """Leaves of all buffers, in the order in which ``structure`` numbers them."""
+        # Most units have one buffer, and this is read often.
         if len(self.buffers) == 1:
             return self.buffers[0].leaves
         return tuple([leaf for buffer in self.buffers for leaf in buffer.leaves])
@@ -348,6 +355,7 @@ class UnitPlan:
 
     def listed(self) -> UnitPlan:
         """Return the same unit with a flat list as structure, in the order of ``leaves``."""
+        # Why a list: callers that hold leaves by position need no names.
         return dataclasses.replace(self, structure=("list", None, tuple(range(len(self.leaves)))))
 
 
@@ -359,9 +367,13 @@ def innermost_in(units: Mapping[str, Sequence[str]]) -> Callable[[str], str | No
     """
     known_owners: dict[str, str | None] = {**owners_of(units)}
 
+    # Why no call of itself: it would refer to itself, and stay until Python looks for garbage.
     def find(path: str) -> str | None:
         if path not in known_owners:
-            known_owners[path] = find(path.rpartition(".")[0]) if path else None
+            known_names = (
+                known_owners[node] for node in tree.upwards(path) if node in known_owners
+            )
+            known_owners[path] = next(known_names, None)
         return known_owners[path]
 
     return find
@@ -369,11 +381,9 @@ def innermost_in(units: Mapping[str, Sequence[str]]) -> Callable[[str], str | No
 
 def owners_of(units: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Return the name of the unit that has each path."""
-    owners: dict[str, str] = {}
-    for name, nodes in units.items():
-        for node in nodes:
-            owners.setdefault(node, name)
-    return owners
+    # Why reversed: of two units with one path, the first one counts.
+    owner_pairs = [(node, name) for name, nodes in units.items() for node in nodes]
+    return dict(reversed(owner_pairs))
 
 
 def check_strategy(strategy: str) -> None:

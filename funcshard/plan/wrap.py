@@ -9,7 +9,7 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -45,6 +45,7 @@ class Units(list[Any]):
         overrides: Mapping[Any, Mapping[str, Any]] | None = None,
     ) -> None:
         super().__init__(paths)
+        # A copy, because lists of units are added and changed.
         self.overrides = dict(overrides or {})
 
     def __add__(self, other: Sequence[Any]) -> Units:
@@ -78,19 +79,17 @@ def by_class(*classes: type[nn.Module]) -> Policy:
 
     Source: ``torch.distributed.fsdp.wrap.ModuleWrapPolicy``.
     """
-    if not classes or not all(
-        isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes
-    ):
-        wrong = next(
-            (cls for cls in classes if not (isinstance(cls, type) and issubclass(cls, nn.Module))),
-            None,
-        )
-        if not classes:
-            found_text = "none"
-        elif isinstance(wrong, type):
-            found_text = f"the class {wrong.__name__}"
-        else:
-            found_text = repr(wrong) if isinstance(wrong, str | list) else type(wrong).__name__
+    wrong_classes = [
+        cls for cls in classes if not isinstance(cls, type) or not issubclass(cls, nn.Module)
+    ]
+    if wrong_classes or not classes:
+        found_text = "none"
+        if wrong_classes:
+            # A module prints its whole tree; its class is enough.
+            shown_value = wrong_classes[0]
+            if not isinstance(shown_value, type | str | list):
+                shown_value = type(shown_value)
+            found_text = getattr(shown_value, "__name__", repr(shown_value))
         raise TypeError(
             f"by_class takes one or more subclasses of torch.nn.Module; found {found_text}: write "
             "by_class(A, B)(module), with the classes themselves"
@@ -98,12 +97,13 @@ def by_class(*classes: type[nn.Module]) -> Policy:
 
     def policy(module: nn.Module) -> Units:
         units = by_function(lambda m: isinstance(m, classes))(module)
+        # An empty choice is a typo in most cases, and the plan would have one large unit.
         if not units:
-            names = ", ".join(cls.__name__ for cls in classes)
-            present = ", ".join(sorted({type(m).__name__ for m in module.modules()})[:8])
+            class_names = ", ".join(cls.__name__ for cls in classes)
+            present_classes = ", ".join(sorted({type(m).__name__ for m in module.modules()})[:8])
             raise ValueError(
-                f"by_class({names}) found no such module with parameters; the model is made of "
-                f"{present}"
+                f"by_class({class_names}) found no such module with parameters; the model is made "
+                f"of {present_classes}"
             )
         return units
 
@@ -164,33 +164,39 @@ def by_size(
             )
 
     def policy(module: nn.Module, example_inputs: Any = None) -> Units:
-        names = {id(m): name for name, m in _named_modules(module)}
-        apart = (
-            {id(module)}
-            if example_inputs is None
-            else {id(module), *read_outside(module, example_inputs)}
-        )
-        chosen: dict[int, None] = {}
-
-        def visit(m: nn.Module) -> int:
-            """Choose units in ``m``, maybe ``m`` itself; return how many elements they hold."""
-            total = _numel(m)
-            taken = 0
-            if total >= min_numel and not isinstance(m, force_leaf):
-                taken = sum(visit(child) for child in dict.fromkeys(m.children()))
-            if (
-                total - taken >= max(min_numel, 1)
-                and not isinstance(m, (*exclude, *force_leaf))
-                and id(m) not in apart
-            ):
-                chosen[id(m)] = None
-                return total
-            return taken
-
-        visit(module)
-        return Units(name for m, name in names.items() if m in chosen)
+        module_names = {id(m): name for name, m in _named_modules(module)}
+        excluded_ids = {id(module)}
+        if example_inputs is not None:
+            excluded_ids |= read_outside(module, example_inputs)
+        no_units = (*exclude, *force_leaf)
+        excluded_ids |= {id(m) for m in module.modules() if isinstance(m, no_units)}
+        chosen_units: set[int] = set()
+        _choose_by_size(module, min_numel, force_leaf, excluded_ids, chosen_units)
+        return Units(name for m, name in module_names.items() if m in chosen_units)
 
     return policy
+
+
+# Why no function inside of the policy: it would refer to itself and to the module, which would stay
+# in memory until Python looks for such garbage.
+def _choose_by_size(
+    module: nn.Module,
+    min_numel: int,
+    force_leaf: tuple[type[nn.Module], ...],
+    apart: Collection[int],
+    chosen: set[int],
+) -> int:
+    """Choose units in a module, maybe the module itself; return how many elements they hold."""
+    total_numel = sum(parameter.numel() for parameter in module.parameters())
+    taken_numel = 0
+    if total_numel >= min_numel and not isinstance(module, force_leaf):
+        # Why unique: a module may be registered twice under one parent.
+        for child in dict.fromkeys(module.children()):
+            taken_numel += _choose_by_size(child, min_numel, force_leaf, apart, chosen)
+    if total_numel - taken_numel < max(min_numel, 1) or id(module) in apart:
+        return taken_numel
+    chosen.add(id(module))
+    return total_numel
 
 
 def by_function(function: Callable[[nn.Module], bool | Mapping[str, Any]]) -> Policy:
@@ -215,12 +221,19 @@ def by_function(function: Callable[[nn.Module], bool | Mapping[str, Any]]) -> Po
     """
 
     def policy(module: nn.Module) -> Units:
-        chosen: dict[str, Mapping[str, Any]] = {}
+        chosen_units: dict[str, Mapping[str, Any]] = {}
         for name, m in _named_modules(module):
-            answer = function(m) if name and next(m.parameters(), None) is not None else False
-            if isinstance(answer, Mapping) or answer:
-                chosen[name] = answer if isinstance(answer, Mapping) else {}
-        return Units(chosen, {name: options for name, options in chosen.items() if options})
+            # Neither the root nor a module without parameters can be a unit.
+            if not name or next(m.parameters(), None) is None:
+                continue
+            unit_answer = function(m)
+            if isinstance(unit_answer, Mapping):
+                chosen_units[name] = unit_answer
+            elif unit_answer:
+                chosen_units[name] = {}
+        return Units(
+            chosen_units, {name: options for name, options in chosen_units.items() if options}
+        )
 
     return policy
 
@@ -261,28 +274,30 @@ def any_of(*policies: Policy) -> Policy:
         ['0', '1']
     """
 
-    for given in policies:
-        if not callable(given):
+    for choose in policies:
+        if not callable(choose):
             raise TypeError(
-                f"any_of takes policies, each an argument of its own; found {given!r}: write "
+                f"any_of takes policies, each an argument of its own; found {choose!r}: write "
                 "any_of(*policies)"
             )
 
     def policy(module: nn.Module) -> Units:
-        chosen = [choose(module) for choose in policies]
-        names = {name for units in chosen for name in units if isinstance(name, str)}
-        groups = dict.fromkeys(
+        chosen_units = [choose(module) for choose in policies]
+        module_names = {name for units in chosen_units for name in units if isinstance(name, str)}
+        unit_groups = dict.fromkeys(
             tuple(unit_group)
-            for units in chosen
+            for units in chosen_units
             for unit_group in units
             if not isinstance(unit_group, str)
         )
         overrides: dict[str, Mapping[str, Any]] = {}
-        for units in reversed(chosen):
+        # The overrides of the first policy hold, so they are written last.
+        for units in reversed(chosen_units):
             # A policy of the user's may return a plain list.
             overrides.update(getattr(units, "overrides", {}))
         return Units(
-            [*(name for name, _ in _named_modules(module) if name in names), *groups], overrides
+            [*(name for name, _ in _named_modules(module) if name in module_names), *unit_groups],
+            overrides,
         )
 
     return policy
@@ -295,7 +310,3 @@ def _named_modules(module: Any) -> list[tuple[str, nn.Module]]:
             f"{type(module).__name__}: write policy(module)"
         )
     return list(module.named_modules())
-
-
-def _numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

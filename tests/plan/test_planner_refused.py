@@ -144,7 +144,7 @@ CASES: dict[str, tuple[Callable[[], object], Exception]] = {
     # policies
     "by no class": (lambda: fs.wrap.by_class(), TypeError("by_class takes … found none: write")),
     "by the name of a class": (lambda: fs.wrap.by_class("Linear"), TypeError("by_class takes … found 'Linear': write")),
-    "by a class of no modules": (lambda: fs.wrap.by_class(int), TypeError("by_class takes … found the class int: write")),
+    "by a class of no modules": (lambda: fs.wrap.by_class(int), TypeError("by_class takes … found int: write")),
 }  # fmt: skip
 
 
