@@ -55,7 +55,8 @@ class LeafGradient:
 
     Attributes:
         gathered: the leaves of its buffer, if the shard is gathered already.
-        comm: the communication of its buffer; ``None`` if no unit has gathered the leaf.
+        comm: the communication of its buffer, that of its last gradient if there are several;
+            ``None`` if no unit has gathered the leaf.
         mode: when its gradients are reduced; ``""`` if all are reduced at once.
         awaited: how many gradients the coming backward will still compute.
         held: the sum of the unreduced gradients of earlier micro-batches.
@@ -186,7 +187,7 @@ class GradReducer:
         if leaf is None:
             self._check_computed(shard, comm)
             return None
-        leaf.comm = comm
+        leaf.comm = leaf.comm or comm
         return leaf.gathered
 
     def _check_computed(self, shard: torch.Tensor, comm: BufferComm) -> None:

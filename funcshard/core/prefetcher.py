@@ -424,17 +424,21 @@ def slice_comms(unit: UnitPlan, mesh: Mesh, comms: Sequence[BufferComm]) -> Slic
     if unit.post_forward_ranks is None:
         return ()
     topology = Topology(neighbours(mesh, unit.post_forward_ranks), sharded=True)
-    as_it_is: dict[str, Any] = {"dtypes": CommDtypes(), "offload": False, "own": False}
-    return tuple(
-        [
-            dataclasses.replace(
-                comm, topology=topology, label=f"slices of {comm.label}", **as_it_is
-            )
-            if comm.topology.cut
-            else None
-            for comm in comms
-        ]
-    )
+
+    def slice_comm(comm: BufferComm) -> BufferComm | None:
+        if not comm.topology.cut:
+            return None
+        # Why no dtypes, and no user's functions: the slices have been cast and gathered before.
+        return dataclasses.replace(
+            comm,
+            topology=topology,
+            dtypes=CommDtypes(),
+            offload=False,
+            label=f"slices of {comm.label}",
+            own=False,
+        )
+
+    return tuple(map(slice_comm, comms))
 
 
 class SavedUnit:
