@@ -78,10 +78,8 @@ def draw_memory(report: Report, *, path: str | Path | None = None) -> Figure:
     )
     highest_line = peak_moment.total / byte_scale
     if report.budget is not None:
-        budget_height, budget_text = (
-            report.budget / byte_scale,
-            f"budget {table.size(report.budget)}",
-        )
+        budget_height = report.budget / byte_scale
+        budget_text = f"budget {table.size(report.budget)}"
         text_style = {
             "color": _ALARM,
             "bbox": {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1.5},

@@ -66,10 +66,8 @@ class Infeasible(Shown):
 
     def _parts(self) -> list[Part]:
         report = self.report
-        bytes_over, peak_text = (
-            table.size(report.peak - self.budget),
-            moment_text(report.peak_moment),
-        )
+        bytes_over = table.size(report.peak - self.budget)
+        peak_text = moment_text(report.peak_moment)
         table_rows = [
             [
                 change.text, table.signed(change.peak, table.size), table.signed(change.seconds, table.duration),

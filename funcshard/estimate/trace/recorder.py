@@ -286,10 +286,8 @@ class Recorder(TorchDispatchMode):
     def pack_held(self, outer: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
         """Note a tensor that a checkpoint keeps, and let the checkpoint pack it."""
         if self.phase != "backward":
-            node_number, param_name = (
-                next_sequence_number() - 1,
-                self.params.get(storage_id(tensor)),
-            )
+            node_number = next_sequence_number() - 1
+            param_name = self.params.get(storage_id(tensor))
             if param_name is not None:
                 self.emit(UseParam(param_name))
                 self._used.setdefault(node_number, []).append(param_name)

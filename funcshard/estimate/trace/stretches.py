@@ -239,11 +239,9 @@ class _Summary:
             elif isinstance(event, At):
                 place = self._place(event.path), event.phase
                 # Note: a place counts only if the unit or the checkpoint around it is another one.
-                is_kept, current_place, is_forward = (
-                    place != current_place,
-                    place,
-                    event.phase == "forward",
-                )
+                is_kept = place != current_place
+                current_place = place
+                is_forward = event.phase == "forward"
             elif isinstance(event, (Enter, Exit)):
                 is_kept = event.path in self.units
                 if not is_forward:
