@@ -14,12 +14,12 @@ from torch import nn
 
 def base_model(module: nn.Module) -> nn.Module:
     """Return the model inside a ``PeftModel``, or the module itself."""
-    of_peft = any(
+    is_peft_model = any(
         cls.__name__ == "PeftModel" and cls.__module__.startswith("peft.")
         for cls in type(module).__mro__
     )
     base: Any = module
-    return base.get_base_model() if of_peft else base
+    return base.get_base_model() if is_peft_model else base
 
 
 def file_names(module: nn.Module) -> dict[str, list[str]]:
@@ -28,37 +28,44 @@ def file_names(module: nn.Module) -> dict[str, list[str]]:
     A module that peft copies to train it, as for ``modules_to_save``, has the values of the
     original. Adapters are left out.
     """
-    base, state = base_model(module), module.state_dict(keep_vars=True)
+    base, module_state = base_model(module), module.state_dict(keep_vars=True)
     prefix = next(f"{path}." if path else "" for path, m in module.named_modules() if m is base)
     names: dict[str, list[str]] = {}
-    for name in state:
-        plain = _without_wrappers(base, name[len(prefix) :]) if name.startswith(prefix) else None
-        if plain is not None:
-            names.setdefault(plain, []).append(name)
+    for name in module_state:
+        plain_name = (
+            _without_wrappers(base, name[len(prefix) :]) if name.startswith(prefix) else None
+        )
+        if plain_name is not None:
+            names.setdefault(plain_name, []).append(name)
     # Why: of a tied parameter the folder may hold one name alone, and peft's copy is not tied.
-    tied: dict[int, list[str]] = {}
-    for group in names.values():
-        for key in {id(state[name]) for name in group}:
-            tied.setdefault(key, []).extend(group)
-    return {
-        plain: list(dict.fromkeys([*group, *(k for name in group for k in tied[id(state[name])])]))
-        for plain, group in names.items()
-    }
+    # So each name in the folder stands for all names of the tensors that it gives values to.
+    names_of_parameter: dict[int, list[str]] = {}
+    for tied_names in names.values():
+        for parameter_id in {id(module_state[name]) for name in tied_names}:
+            names_of_parameter.setdefault(parameter_id, []).extend(tied_names)
+    for plain_name, tied_names in names.items():
+        all_names = dict.fromkeys(tied_names)
+        for name in tied_names:
+            all_names.update(dict.fromkeys(names_of_parameter[id(module_state[name])]))
+        names[plain_name] = list(all_names)
+    return names
 
 
 def _without_wrappers(module: nn.Module, name: str) -> str | None:
     """Return the name that a tensor has without peft's wrappers; ``None`` if it is an adapter's."""
-    key, _, inner_name = name.partition(".")
-    child = module._modules.get(key)
+    module_name, _, inner_name = name.partition(".")
+    child = module._modules.get(module_name)
+    # Note: every other module adds its own name to the path.
     if not hasattr(type(module), "adapter_layer_names"):  # of all of peft's wrappers
-        inner = None if child is None else _without_wrappers(child, inner_name)
+        inner_path = None if child is None else _without_wrappers(child, inner_name)
         if child is None:
             return name
-        return None if inner is None else f"{key}.{inner}"
-    if child is not None and key == "modules_to_save":
+        return None if inner_path is None else f"{module_name}.{inner_path}"
+    # Note: below it lies a copy for each adapter, which has the original's values.
+    if child is not None and module_name == "modules_to_save":
         adapter, _, inner_name = inner_name.partition(".")
         child = child._modules[adapter]
-    elif key not in ("base_layer", "original_module"):
+    elif module_name not in ("base_layer", "original_module"):
         return None
     return None if child is None else _without_wrappers(child, inner_name)
 
@@ -72,11 +79,14 @@ def adapter_reset(module: nn.Module) -> Callable[[nn.Module], None]:
     """
     configs: Any = getattr(module, "peft_config", {})
     for config in configs.values():
+        # Note: an enumeration in some versions of peft, and a text in others.
         peft_type = str(getattr(config.peft_type, "value", config.peft_type))
         init = getattr(config, "init_lora_weights", None)
-        drawn = init in (True, False, "gaussian") and not getattr(config, "use_dora", False)
-        fits = drawn if peft_type == "LORA" else peft_type == "IA3" and config.init_ia3_weights
-        if not fits:
+        is_drawn = init in (True, False, "gaussian") and not getattr(config, "use_dora", False)
+        is_supported = (
+            is_drawn if peft_type == "LORA" else peft_type == "IA3" and config.init_ia3_weights
+        )
+        if not is_supported:
             raise ValueError(
                 "from_pretrained initialises adapters of IA3, and those of LoRA that do not "
                 f"depend on the weights; found {type(config).__name__}: call get_peft_model on a "
@@ -84,6 +94,7 @@ def adapter_reset(module: nn.Module) -> Callable[[nn.Module], None]:
             )
 
     def reset(m: Any) -> None:
+        # Note: only layers without children have values of their own.
         if not m._modules and hasattr(m, "reset_parameters"):
             m.reset_parameters()  # as at its construction; init_lora_weights=False keeps these values
         for name, config in configs.items():

@@ -58,26 +58,31 @@ class BlockWriter:
 
     def write(self, data: bytes) -> None:
         """Add bytes to the file."""
-        remaining = memoryview(data)
-        while remaining:
+        remaining_bytes = memoryview(data)
+        while remaining_bytes:
             block = self._block
-            size = min(BLOCK - block.size, len(remaining))
-            block.view[block.size : block.size + size] = remaining[:size]
-            remaining = remaining[size:]
+            size = min(BLOCK - block.size, len(remaining_bytes))
+            block.view[block.size : block.size + size] = remaining_bytes[:size]
+            remaining_bytes = remaining_bytes[size:]
             self._added(size)
 
     def write_tensor(self, data: torch.Tensor) -> list[int]:
         """Add the elements of a tensor, and return the CRC-32 of every ``CHECKED`` bytes."""
         checksums: list[int] = []
-        done, source = 0, byte_view(data)
-        while done < source.numel():
+        done_bytes, source_bytes = 0, byte_view(data)
+        while done_bytes < source_bytes.numel():
             block = self._block
-            begin = done % CHECKED
-            size = min(BLOCK - block.size, source.numel() - done, CHECKED - begin)
-            block.bytes[block.size : block.size + size].copy_(source[done : done + size])
-            checksum = checksums.pop() if begin else 0
+            block_offset = done_bytes % CHECKED
+            size = min(
+                BLOCK - block.size, source_bytes.numel() - done_bytes, CHECKED - block_offset
+            )
+            block.bytes[block.size : block.size + size].copy_(
+                source_bytes[done_bytes : done_bytes + size]
+            )
+            # Note: a checksum goes on where the last piece of its bytes ended.
+            checksum = checksums.pop() if block_offset else 0
             checksums.append(zlib.crc32(block.view[block.size : block.size + size], checksum))
-            done += size
+            done_bytes += size
             self._added(size)
         return checksums
 
@@ -107,6 +112,7 @@ class BlockWriter:
         if self._thread is None and not self._start():
             _write(self._file, self._block.view, self._block.begin)
         else:
+            # Note: with two blocks, one is filled while the other one is written.
             self._full.put(self._block)
             self._block = self._free.get()
         self._block.begin, self._block.size = self.position, 0
@@ -118,16 +124,16 @@ class BlockWriter:
         From Python 3.12 on, none starts after the end of the program, when a save in the background
         may still run.
         """
-        thread = threading.Thread(
+        block_thread = threading.Thread(
             target=self._run, name=f"{threading.current_thread().name}, blocks"
         )
         try:
-            thread.start()
+            block_thread.start()
         except RuntimeError:
             return False
         _set_direct(self._file, True)
         self._free.put(_Block(BLOCK))
-        self._thread = thread
+        self._thread = block_thread
         return True
 
     def _run(self) -> None:
@@ -153,14 +159,15 @@ class BlockWriter:
 def _write(file: int, data: memoryview, offset: int) -> None:
     while data:
         try:
-            done = os.pwrite(file, data, offset)
+            written_bytes = os.pwrite(file, data, offset)
         except OSError:
             if not _set_direct(file, False):
                 raise
             continue  # a file system that opens files for O_DIRECT and does not write them so
-        if done % _PAGE:
+        # Note: a short write leaves a rest that O_DIRECT does not take.
+        if written_bytes % _PAGE:
             _set_direct(file, False)
-        data, offset = data[done:], offset + done
+        data, offset = data[written_bytes:], offset + written_bytes
 
 
 def _set_direct(file: int, direct: bool) -> bool:

@@ -11,10 +11,10 @@ import itertools
 import json
 import logging
 import math
-import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from funcshard._utils import (
     table,
     without_collection,
 )
-from funcshard.checkpoint.folders import TRIES, folders, has_our_index, pause
+from funcshard.checkpoint.folders import TRIES, StrPath, folders, has_our_index, pause
 from funcshard.checkpoint.foreign_folders import foreign_remedy
 from funcshard.checkpoint.rank_files import (
     INDEX,
@@ -133,6 +133,7 @@ class Contents(Shown):
         Raises:
             ValueError: the table or the rank's file of tensors is damaged or missing.
         """
+        # Note: a table is read when it is needed; a restore needs those of few ranks.
         if rank not in self.tables:
             self.tables[rank] = read_table(self.path, self.save, rank)
         return self.tables[rank]
@@ -143,14 +144,15 @@ class Contents(Shown):
 
     def check_files(self) -> None:
         """Raise ``ValueError`` unless the files of all ranks exist, and have their sizes."""
-        size = 0
+        total_bytes = 0
         # Why by name: files of a save that is running may go between a list and a look at them.
         for name in files_of(self.save, self.world_size):
             try:
-                size += (self.path / name).lstat().st_size
+                total_bytes += (self.path / name).lstat().st_size
             except FileNotFoundError:
                 raise missing(self.path / name) from None
-        if size != self.bytes:
+        # Note: the index has the sum alone, so that it doesn't grow with the number of ranks.
+        if total_bytes != self.bytes:
             for rank in range(self.world_size):
                 self.table(rank)  # which names a file that has changed
             raise damaged(self.path / INDEX)
@@ -172,18 +174,18 @@ class Contents(Shown):
         Raises:
             ValueError: a file differs from the one that was saved; the message names it.
         """
-        ranks, done = range(self.world_size), 0
-        total = sum(self.table(rank).size for rank in ranks)
+        ranks, done_bytes = range(self.world_size), 0
+        total_bytes = sum(self.table(rank).size for rank in ranks)
         with self.reader() as reader:
             for nbytes in itertools.chain.from_iterable(map(reader.checked, ranks)):
-                done += nbytes
-                watch(done, total)
+                done_bytes += nbytes
+                watch(done_bytes, total_bytes)
 
     def _parts(self) -> list[Table]:
         return [_table(self)]
 
 
-def latest(folder: str | os.PathLike[str], *, thorough: bool = False) -> Path | None:
+def latest(folder: StrPath, *, thorough: bool = False) -> Path | None:
     """Return the path of the complete checkpoint in a folder that was saved last, or ``None``.
 
     A checkpoint is passed over if its saving was interrupted, or if a file is missing or has
@@ -223,14 +225,15 @@ def latest(folder: str | os.PathLike[str], *, thorough: bool = False) -> Path | 
     for attempt in range(TRIES):
         for _, path in saved_paths:
             try:
+                # Note: a damaged checkpoint must not stop a job that can begin with an older one.
                 read_from(path, look)
             except (OSError, ValueError) as error:
                 _log.warning("checkpoint %s is passed over: %s", path, error)
                 continue
             return path
         # Another job may have saved a new checkpoint meanwhile, and deleted these.
-        before, saved_paths = saved_paths, _by_time(folder)
-        if saved_paths == before:
+        earlier_paths, saved_paths = saved_paths, _by_time(folder)
+        if saved_paths == earlier_paths:
             break
         pause(attempt)
     return None
@@ -247,7 +250,7 @@ def _by_time(folder: Path) -> list[tuple[int, Path]]:
     )
 
 
-def read_values(path: str | os.PathLike[str]) -> Any:
+def read_values(path: StrPath) -> Any:
     """Return the numbers, bools and strings of a checkpoint, in the form of the state.
 
     You need neither a plan nor a mesh, so it can read a configuration before the model exists. No
@@ -284,14 +287,17 @@ def _values(spec: TreeSpec) -> tuple[Any, bool]:
     if spec[0] == "value":
         return spec[1], True
     node_kind, fields, meta, children = spec
-    below = [_values(child) for child in children]
-    keys = meta if node_kind in ("dict", "ordered_dict") else fields
-    holds = not below or any(has_value for _, has_value in below)
-    if keys is None:
-        return [value for value, _ in below], holds
+    child_values = [_values(child) for child in children]
+    child_keys = meta if node_kind in ("dict", "ordered_dict") else fields
+    holds_value = not child_values or any(has_value for _, has_value in child_values)
+    # Note: a list keeps its length, so that indices mean the same as in the state.
+    if child_keys is None:
+        return [value for value, _ in child_values], holds_value
     return {
-        key: value for key, (value, has_value) in zip(keys, below, strict=True) if has_value
-    }, holds
+        key: value
+        for key, (value, has_value) in zip(child_keys, child_values, strict=True)
+        if has_value
+    }, holds_value
 
 
 # --- the index ------------------------------------------------------------------------------------
@@ -305,8 +311,10 @@ def write_index(
         if isinstance(plans, Plan):
             plan_data = plan_to_data(plans)
         else:
+            # Note: a reader tells one plan from several by the key "format", which a plan has.
             plan_data = {key: plan_to_data(plan) for key, plan in plans.items()}
-        body = {
+        index_data = {
+            # Note: time and token first, because _head_of reads them from the first bytes.
             "saved": saved,
             "save": save,
             "plan": plan_data,
@@ -314,7 +322,8 @@ def write_index(
             "stored": flat.shared,
             "bytes": size,
         }
-        write_text(path / f"{save}.part", _json(body))
+        # Note: publish renames it, which is the moment at which the checkpoint exists.
+        write_text(path / f"{save}.part", _json(index_data))
 
 
 def _json(value: Any, depth: int = 6) -> str:
@@ -322,6 +331,7 @@ def _json(value: Any, depth: int = 6) -> str:
 
     Why: ``json.dumps`` stops all threads of Python until it is done, and a plan may have a MiB.
     """
+    # Note: six levels reach the leaves of a plan, which are short.
     if depth and isinstance(value, dict):
         items = (f"{json.dumps(key)}:{_json(item, depth - 1)}" for key, item in value.items())
         return f"{{{','.join(items)}}}"
@@ -338,6 +348,7 @@ def time_after(folder: Path) -> int:
     current_time = time.time_ns()
     for saved_time, path in _by_time(folder):
         if saved_time >= current_time:
+            # Note: the clock of this host may be behind that of the host that saved it.
             with contextlib.suppress(OSError, ValueError):  # a damaged one
                 return min(read_contents(path).saved + 1, file_data.MOST)
     return current_time
@@ -352,27 +363,28 @@ def _head_of(path: Path) -> tuple[int, str]:
     """Return time and token of a checkpoint from the first bytes of its index alone."""
     try:
         with open(open_regular(path / INDEX, links=False), "rb") as file:
-            pattern = rb'^\{"saved":(\d{1,20}),"save":"([0-9a-f]{8})"'
-            head_match = re.search(pattern, file.read(1000), re.MULTILINE)
+            head_pattern = rb'^\{"saved":(\d{1,20}),"save":"([0-9a-f]{8})"'
+            head_match = re.search(head_pattern, file.read(1000), re.MULTILINE)
     except (OSError, ValueError):
         return 0, ""
     return (int(head_match[1]), head_match[2].decode()) if head_match else (0, "")
 
 
-def read_from(path: str | os.PathLike[str], read: Callable[[Contents], T]) -> T:
+def read_from(path: StrPath, read: Callable[[Contents], T]) -> T:
     """Return what ``read`` makes of a checkpoint; begin again if another save replaces it."""
     for attempt in range(TRIES):
         contents = read_contents(path)
         try:
             return read(contents)
         except (OSError, ValueError):
+            # Note: if the token has changed, the files that were missing belong to a replaced save.
             if attempt == TRIES - 1 or save_at(contents.path) == contents.save:
                 raise
         pause(attempt)
     raise AssertionError
 
 
-def read_contents(path: str | os.PathLike[str]) -> Contents:
+def read_contents(path: StrPath) -> Contents:
     """Read a checkpoint's index.
 
     Raises:
@@ -392,32 +404,42 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
         )
     if not path.is_dir():
         raise FileNotFoundError(f"there is no checkpoint at {path}: there is no such folder")
-    index = path / INDEX
+    index_file = path / INDEX
     try:
-        body = read_text(index, ("saved", "save", "plan", "outline", "stored", "bytes"))
+        index_data = read_text(index_file, ("saved", "save", "plan", "outline", "stored", "bytes"))
     except FileNotFoundError:
         raise _incomplete(path) from None
     except ValueError as error:
-        ours = "funcshard.checkpoint/" in str(error)  # of another format
-        if not ours and (foreign_text := foreign_remedy(path)):
+        # Note: an index.json of another program gets its own hint, and one of ours the reason.
+        is_ours = "funcshard.checkpoint/" in str(error)  # of another format
+        if not is_ours and (foreign_text := foreign_remedy(path)):
             raise ValueError(
-                f"{index} is no index of a checkpoint of funcshard: {foreign_text}"
+                f"{index_file} is no index of a checkpoint of funcshard: {foreign_text}"
             ) from None
         raise
     try:
         with without_collection():
-            plans = _plans_from(body["plan"])
-            stored = stored_from(body["stored"], ("shard", "whole"))
-            for _, node, plan in by_entry(body["outline"], plans):
+            plans = _plans_from(index_data["plan"])
+            stored_facts = stored_from(index_data["stored"], ("shard", "whole"))
+            # Why checked here: what comes after trusts the tree, and takes memory for its tensors.
+            for _, node, plan in by_entry(index_data["outline"], plans):
                 buffers = {(unit.name, b.key): b for unit in plan.unit_list for b in unit.buffers}
-                check_spec(node, stored, buffers)
-        size = file_data.whole("bytes", body["bytes"])
-        saved, save = file_data.whole("saved", body["saved"]), file_data.text("save", body["save"])
-        if not re.fullmatch("[0-9a-f]{8}", save):
-            raise ValueError(f"save must be 8 hexadecimal digits; found {file_data.shown(save)}")
+                check_spec(node, stored_facts, buffers)
+        total_bytes = file_data.whole("bytes", index_data["bytes"])
+        saved_time, save_token = (
+            file_data.whole("saved", index_data["saved"]),
+            file_data.text("save", index_data["save"]),
+        )
+        # Why: names of files begin with the token, and another one could lead out of the folder.
+        if not re.fullmatch("[0-9a-f]{8}", save_token):
+            raise ValueError(
+                f"save must be 8 hexadecimal digits; found {file_data.shown(save_token)}"
+            )
     except (ValueError, TypeError, IndexError) as error:  # no version of this library wrote it
-        raise damaged(index, error) from None
-    return Contents(path, saved, save, plans, body["outline"], stored, size)
+        raise damaged(index_file, error) from None
+    return Contents(
+        path, saved_time, save_token, plans, index_data["outline"], stored_facts, total_bytes
+    )
 
 
 def _plans_from(data: Any) -> Plans:
@@ -430,10 +452,11 @@ def _plans_from(data: Any) -> Plans:
 
 
 def _incomplete(path: Path) -> ValueError:
-    inner = [folder.name for folder in folders(path) if has_our_index(folder)]
+    # Note: latest and restore are easily mixed up.
+    inner_names = [folder.name for folder in folders(path) if has_our_index(folder)]
     hint = "its index.json is missing, so it was not saved to the end or has been deleted in part; restore another"
-    if inner:
-        hint = f"it is a folder of checkpoints: name one of {inner[:4]}, or latest({str(path)!r})"
+    if inner_names:
+        hint = f"it is a folder of checkpoints: name one of {inner_names[:4]}, or latest({str(path)!r})"
     elif foreign_text := foreign_remedy(path):
         hint = foreign_text
     return ValueError(f"{path} is not a complete checkpoint: {hint}")
@@ -442,64 +465,59 @@ def _incomplete(path: Path) -> ValueError:
 # --- the table ------------------------------------------------------------------------------------
 
 
+_MOST_VALUES = 20
+
+
 def _table(contents: Contents) -> Table:
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(contents.saved / 1e9))
+    saved_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(contents.saved / 1e9))
     if isinstance(contents.plan, Plan):
-        plans = f"plan {contents.plan.fingerprint()}"
+        plans_text = f"plan {contents.plan.fingerprint()}"
     else:
-        plans = "plans " + ", ".join(
-            f"{key} {plan.fingerprint()}" for key, plan in contents.plan.items()
-        )
-    mesh_axes = any_plan(contents.plan).mesh_axes
-    title = (
-        f"Checkpoint {contents.path.name} of {when}, saved by {mesh_text(mesh_axes)} under {plans}"
-    )
-    groups = _groups(contents)
-    rows = [
-        [label, "; ".join(kinds), *map(table.count, numbers), table.size(size)]
-        for label, (kinds, *numbers, size) in groups.items()
-    ]
-    rows += [[path, f"= {value!r}"[:40], "", "", ""] for path, value in _shortened(contents.values)]
-    tensors, numel, size = (sum(group[i] for group in groups.values()) for i in (1, 2, 3))
-    total = ["total", "", table.count(tensors), table.count(numel), table.size(size)]
-    return Table(title, ["what", "kept as", "tensors", "numel", "bytes"], rows, total)
+        named_plans = [f"{key} {plan.fingerprint()}" for key, plan in contents.plan.items()]
+        plans_text = f"plans {', '.join(named_plans)}"
+    saver = mesh_text(any_plan(contents.plan).mesh_axes)
+    title = f"Checkpoint {contents.path.name} of {saved_at}, saved by {saver} under {plans_text}"
+    kinds: dict[str, dict[str, None]] = {}
+    sums: dict[str, Counter[str]] = {}
+    for stored, kept_as, tensors, numel in _kept(contents):
+        kinds.setdefault(stored.label, {})[f"{kept_as}, {stored.dtype}"] = None
+        nbytes = numel * dtype_of(stored.dtype).itemsize
+        label_sums = sums.setdefault(stored.label, Counter())
+        label_sums.update(tensors=tensors, numel=numel, bytes=nbytes)
+    rows = [[label, "; ".join(kinds[label]), *_cells(sums[label])] for label in sums]
+    values = list(contents.values.items())
+    rows += [[path, f"= {value!r}"[:40], "", "", ""] for path, value in values[:_MOST_VALUES]]
+    if len(values) > _MOST_VALUES:
+        rows.append([f"and {len(values) - _MOST_VALUES} more values", "= '…'", "", "", ""])
+    total_row = ["total", "", *_cells(sum(sums.values(), Counter()))]
+    return Table(title, ["what", "kept as", "tensors", "numel", "bytes"], rows, total_row)
 
 
-def _groups(contents: Contents) -> dict[str, Any]:
-    """Return ``[kinds, number of tensors, elements, bytes]`` of the tensors of each label."""
-    groups: dict[str, list[Any]] = {}
+def _cells(sums: Counter[str]) -> list[str]:
+    return [table.count(sums["tensors"]), table.count(sums["numel"]), table.size(sums["bytes"])]
+
+
+def _kept(contents: Contents) -> Iterator[tuple[Stored, str, int, int]]:
+    """Yield how each tensor or leaf is kept, with its number of tensors and of elements."""
     axes = any_plan(contents.plan).mesh_axes
-
-    def add(stored: Stored, words: str, count: int, numel: int) -> None:
-        group = groups.setdefault(stored.label, [[], 0, 0, 0])
-        text = f"{words}, {stored.dtype}"
-        group[0] += [text] if text not in group[0] else []
-        for i, number in enumerate((count, numel, numel * dtype_of(stored.dtype).itemsize), 1):
-            group[i] += number
-
-    shards = buffers_of_shards(contents.outline, contents.plan)
-    homes = {name: home for name, home in shards.items() if contents.shared[name].kind == "shard"}
+    buffers = buffers_of_shards(contents.outline, contents.plan)
     for name, stored in contents.shared.items():
-        if name not in homes:
-            add(stored, "one copy", 1, math.prod(stored.shape))
+        if stored.kind != "shard" or name not in buffers:
+            yield stored, "one copy", 1, math.prod(stored.shape)
             continue
-        for leaf in homes[name].leaves:
-            own = own_axes(homes[name].local, leaf.cuts)
-            words = f"one for each index along {' and '.join(own)}" if own else "shards"
+        for leaf in buffers[name].leaves:
+            local_axes = own_axes(buffers[name].local, leaf.cuts)
+            kept_as = "shards"
+            if local_axes:
+                kept_as = f"one for each index along {' and '.join(local_axes)}"
             if leaf.cuts:
-                words += f", in slices along {' and '.join(cut.axis for cut in leaf.cuts)}"
-            elif set(own) >= {"replicate", "shard"}:
-                words = "each rank's own"
-            copies = math.prod(axes[axis] for axis in own)
-            add(stored, words, copies, math.prod(leaf.whole_shape) * copies)
+                kept_as += f", in slices along {' and '.join(cut.axis for cut in leaf.cuts)}"
+            elif {*local_axes} >= {"replicate", "shard"}:
+                kept_as = "each rank's own"
+            # Note: a whole leaf counts once, and a local one once for each index along its axes.
+            copies = math.prod(axes[axis] for axis in local_axes)
+            yield stored, kept_as, copies, math.prod(leaf.whole_shape) * copies
     for rank in range(contents.world_size):
+        # Note: values of PerRank are in the tables alone, which is why these are read here.
         for stored in contents.table(rank).stored.values():
-            add(stored, "each rank's own", 1, math.prod(stored.shape))
-    return groups
-
-
-def _shortened(values: Mapping[str, Any], most: int = 20) -> list[tuple[str, Any]]:
-    pairs = list(values.items())
-    if len(pairs) <= most:
-        return pairs
-    return [*pairs[:most], (f"and {len(pairs) - most} more values", "…")]
+            yield stored, "each rank's own", 1, math.prod(stored.shape)

@@ -7,7 +7,6 @@ from the shards of all ranks.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,9 @@ import torch
 
 from funcshard._utils import check_path
 from funcshard.checkpoint.contents import Contents, Watch, read_contents, unwatched
+from funcshard.checkpoint.folders import StrPath
 from funcshard.checkpoint.hugging_face import build_on_meta, stored, write_config
-from funcshard.checkpoint.rank_files import Header, RankReader
+from funcshard.checkpoint.rank_files import Header, RankReader, headers_of
 from funcshard.checkpoint.resharding import Source, leaf_sources, read_run, turn_of, whole_run
 from funcshard.checkpoint.safetensors import write_tensors
 from funcshard.checkpoint.stored_state import any_plan, buffers_of_shards
@@ -61,6 +61,7 @@ class StoredLeaf:
 
     def read_box(self, reader: RankReader, part: StoredBox) -> torch.Tensor:
         """Return one of the boxes."""
+        # Note: the elements of a box lie one after another in the shard.
         values = torch.empty(part.box.sizes, dtype=self.dtype, device="cpu")
         reader.read(values.view(-1), part.rank, self.name, part.begin)
         return values
@@ -87,28 +88,30 @@ def stored_leaves(contents: Contents) -> dict[str, StoredLeaf]:
     ``TrainState`` are under ``model`` and ``optim.state``, as torch's ``get_state_dict`` has them.
     """
     axes = any_plan(contents.plan).mesh_axes
-    homes = buffers_of_shards(contents.outline, contents.plan)
+    shard_buffers = buffers_of_shards(contents.outline, contents.plan)
     title_of = _titles(contents)
     leaves: dict[str, StoredLeaf] = {}
-    for name, facts in contents.shared.items():
-        dtype, title = dtype_of(facts.dtype), title_of(facts.label)
-        whole = StoredLeaf(name, dtype, facts.shape, [Source(0, 0, whole_run(facts.shape))])
-        if name not in homes:
-            leaves[title] = whole
+    for name, stored_facts in contents.shared.items():
+        dtype, title = dtype_of(stored_facts.dtype), title_of(stored_facts.label)
+        whole_source = Source(0, 0, whole_run(stored_facts.shape))
+        whole_tensor = StoredLeaf(name, dtype, stored_facts.shape, [whole_source])
+        if name not in shard_buffers:
+            leaves[title] = whole_tensor
             continue
-        buffer = homes[name]
-        start = {**dict.fromkeys(axes, 0), **turn_of(facts.turn, buffer, axes)}
+        buffer = shard_buffers[name]
+        start_position = {**dict.fromkeys(axes, 0), **turn_of(stored_facts.turn, buffer, axes)}
         for leaf in buffer.leaves:
-            path = title.replace("*", leaf.path)
-            if facts.kind == "whole":  # such as a count of steps
-                leaves[path] = whole
+            leaf_path = title.replace("*", leaf.path)
+            if stored_facts.kind == "whole":  # such as a count of steps
+                leaves[leaf_path] = whole_tensor
                 continue
-            target = whole_run(leaf.whole_shape)
+            whole_leaf = whole_run(leaf.whole_shape)
             own_sizes = {axis: axes[axis] for axis in own_axes(buffer.local, leaf.cuts)}
-            for index in range(math.prod(own_sizes.values())):
-                position = {**start, **position_of(index, own_sizes)}
-                sources = list(leaf_sources(buffer, leaf, axes, position, target))
-                leaf_name = f"{path}@{index}" if own_sizes else path
+            # Note: a local leaf has no whole tensor, so each rank's values get a name of their own.
+            for local_index in range(math.prod(own_sizes.values())):
+                position = {**start_position, **position_of(local_index, own_sizes)}
+                sources = list(leaf_sources(buffer, leaf, axes, position, whole_leaf))
+                leaf_name = f"{leaf_path}@{local_index}" if own_sizes else leaf_path
                 leaves[leaf_name] = StoredLeaf(name, dtype, leaf.whole_shape, sources)
     return leaves
 
@@ -116,22 +119,25 @@ def stored_leaves(contents: Contents) -> dict[str, StoredLeaf]:
 def _titles(contents: Contents) -> Callable[[str], str]:
     """Return a function from a label, such as ``train.shards.*``, to the name in other programs."""
     trees = {facts.label.partition("*")[0].strip(".") for facts in contents.shared.values()}
-    renamed: dict[str, str] = {}
+    new_titles: dict[str, str] = {}
     for end, title in _TREES.items():
-        ending = [tree for tree in trees if f".{tree}".endswith(f".{end}")]
-        if len(ending) == 1:
-            renamed[ending[0]] = title
+        matching_trees = [tree for tree in trees if f".{tree}".endswith(f".{end}")]
+        # Note: of two TrainStates, such as a teacher and a student, none is the model.
+        if len(matching_trees) == 1:
+            new_titles[matching_trees[0]] = title
+    # Note: then every label begins with the star.
     if trees == {""}:  # the state is a tree of shards
-        renamed[""] = "model"
+        new_titles[""] = "model"
 
     def title_of(label: str) -> str:
-        tree, star, rest = label.partition("*")
-        return f"{renamed.get(tree.strip('.'), tree.strip('.'))}.{star}{rest}".strip(".")
+        tree_name, star, leaf_suffix = label.partition("*")
+        tree_name = tree_name.strip(".")
+        return f"{new_titles.get(tree_name, tree_name)}.{star}{leaf_suffix}".strip(".")
 
     return title_of
 
 
-def export_dcp(path: str | os.PathLike[str], to: str | os.PathLike[str]) -> Path:
+def export_dcp(path: StrPath, to: StrPath) -> Path:
     """Write a checkpoint of ``save`` as one of ``torch.distributed.checkpoint`` (DCP).
 
     One process calls it, without a mesh. FSDP2 and DDP read the result with
@@ -194,43 +200,44 @@ def write_dcp(path: Path, folder: Path, watch: Watch = unwatched) -> Path:
 
     leaves = stored_leaves(contents)
     # Why aliases: a state dict of torch has a tied parameter under each of its names.
-    for spec in any_plan(contents.plan).leaves:
-        names = [f"model.{name}" for name in (spec.path, *spec.aliases)]
+    for planned_leaf in any_plan(contents.plan).leaves:
+        names = [f"model.{name}" for name in (planned_leaf.path, *planned_leaf.aliases)]
         leaves |= {name: leaves[names[0]] for name in names if names[0] in leaves}
-    listed: dict[str, Any] = {}
+    dcp_entries: dict[str, Any] = {}
     items_of_ranks: dict[int, list[WriteItem]] = {}
-    sources: dict[Any, tuple[StoredLeaf, StoredBox]] = {}
+    box_of_item: dict[Any, tuple[StoredLeaf, StoredBox]] = {}
     for name, leaf in leaves.items():
         properties, whole_size = md.TensorProperties(leaf.dtype), torch.Size(leaf.shape)
-        listed[name] = md.TensorStorageMetadata(properties, whole_size, [])
+        dcp_entries[name] = md.TensorStorageMetadata(properties, whole_size, [])
         for part in leaf.boxes():
             offsets, sizes = torch.Size(part.box.offsets), torch.Size(part.box.sizes)
+            # Note: a run of a flat shard is up to 2n - 1 boxes, and DCP knows nothing but boxes.
             chunk = md.ChunkStorageMetadata(offsets, sizes)
-            listed[name].chunks.append(chunk)
+            dcp_entries[name].chunks.append(chunk)
             index = md.MetadataIndex(name, offsets)
-            facts = TensorWriteData(chunk, properties, whole_size)
-            item = WriteItem(index, WriteItemType.SHARD, tensor_data=facts)
+            write_data = TensorWriteData(chunk, properties, whole_size)
+            item = WriteItem(index, WriteItemType.SHARD, tensor_data=write_data)
             items_of_ranks.setdefault(part.rank, []).append(item)
-            sources[index] = leaf, part
+            box_of_item[index] = leaf, part
     folder.mkdir(parents=True, exist_ok=True)
     writer, results = FileSystemWriter(folder), []
-    total, done = sum(leaf.nbytes for leaf in leaves.values()), 0
+    total_bytes, done_bytes = sum(leaf.nbytes for leaf in leaves.values()), 0
     with contents.reader() as reader:
 
         def resolve_data(item: Any) -> torch.Tensor:
-            nonlocal done
-            leaf, part = sources[item.index]
-            values = leaf.read_box(reader, part)
-            done += values.nbytes
-            watch(done, total)
-            return values
+            nonlocal done_bytes
+            leaf, part = box_of_item[item.index]
+            box_values = leaf.read_box(reader, part)
+            done_bytes += box_values.nbytes
+            watch(done_bytes, total_bytes)
+            return box_values
 
         # Why rank by rank: a file for each, whose tensors are read one after another.
         for rank, items in items_of_ranks.items():
             save_plan = SavePlan(items, storage_data=SimpleNamespace(prefix=f"__{rank}_"))
             planner: Any = SimpleNamespace(resolve_data=resolve_data)
             results.append(writer.write_data(save_plan, planner).wait())
-    writer.finish(md.Metadata(listed), results)
+    writer.finish(md.Metadata(dcp_entries), results)
     return folder
 
 
@@ -254,32 +261,36 @@ def export_parameters(
     """
     contents = read_contents(path)
     leaves = stored_leaves(contents)
-    chosen = {
+    chosen_leaves = {
         name.removeprefix(f"{tree}."): leaf
         for name, leaf in leaves.items()
         if name.startswith(f"{tree}.")
     }
-    if not chosen:
-        trees = sorted({name.rpartition(".")[0] for name in leaves})
+    # Note: such as model, or the name of an average of it.
+    if not chosen_leaves:
+        tree_names = sorted({name.rpartition(".")[0] for name in leaves})
         raise ValueError(
-            f"{path} holds no tree {tree!r}; it holds tensors under {trees[:6]}: name a tree"
+            f"{path} holds no tree {tree!r}; it holds tensors under {tree_names[:6]}: name a tree"
         )
     with contents.reader() as reader:
 
         def tensors() -> Iterator[torch.Tensor]:
-            total, done = sum(leaf.nbytes for leaf in chosen.values()), 0
-            for leaf in chosen.values():
+            total_bytes, done_bytes = sum(leaf.nbytes for leaf in chosen_leaves.values()), 0
+            for leaf in chosen_leaves.values():
                 yield leaf.read(reader)
-                done += leaf.nbytes
-                watch(done, total)
+                done_bytes += leaf.nbytes
+                watch(done_bytes, total_bytes)
 
-        entries = [Header(name, leaf.dtype, leaf.shape) for name, leaf in chosen.items()]
-        values = tensors()
+        file_entries = [
+            Header(name, leaf.dtype, leaf.shape) for name, leaf in chosen_leaves.items()
+        ]
+        leaf_tensors = tensors()
         if config is not None:
             module = build_on_meta(config, None, None)
-            by_name = stored(module, dict(zip(chosen, values, strict=True)))
-            entries = [Header(name, t.dtype, tuple(t.shape)) for name, t in by_name.items()]
+            # Note: conversions may join leaves of any units, so all leaves are here at once.
+            by_name = stored(module, dict(zip(chosen_leaves, leaf_tensors, strict=True)))
+            file_entries = headers_of(by_name)
             to.mkdir(parents=True, exist_ok=True)
-            write_config(to, module, entries[0].dtype)
-            values = iter(by_name.values())
-        return write_tensors(to, entries, values, Mesh(), 5 * 10**9, None)
+            write_config(to, module, file_entries[0].dtype)
+            leaf_tensors = iter(by_name.values())
+        return write_tensors(to, file_entries, leaf_tensors, Mesh(), 5 * 10**9, None)

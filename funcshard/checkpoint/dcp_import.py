@@ -11,16 +11,16 @@ import hashlib
 import io
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from funcshard._utils import check_flag, check_path, open_regular, read_regular
 from funcshard.checkpoint.dcp_metadata import METADATA, Chunk, StoredTensor, read_metadata
 from funcshard.checkpoint.every_rank import on_every_rank
-from funcshard.checkpoint.folders import has_our_index
+from funcshard.checkpoint.folders import StrPath, has_our_index
 from funcshard.checkpoint.foreign_folders import foreign_remedy
 from funcshard.checkpoint.optimizer_loading import optimizer_from_state_dict
 from funcshard.checkpoint.pieces import piece_of
@@ -37,7 +37,7 @@ _WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|_fsdp_wr
 
 
 def import_dcp(
-    path: str | os.PathLike[str],
+    path: StrPath,
     plan: Plan,
     mesh: Mesh,
     *,
@@ -110,39 +110,43 @@ def import_dcp(
     check_mesh(plan, mesh, {"the options of import_dcp": options_text})
     digest = ""
     new_buffers: dict[str, torch.Tensor] = {}
-    state: dict[str, dict[str, Any]] = {}
+    optimizer_state: dict[str, dict[str, Any]] = {}
     with on_every_rank(mesh):
-        data = _metadata(path)
-        digest = hashlib.sha256(data).hexdigest()
-        stored = {
-            _WRAPPERS.sub("", name): stored_tensor
-            for name, stored_tensor in read_metadata(data, path).items()
+        metadata_bytes = _metadata(path)
+        digest = hashlib.sha256(metadata_bytes).hexdigest()
+        stored_tensors = {
+            _WRAPPERS.sub("", name): tensor
+            for name, tensor in read_metadata(metadata_bytes, path).items()
         }
-        prefix = _prefix(stored, plan, key, path)
+        # Note: the tree of the parameters is found by their names, so no key has to be known.
+        name_prefix = _prefix(stored_tensors, plan, key, path)
         shards = by_buffer(plan, lambda unit, buffer: empty_shard(unit, buffer, mesh))
         for unit, buffer, leaf in each_leaf(plan):
-            names = [prefix + name for name in (leaf.path, *leaf.aliases)]
-            tensor = next(stored[name] for name in names if name in stored)
-            _check(tensor, leaf, buffer, path, cast)
+            leaf_names = [name_prefix + name for name in (leaf.path, *leaf.aliases)]
+            stored_tensor = next(
+                stored_tensors[name] for name in leaf_names if name in stored_tensors
+            )
+            _check(stored_tensor, leaf, buffer, path, cast)
             in_shard, target = run_in_shard(buffer, leaf, mesh.position)
-            _read_run(shards[unit.name][buffer.key][in_shard], target, path, tensor, leaf.path)
+            _read_run(
+                shards[unit.name][buffer.key][in_shard], target, path, stored_tensor, leaf.path
+            )
         for name, old in (buffers or {}).items():
             new_buffers[name] = old
-            if (buffer_or_none := stored.get(prefix + name)) is not None:
-                whole = _read_whole(path, buffer_or_none, name)
-                new_buffers[name] = whole.to(old.dtype).to(mesh.device)
+            if name_prefix + name in stored_tensors:
+                whole_buffer = _read_whole(path, stored_tensors[name_prefix + name], name)
+                new_buffers[name] = whole_buffer.to(old.dtype).to(mesh.device)
         if optimizer is not None:
-            state = _optimizer_state(path, stored, plan, mesh)
+            optimizer_state = _optimizer_state(path, stored_tensors, plan, mesh)
+    # Note: each rank reads by itself, maybe from another disk.
     if len(set(all_gather_texts(mesh, digest))) > 1:
         raise ValueError(
             f"ranks found different checkpoints at {path}: give every rank the same files"
         )
-    opt_state = None
-    if optimizer is not None:
-        groups = [{"params": list(state)}]
-        opt_state = optimizer_from_state_dict(
-            {"state": state, "param_groups": groups}, optimizer, plan, mesh
-        )
+    if optimizer is None:
+        return shards, new_buffers, None
+    state_dict = {"state": optimizer_state, "param_groups": [{"params": list(optimizer_state)}]}
+    opt_state = optimizer_from_state_dict(state_dict, optimizer, plan, mesh)
     return shards, new_buffers, opt_state
 
 
@@ -166,19 +170,17 @@ def _metadata(folder: Path) -> bytes:
 
 def _prefix(stored: Mapping[str, StoredTensor], plan: Plan, key: str | None, folder: Path) -> str:
     """Return the words before the names of the parameters, such as ``"model."``."""
-    leaf_of = {name: leaf.path for leaf in plan.leaves for name in (leaf.path, *leaf.aliases)}
-    paths = [leaf.path for leaf in plan.leaves]
-    held: dict[str, set[str]] = {} if paths else {"": set()}
+    path_of, planned_paths = _paths_by_name(plan), [leaf.path for leaf in plan.leaves]
+    held_paths: dict[str, set[str]] = {} if planned_paths else {"": set()}
     for name in stored:
-        for i in [0, *(dot.end() for dot in re.finditer(r"\.", name))]:
-            if name[i:] in leaf_of:
-                held.setdefault(name[:i], set()).add(leaf_of[name[i:]])
+        # Note: a prefix ends at any dot of the name, because paths of leaves have dots too.
+        for begin in [0, *(dot.end() for dot in re.finditer(r"\.", name))]:
+            if name[begin:] in path_of:
+                held_paths.setdefault(name[:begin], set()).add(path_of[name[begin:]])
     if key is not None:
-        allowed = {f"{key}.".lstrip("."), f"{key}.module.".lstrip(".")}
-        held = {start: leaf_paths for start, leaf_paths in held.items() if start in allowed}
-    whole_starts = sorted(
-        start for start, leaf_paths in held.items() if len(leaf_paths) == len(paths)
-    )
+        allowed_starts = {f"{key}.".lstrip("."), f"{key}.module.".lstrip(".")}
+        held_paths = {start: held_paths[start] for start in held_paths.keys() & allowed_starts}
+    whole_starts = sorted(s for s in held_paths if len(held_paths[s]) == len(planned_paths))
     if len(whole_starts) == 1:
         return whole_starts[0]
     if whole_starts:
@@ -186,22 +188,28 @@ def _prefix(stored: Mapping[str, StoredTensor], plan: Plan, key: str | None, fol
             f"{folder} holds the leaves of the plan under each of "
             f"{[start.rstrip('.') for start in whole_starts]}: pass one of them as key"
         )
-    start = max(held, key=lambda start: len(held[start]), default="")
-    missing_paths = [path for path in paths if path not in held.get(start, ())]
+    # Note: of no whole tree, the error tells what the fullest one lacks.
+    start = max(sorted(held_paths), key=lambda start: len(held_paths[start]), default="")
+    missing_paths = [path for path in planned_paths if path not in held_paths.get(start, ())]
     prefix = start.rstrip(".") if start else key
-    under = "" if prefix is None else f" under {prefix!r}"
+    under_text = "" if prefix is None else f" under {prefix!r}"
     raise ValueError(
-        f"{folder} must hold every leaf of the plan{under}; missing: {missing_paths[:3]}; it holds "
-        f"{sorted(stored)[:3]}: it is of another model"
+        f"{folder} must hold every leaf of the plan{under_text}; missing: {missing_paths[:3]}; it "
+        f"holds {sorted(stored)[:3]}: it is of another model"
     )
+
+
+def _paths_by_name(plan: Plan) -> dict[str, str]:
+    """Return the path of each leaf by all of its names; a tied one has several."""
+    return {name: leaf.path for leaf in plan.leaves for name in (leaf.path, *leaf.aliases)}
 
 
 def _check(
     tensor: StoredTensor, leaf: LeafSpec, buffer: BufferPlan, folder: Path, cast: bool
 ) -> None:
     planned_dtype = dtype_of(buffer.dtype)
-    right = tensor.dtype == planned_dtype or (cast and can_cast(tensor.dtype, planned_dtype))
-    if tensor.shape != leaf.whole_shape or not right:
+    dtype_fits = tensor.dtype == planned_dtype or (cast and can_cast(tensor.dtype, planned_dtype))
+    if tensor.shape != leaf.whole_shape or not dtype_fits:
         remedy = "it is of another model"
         if tensor.shape == leaf.whole_shape and can_cast(tensor.dtype, planned_dtype):
             remedy = "pass cast=True to convert it"
@@ -221,9 +229,12 @@ def _read_run(
     """Fill ``out``, a run of a leaf, from the chunks that overlap it."""
     target_boxes, copied_numel = target.boxes(), 0
     for chunk in tensor.chunks:
+        # Note: torch.load reads a chunk as a whole, so chunks of other ranks are not opened.
         if any(box.overlap(chunk.box) for box in target_boxes):
-            values = _load(folder, chunk, tensor).reshape(-1)
-            copied_numel += copy_run(out, target, values, Run(0, values.numel(), chunk.box))
+            chunk_values = _load(folder, chunk, tensor).reshape(-1)
+            copied_numel += copy_run(
+                out, target, chunk_values, Run(0, chunk_values.numel(), chunk.box)
+            )
     if copied_numel != target.numel:
         raise ValueError(
             f"{folder} holds {copied_numel} of {target.numel} needed elements of {name!r}: it is "
@@ -233,50 +244,36 @@ def _read_run(
 
 def _read_whole(folder: Path, tensor: StoredTensor, name: str) -> torch.Tensor:
     """Return a whole tensor."""
-    out = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    _read_run(out.view(-1), whole_run(tensor.shape), folder, tensor, name)
-    return out
+    whole_tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    _read_run(whole_tensor.view(-1), whole_run(tensor.shape), folder, tensor, name)
+    return whole_tensor
 
 
 def _load(folder: Path, chunk: Chunk, tensor: StoredTensor) -> torch.Tensor:
-    """Return the values of one chunk."""
+    """Return the values of one chunk, an archive of any form that ``torch.save`` writes."""
     file = folder / chunk.file
+    damage_text = f"{file} is damaged: the bytes at {chunk.offset} are not as its metadata says"
     try:
         with open(open_regular(file, links=False), "rb") as opened:
+            # Note: a file holds the chunks one after another, each an archive by itself.
             window = io.BufferedReader(_Window(opened, chunk.offset, chunk.length))
-            return _read_archive(window, tensor.dtype, chunk.box.sizes)
+            loaded_tensor = torch.load(window, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise ValueError(f"{folder} is incomplete: {chunk.file} is missing") from None
-    except ValueError as error:
-        raise ValueError(
-            f"{file} is damaged: the bytes at {chunk.offset} are not as its metadata says: {error}"
-        ) from error
-
-
-def _read_archive(file: IO[bytes], dtype: torch.dtype, sizes: Sequence[int]) -> torch.Tensor:
-    """Return the tensor of an archive of any form that ``torch.save`` writes; run no code of it.
-
-    Raises:
-        ValueError: it is no archive of one dense tensor of this dtype and these sizes.
-    """
-    try:
-        loaded_tensor = torch.load(file, map_location="cpu", weights_only=True)
-    # Errors of any kind: the reader of pickles and zip files raises what it meets.
-    except Exception as error:
+    except Exception as error:  # of any kind: readers of pickles and zip files raise what they meet
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"no tensor that torch.save wrote: {reason}") from error
-    if (
-        type(loaded_tensor) not in (torch.Tensor, torch.nn.Parameter)
-        or loaded_tensor.layout != torch.strided
-    ):
-        raise ValueError(f"found a {type(loaded_tensor).__name__} in place of a dense tensor")
-    if (
-        tuple(loaded_tensor.shape) != tuple(sizes)
-        or loaded_tensor.dtype != dtype
-        or loaded_tensor.device.type != "cpu"
-    ):
         raise ValueError(
-            f"found {tuple(loaded_tensor.shape)} and {loaded_tensor.dtype} in place of {tuple(sizes)} and {dtype}"
+            f"{damage_text}: they are no tensor that torch.save wrote: {reason}"
+        ) from error
+    is_tensor = type(loaded_tensor) in (torch.Tensor, torch.nn.Parameter)
+    if not is_tensor or loaded_tensor.layout != torch.strided or loaded_tensor.device.type != "cpu":
+        raise ValueError(
+            f"{damage_text}: found a {type(loaded_tensor).__name__} in place of a dense tensor"
+        )
+    shape, dtype = tuple(loaded_tensor.shape), loaded_tensor.dtype
+    if (shape, dtype) != (chunk.box.sizes, tensor.dtype):
+        raise ValueError(
+            f"{damage_text}: found {shape} and {dtype} in place of {chunk.box.sizes} and {tensor.dtype}"
         )
     return loaded_tensor.detach()
 
@@ -294,9 +291,7 @@ class _Window(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self.position = (
-            offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.length}[whence]
-        )
+        self.position = offset + (0, self.position, self.length)[whence]
         return self.position
 
     def readinto(self, out: Any) -> int:
@@ -311,24 +306,28 @@ def _optimizer_state(
     folder: Path, stored: Mapping[str, StoredTensor], plan: Plan, mesh: Mesh
 ) -> dict[str, dict[str, Any]]:
     """Return this rank's pieces of the optimizer's state by the path of the leaf and the key."""
-    by_leaf: dict[str, dict[str, str]] = {}
-    leaf_of = {name: leaf.path for leaf in plan.leaves for name in (leaf.path, *leaf.aliases)}
+    names_by_path: dict[str, dict[str, str]] = {}
+    path_of = _paths_by_name(plan)
     for name in stored:
+        # Note: the key of the optimizer may be any, such as optim, and its state lies below it.
         entry_name = f".{name}".partition(".state.")[2]
-        path, _, last = entry_name.rpartition(".")
-        if path in leaf_of:
-            by_leaf.setdefault(leaf_of[path], {})[last] = name
+        path, _, entry_key = entry_name.rpartition(".")
+        if path in path_of:
+            names_by_path.setdefault(path_of[path], {})[entry_key] = name
     state: dict[str, dict[str, Any]] = {}
     for _, buffer, leaf in each_leaf(plan):
-        for last, name in by_leaf.get(leaf.path, {}).items():
-            tensor = stored[name]
-            if tensor.shape != leaf.whole_shape or not tensor.shape:
-                state.setdefault(leaf.path, {})[last] = _read_whole(folder, tensor, name)
+        for entry_key, name in names_by_path.get(leaf.path, {}).items():
+            stored_tensor = stored[name]
+            # Note: scalars, such as step, are read as a whole.
+            if stored_tensor.shape != leaf.whole_shape or not stored_tensor.shape:
+                state.setdefault(leaf.path, {})[entry_key] = _read_whole(
+                    folder, stored_tensor, name
+                )
                 continue
-            _, target = run_in_shard(buffer, leaf, mesh.position)
-            out = torch.empty(target.numel, dtype=tensor.dtype, device="cpu")
-            _read_run(out, target, folder, tensor, leaf.path)
-            state.setdefault(leaf.path, {})[last] = piece_of(out, target, leaf)
+            _, own_run = run_in_shard(buffer, leaf, mesh.position)
+            run_elements = torch.empty(own_run.numel, dtype=stored_tensor.dtype, device="cpu")
+            _read_run(run_elements, own_run, folder, stored_tensor, leaf.path)
+            state.setdefault(leaf.path, {})[entry_key] = piece_of(run_elements, own_run, leaf)
     if not state and any(buffer.trainable for _, buffer, _ in each_leaf(plan)):
         raise ValueError(
             f"{folder} holds no optimizer state by name, such as "

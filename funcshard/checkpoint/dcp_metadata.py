@@ -79,12 +79,15 @@ def read_metadata(data: bytes, path: Path) -> dict[str, StoredTensor]:
     """
     try:
         _check_memo(data)
+        # Note: the objects are records with the attributes that the file gives, so each is checked.
         metadata = _Unpickler(io.BytesIO(data)).load()
-        storage = {
+        storage_infos = {
             (index.fqn, _offset_of(index)): info for index, info in metadata.storage_data.items()
         }
         return {
-            file_data.text("the name of a tensor", name): _stored_tensor(name, stored, storage)
+            file_data.text("the name of a tensor", name): _stored_tensor(
+                name, stored, storage_infos
+            )
             for name, stored in metadata.state_dict_metadata.items()
             if hasattr(stored, "chunks")  # the others are pickles that hold no tensor
         }
@@ -110,9 +113,12 @@ def _stored_tensor(name: str, stored: Any, storage: dict[Any, Any]) -> StoredTen
         raise ValueError(f"the dtype of {name!r} must be one of torch; found {dtype!r}")
     chunks = tuple(_chunk(name, chunk, storage) for chunk in stored.chunks)
     _check_boxes(name, shape, [chunk.box for chunk in chunks])
-    held, numel = sum(chunk.box.numel for chunk in chunks), math.prod(shape)
-    if held != numel:
-        raise ValueError(f"the chunks of {name!r} must have its {numel} elements; found {held}")
+    # Note: chunks inside the tensor that do not overlap, and are as many elements, cover it.
+    held_numel, numel = sum(chunk.box.numel for chunk in chunks), math.prod(shape)
+    if held_numel != numel:
+        raise ValueError(
+            f"the chunks of {name!r} must have its {numel} elements; found {held_numel}"
+        )
     return StoredTensor(shape, dtype, chunks)
 
 
@@ -126,20 +132,21 @@ def _chunk(name: str, chunk: Any, storage: dict[Any, Any]) -> Chunk:
     offsets, sizes = (
         file_data.numbers(key, list(getattr(chunk, key))) for key in ("offsets", "sizes")
     )
-    info = storage.get((name, offsets), storage.get((name, None)))
-    if info is None:
+    # Note: a tensor that was stored as a whole has no offset in its key.
+    storage_info = storage.get((name, offsets), storage.get((name, None)))
+    if storage_info is None:
         raise ValueError(f"it does not say where the part of {name!r} at {offsets} lies")
-    if transforms := getattr(info, "transform_descriptors", None):
+    if transforms := getattr(storage_info, "transform_descriptors", None):
         raise ValueError(
             f"it holds tensors that were transformed by {transforms}: load them with "
             "torch.distributed.checkpoint.load, and pass the state dict to from_state_dict"
         )
-    file = file_data.own_name(f"the file of {name!r}", info.relative_path)
+    file_name = file_data.own_name(f"the file of {name!r}", storage_info.relative_path)
     offset, length = (
-        file_data.whole(f"the {key} of {name!r}", getattr(info, key))
+        file_data.whole(f"the {key} of {name!r}", getattr(storage_info, key))
         for key in ("offset", "length")
     )
-    return Chunk(Box(offsets, sizes), file, offset, length)
+    return Chunk(Box(offsets, sizes), file_name, offset, length)
 
 
 def _check_boxes(name: str, size: tuple[int, ...], chunks: Sequence[Box]) -> None:
@@ -157,17 +164,17 @@ def _check_boxes(name: str, size: tuple[int, ...], chunks: Sequence[Box]) -> Non
     if not size:
         return
     # Why along the dim with most beginnings: along another one, each box would meet all others.
-    along = max(range(len(size)), key=lambda dim: len({box.offsets[dim] for box in chunks}))
-    reach: list[Box] = []  # the boxes that end behind the beginning of the next one
-    for box in sorted(chunks, key=lambda box: box.offsets[along]):
-        reach = [
+    sweep_dim = max(range(len(size)), key=lambda dim: len({box.offsets[dim] for box in chunks}))
+    open_boxes: list[Box] = []  # the boxes that end behind the beginning of the next one
+    for box in sorted(chunks, key=lambda box: box.offsets[sweep_dim]):
+        open_boxes = [
             other_box
-            for other_box in reach
-            if other_box.offsets[along] + other_box.sizes[along] > box.offsets[along]
+            for other_box in open_boxes
+            if other_box.offsets[sweep_dim] + other_box.sizes[sweep_dim] > box.offsets[sweep_dim]
         ]
-        if any(box.overlap(other_box) for other_box in reach):
+        if any(box.overlap(other_box) for other_box in open_boxes):
             raise ValueError(f"the parts of {name!r} must not overlap; found two at {box.offsets}")
-        reach.append(box)
+        open_boxes.append(box)
 
 
 class _Record:
@@ -176,6 +183,7 @@ class _Record:
     def __init__(self, *_: Any) -> None: ...
 
     def __setstate__(self, state: Any) -> None:
+        # Note: dataclasses pickle a dictionary, and TensorProperties a tuple.
         vars(self).update(state if isinstance(state, dict) else {"state": state})
 
 
@@ -194,6 +202,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         full_name = f"{module}.{name}"
+        # Why vars: getattr could import a submodule.
         of_torch = vars(torch).get(name) if module == "torch" else None
         if isinstance(of_torch, torch.dtype):
             return of_torch

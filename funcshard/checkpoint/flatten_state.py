@@ -59,16 +59,19 @@ def flatten_state(state: Any, plans: Plans, rank: int, device: str = "cpu") -> F
         ValueError: a tree of shards does not match the plan, or two tensors would have one name.
     """
     structure, leaves = _described(state)
-    flat, depth = FlatState(None), 0 if isinstance(plans, Plan) else 1
-    turns = itertools.count()
-    specs = [
-        _Flattener(plan, rank, device, flat, turns, leaves).node(node, path, depth)
+    # Note: with one plan for each entry, the root is walked here, one level above the entries.
+    flat, root_depth = FlatState(None), 0 if isinstance(plans, Plan) else 1
+    shard_turns = itertools.count()
+    entry_specs = [
+        _Flattener(plan, rank, device, flat, shard_turns, leaves).node(node, path, root_depth)
         for path, node, plan in by_entry(structure, plans)
     ]
     if not isinstance(plans, Plan):
         root_kind, keys, children = structure
-        specs = [_container(root_kind, _entries(root_kind, keys, len(children), ""), keys, specs)]
-    return dataclasses.replace(flat, spec=specs[0])
+        entry_specs = [
+            _container(root_kind, _entries(root_kind, keys, len(children), ""), keys, entry_specs)
+        ]
+    return dataclasses.replace(flat, spec=entry_specs[0])
 
 
 Order = list[tuple[UnitPlan, BufferPlan]]
@@ -87,14 +90,14 @@ def _described(state: Any, above: str = "", depth: int = 0) -> tuple[tree.Struct
         if isinstance(leaf, PerRank):
             continue
         check_not_donated(leaf)
-        obstacle, remedy = _obstacle(leaf), "convert it"
+        obstacle_text, remedy = _obstacle(leaf), "convert it"
         if isinstance(leaf, torch.Tensor) and _UNWRITABLE.fullmatch(dtype_name(leaf.dtype)):
             remedy = "hold its bytes, tensor.view(torch.uint8)"
-            obstacle = obstacle or f"a tensor of {leaf.dtype}"
-        if obstacle:
+            obstacle_text = obstacle_text or f"a tensor of {leaf.dtype}"
+        if obstacle_text:
             raise TypeError(
                 f"leaf {path!r} of the state cannot be stored; it must be a dense tensor, an int, "
-                f"float, bool, str or None; found {obstacle}: {remedy}, or leave it out of the "
+                f"float, bool, str or None; found {obstacle_text}: {remedy}, or leave it out of the "
                 "state"
             )
     return structure, leaves
@@ -102,6 +105,7 @@ def _described(state: Any, above: str = "", depth: int = 0) -> tuple[tree.Struct
 
 def _plain(value: Any) -> Any:
     """Return a number of NumPy, such as the mean of an array, as one of Python."""
+    # Note: if nobody has imported NumPy, no leaf is of it.
     numpy = sys.modules.get("numpy")  # which this library doesn't need
     return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
 
@@ -155,32 +159,36 @@ class _Flattener:
                 return self._per_rank(leaf, path, depth)
             return self._leaf(leaf, path)
         node_kind, meta, children = structure
-        lists: dict[int, Order] = {}
+        listed_shards: dict[int, Order] = {}
         if not self.in_per_rank:
             if node_kind == "dict" and self._are_shards(meta, children):
                 return self._shards(structure, path)
             if node_kind == "dict" and _look_like_shards(children):
                 raise self._unplanned(path, meta)
-            lists = self._lists_of_shards(children)
+            listed_shards = self._lists_of_shards(children)
         entries = _entries(node_kind, meta, len(children), path)
+        # Note: TorchOpt's own classes and the opt_state of a TrainState are optimizers for sure.
         in_optimizer |= node_kind == "namedtuple" and meta.startswith("torchopt.")
-        if lists and not in_optimizer:
-            raise _undecided(join(path, entries[min(lists)]))
+        # Why an error: stored as shards, a list that is the same on every rank would be cut.
+        if listed_shards and not in_optimizer:
+            raise _undecided(join(path, entries[min(listed_shards)]))
         is_state = node_kind == "namedtuple" and find_class(meta) is TrainState
-        inner = []
+        child_specs = []
         for i, (child, entry) in enumerate(zip(children, entries, strict=True)):
-            below = join(path, entry)
-            if i in lists:
-                inner.append(self._listed_shards(child, below, lists[i]))
+            child_path = join(path, entry)
+            if i in listed_shards:
+                child_specs.append(self._listed_shards(child, child_path, listed_shards[i]))
             else:
-                inside = in_optimizer or (is_state and entry == "opt_state")
-                inner.append(self.node(child, below, depth + 1, in_optimizer=inside))
+                inside_optimizer = in_optimizer or (is_state and entry == "opt_state")
+                child_specs.append(
+                    self.node(child, child_path, depth + 1, in_optimizer=inside_optimizer)
+                )
         if node_kind == "custom" and not is_json(meta[1]):
             raise TypeError(
                 f"the {meta[0]} at {path!r} of the state cannot be stored: its metadata "
                 f"{meta[1]!r} cannot be written as JSON; convert it to a dictionary"
             )
-        return _container(node_kind, entries, meta, inner)
+        return _container(node_kind, entries, meta, child_specs)
 
     def _unplanned(self, path: str, unit_names: Sequence[Any]) -> ValueError:
         if not self.plan.unit_list:
@@ -205,15 +213,16 @@ class _Flattener:
         # Why they count as containers: a PerRank in a PerRank is walked by recursion too.
         if depth == tree.DEEPEST:
             raise ValueError(tree.too_deep(path, "containers and PerRank values inside each other"))
-        inner = dataclasses.replace(self, in_per_rank=True)
-        structure, inner.leaves = _described(value.value, path, depth + 1)
-        self.flat.rank_specs.append(inner.node(structure, path, depth + 1))
+        inner_walk = dataclasses.replace(self, in_per_rank=True)
+        structure, inner_walk.leaves = _described(value.value, path, depth + 1)
+        self.flat.rank_specs.append(inner_walk.node(structure, path, depth + 1))
         return ["rank", len(self.flat.rank_specs) - 1]
 
     def _whole(self, value: torch.Tensor, name: str, label: str) -> TreeSpec:
         """Add a tensor that is the same on every rank, or, in a ``PerRank``, this rank's own."""
         if self.in_per_rank:
             return self._add(value, name, "rank", label)
+        # Note: ranks compare these, so a value that one rank has changed alone is found.
         self.flat.checksums[name] = _checksum(value.detach().reshape(-1))
         return self._add(value, name, "whole", label, stores=self.rank == 0)
 
@@ -224,31 +233,33 @@ class _Flattener:
         units = self.plan.units
         if not set(keys) <= units.keys():
             return False
-        filled = [(units[name], child) for name, child in zip(keys, children, strict=True)]
-        filled = [(unit, child) for unit, child in filled if child is not None]
-        for unit, child in filled:
+        filled_units = [(units[name], child) for name, child in zip(keys, children, strict=True)]
+        filled_units = [(unit, child) for unit, child in filled_units if child is not None]
+        for unit, child in filled_units:
+            # Note: below a unit lie buffers alone; a tensor there is no tree of shards.
             if isinstance(child, int) or child[0] != "dict":
                 return False
             if not set(child[1]) <= {buffer.key for buffer in unit.buffers}:
                 return False
         # Why not some units without buffers: that may be any dictionary, which would lose its keys.
-        has_buffers = any(child[2] for _, child in filled)
-        return has_buffers or (bool(filled) and len(keys) == len(units))
+        has_buffers = any(child[2] for _, child in filled_units)
+        return has_buffers or (bool(filled_units) and len(keys) == len(units))
 
     def _shards(self, structure: tree.Structure, path: str) -> TreeSpec:
-        nodes, units = [], self.plan.units
+        buffer_nodes, units = [], self.plan.units
         for name, child in zip(structure[1], structure[2], strict=True):
             unit = units[name]
             if child is None:
-                nodes += [[name, buffer.key, NO_UNIT] for buffer in unit.buffers]
+                # Note: None for a unit has no buffers, so each of its buffers stands for it.
+                buffer_nodes += [[name, buffer.key, NO_UNIT] for buffer in unit.buffers]
                 continue
             buffers = {buffer.key: buffer for buffer in unit.buffers}
-            nodes += [
-                [name, key, self._below(inner, path, "", unit, buffers[key])]
-                for key, inner in zip(child[1], child[2], strict=True)
+            buffer_nodes += [
+                [name, key, self._below(buffer_structure, path, "", unit, buffers[key])]
+                for key, buffer_structure in zip(child[1], child[2], strict=True)
             ]
         every_unit = len(structure[1]) == len(self.plan.unit_list)
-        return ["shards", "every unit" if every_unit else "some units", nodes]
+        return ["shards", "every unit" if every_unit else "some units", buffer_nodes]
 
     def _lists_of_shards(self, children: Sequence[tree.Structure]) -> dict[int, Order]:
         """Return the children that are lists of shards, by index, and the buffers of each list.
@@ -257,27 +268,30 @@ class _Flattener:
         shard size or ``None``. A list of that length beside it counts as one too: TorchOpt keeps a
         counter for each shard there.
         """
-        lists: dict[int, list[torch.Tensor | None]] = {}
+        tensor_lists: dict[int, list[torch.Tensor | None]] = {}
         for index, child in enumerate(children):
             if isinstance(child, tuple) and child[0] in ("list", "tuple"):
                 items = [self.leaves[i] if isinstance(i, int) else i for i in child[2]]
                 if items and all(item is None or isinstance(item, torch.Tensor) for item in items):
-                    lists[index] = items
-        orders: dict[int, Order] = {}
+                    tensor_lists[index] = items
+        order_of_list: dict[int, Order] = {}
         for trainable_only in (True, False):
-            order = buffers_in_tree_order(self.plan, trainable_only=trainable_only)
-            of_length = [index for index, items in lists.items() if len(items) == len(order)]
-            if any(_all_fit(lists[index], order) for index in of_length):
+            # Note: an optimizer's lists cover trainable shards alone; one of parameters covers all.
+            buffer_order = buffers_in_tree_order(self.plan, trainable_only=trainable_only)
+            of_length = [
+                index for index, items in tensor_lists.items() if len(items) == len(buffer_order)
+            ]
+            if any(_all_fit(tensor_lists[index], buffer_order) for index in of_length):
                 for index in of_length:
-                    orders.setdefault(index, order)
-        return orders
+                    order_of_list.setdefault(index, buffer_order)
+        return order_of_list
 
     def _listed_shards(self, structure: tree.Structure, path: str, order: Order) -> TreeSpec:
-        nodes = [
+        buffer_nodes = [
             [unit.name, buffer.key, self._below(inner, path, "", unit, buffer)]
             for (unit, buffer), inner in zip(order, structure[2], strict=True)
         ]
-        return ["shards", structure[0], nodes]
+        return ["shards", structure[0], buffer_nodes]
 
     def _below(
         self, structure: tree.Structure, top: str, suffix: str, unit: UnitPlan, buffer: BufferPlan
@@ -290,54 +304,56 @@ class _Flattener:
             entries = _entries(
                 node_kind, meta, len(children), join(top, unit.name, buffer.key, suffix)
             )
-            below = [
+            child_specs = [
                 self._below(child, top, join(suffix, entry), unit, buffer)
                 for child, entry in zip(children, entries, strict=True)
             ]
-            return _container(node_kind, entries, meta, below)
-        value, name = self.leaves[structure], join(top, unit.name, buffer.key, suffix)
-        if isinstance(value, PerRank):
+            return _container(node_kind, entries, meta, child_specs)
+        leaf_value, stored_name = self.leaves[structure], join(top, unit.name, buffer.key, suffix)
+        if isinstance(leaf_value, PerRank):
             raise TypeError(
-                f"{name!r} of the state is a PerRank inside a tree of shards, which no other plan "
+                f"{stored_name!r} of the state is a PerRank inside a tree of shards, which no other plan "
                 "could cut: store the shard itself, because every rank stores its own, or put the "
                 "PerRank beside the tree"
             )
-        if not isinstance(value, torch.Tensor):
-            return self._leaf(value, name)
-        if fits_shard(value, buffer):
-            return self._shard(value, name, join(top, "*", suffix), unit, buffer)
+        if not isinstance(leaf_value, torch.Tensor):
+            return self._leaf(leaf_value, stored_name)
+        # Note: anything else below a buffer, such as a count of steps, is the same on every rank.
+        if fits_shard(leaf_value, buffer):
+            return self._shard(leaf_value, stored_name, join(top, "*", suffix), unit, buffer)
         if (
-            value.ndim == 1
+            leaf_value.ndim == 1
             and not suffix
-            and not (value.numel() == 1 and not value.is_floating_point())
+            and not (leaf_value.numel() == 1 and not leaf_value.is_floating_point())
         ):
             raise ValueError(
                 f"shard {buffer.key!r} of unit {unit.title!r} at {top!r} of the state must have "
-                f"{buffer.shard_numel} elements under the plan; found {value.numel()}: pass the "
+                f"{buffer.shard_numel} elements under the plan; found {leaf_value.numel()}: pass the "
                 "plan that made it. For the state of muon, which is kept by name, save "
                 "optimizer_to_state_dict(opt_state, optimizer, plan, mesh) instead"
             )
         if (
             buffer.shards > 1
-            and value.ndim > 1
-            and value.shape[-1] == buffer.shard_numel
+            and leaf_value.ndim > 1
+            and leaf_value.shape[-1] == buffer.shard_numel
             and not suffix
         ):
             raise ValueError(
                 f"shard {buffer.key!r} of unit {unit.title!r} at {top!r} of the state must have "
-                f"the shape ({buffer.shard_numel},); found {tuple(value.shape)}, a stack of the "
+                f"the shape ({buffer.shard_numel},); found {tuple(leaf_value.shape)}, a stack of the "
                 "shards of several models: save a list of trees of shards, one for each model, "
                 f"{{unit: {{buffer: stack[i]}}}}"
             )
-        return self._whole(value, name, join(top, "*", suffix))
+        return self._whole(leaf_value, stored_name, join(top, "*", suffix))
 
     def _shard(
         self, value: torch.Tensor, name: str, label: str, unit: UnitPlan, buffer: BufferPlan
     ) -> TreeSpec:
         """Add a shard; of the ranks with copies of it, one stores it."""
-        axes, turn = self.plan.mesh_axes, next(self.turns)
-        position = position_of(self.rank, axes)
-        stores = all(position[axis] == at for axis, at in turn_of(turn, buffer, axes).items())
+        mesh_axes, turn = self.plan.mesh_axes, next(self.turns)
+        position = position_of(self.rank, mesh_axes)
+        # Note: a rank that doesn't store the shard still lists it, because ranks agree on the list.
+        stores = all(position[axis] == at for axis, at in turn_of(turn, buffer, mesh_axes).items())
         return self._add(value, name, "shard", label, stores, turn, offload=unit.offload)
 
     # --- tensors ----------------------------------------------------------------------------------
@@ -353,6 +369,7 @@ class _Flattener:
         *,
         offload: bool = False,
     ) -> TreeSpec:
+        # Note: keys may have dots, so two paths may join to one name.
         if name in self.flat.stored:
             raise ValueError(
                 f"two tensors of the state would be stored as {name!r}; rename one of the keys "
@@ -390,8 +407,11 @@ def _look_like_shards(children: Sequence[tree.Structure]) -> bool:
 
 def _is_buffer_key(key: Any) -> bool:
     """Return whether ``key`` has the form of a buffer's key: ``float32``, ``bfloat16.frozen``."""
-    name, *marks = key.split(".") if isinstance(key, str) else ("",)
-    known_marks = all(mark in ("frozen", "local") or mark.startswith("local_") for mark in marks)
+    name, *key_marks = key.split(".") if isinstance(key, str) else ("",)
+    # Note: the marks are those of the planner, for frozen buffers and local axes.
+    known_marks = all(
+        mark in ("frozen", "local") or mark.startswith("local_") for mark in key_marks
+    )
     return isinstance(getattr(torch, name or "-", None), torch.dtype) and known_marks
 
 
@@ -409,6 +429,7 @@ def _entries(kind: str, meta: Any, number: int, path: str) -> list[Any]:
     """Return the keys, field names or indices of a container's children."""
     if kind in ("dict", "ordered_dict"):
         for key in meta:
+            # Note: JSON has no other keys, and the index has to tell 1 from "1".
             if type(key) not in (str, int):
                 raise TypeError(
                     f"the keys of a dictionary in a state must be str or int; found {key!r} at "

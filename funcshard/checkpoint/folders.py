@@ -26,6 +26,8 @@ from filelock import FileLock, Timeout
 from funcshard._utils import open_regular
 from funcshard.checkpoint.rank_files import FORMAT, INDEX
 
+StrPath = str | os.PathLike[str]
+
 LOCK = ".lock"
 
 # Number of times that a reader or a lock begins again if another process replaces what it found.
@@ -65,16 +67,16 @@ def check_replaceable(path: Path) -> None:
             "path must end in a name without a dot at its front, because latest passes over "
             f"others; found {path.name!r} in {path}: choose another name"
         )
-    obstacle = ""
+    obstacle_text = ""
     if path.is_symlink():
-        obstacle = "a link"
+        obstacle_text = "a link"
     elif path.is_file():
-        obstacle = "a file"
+        obstacle_text = "a file"
     elif path.is_dir() and not has_our_index(path) and (names := foreign_names(path)):
-        obstacle = f"a folder that holds {names[0]!r}"
-    if obstacle:
+        obstacle_text = f"a folder that holds {names[0]!r}"
+    if obstacle_text:
         raise ValueError(
-            f"path must be free, or name a checkpoint, which is then replaced; found {obstacle} at "
+            f"path must be free, or name a checkpoint, which is then replaced; found {obstacle_text} at "
             f"{path}: choose another path"
         )
 
@@ -98,6 +100,7 @@ def begin_save(path: Path, save: str) -> FileLock | None:
         # Why half a second: a save that deletes old checkpoints has the lock for a moment.
         lock = FileLock(path / LOCK, timeout=0.5, thread_local=False)
         try:
+            # Note: the system gives it back when the process ends in any way.
             lock.acquire()
             (path / f"{save}.part").touch()
         except Timeout:
@@ -116,6 +119,7 @@ def publish(path: Path, save: str) -> None:
     """Make the files of a save the checkpoint; its index is in ``SAVE.part``."""
     check_replaceable(path)  # again: another program may have written there since the save began
     sync(path)
+    # Note: a crash of the host must not keep the index and lose files that it stands for.
     os.replace(path / f"{save}.part", path / INDEX)
     sync(path)
     sync(path.parent)
@@ -126,8 +130,9 @@ def remove_files(path: Path, is_dead: Callable[[str], bool]) -> None:
     """Delete the files of the saves in a folder that ``is_dead`` is true of."""
     with contextlib.suppress(OSError):
         for name in os.listdir(path):
-            match = _OF_A_SAVE.fullmatch(name)
-            if match and is_dead(match["save"]):
+            # Note: files of other programs never match, and stay.
+            name_match = _OF_A_SAVE.fullmatch(name)
+            if name_match and is_dead(name_match["save"]):
                 with contextlib.suppress(OSError):
                     (path / name).unlink()
 
@@ -152,6 +157,7 @@ def remove_unfinished(path: Path) -> None:
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock of a checkpoint; raise ``OSError`` if a save is running or there is no lock."""
+    # Why: FileLock would make the file, and with it a folder that is no checkpoint.
     if not (path / LOCK).exists():
         raise FileNotFoundError(path / LOCK)
     with FileLock(path / LOCK, timeout=0, thread_local=False):
@@ -160,6 +166,7 @@ def locked(path: Path) -> Iterator[None]:
 
 def delete(path: Path) -> None:
     """Delete a checkpoint, its index first, so that no reader takes the rest for one."""
+    # Note: rmtree deletes in any order, and a kill may come between.
     (path / INDEX).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
 

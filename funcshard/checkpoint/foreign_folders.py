@@ -73,20 +73,21 @@ def foreign_remedy(folder: Path) -> str:
         'it looks like a checkpoint of Lightning'
     """
     try:
-        names = set(foreign_names(folder))
+        file_names = set(foreign_names(folder))
     except OSError:
         return ""
+    # Note: names alone decide, so nothing of another library is imported.
     for library, fits, remedy in _LIBRARIES:
-        if fits(names):
+        if fits(file_names):
             return f"it looks like a checkpoint of {library}: {remedy}"
     return ""
 
 
 def what_it_holds(folder: Path) -> str:
     """Return the end of an error about a folder: the files that it holds, and what to do."""
-    names = sorted(path.name for path in folder.iterdir())
+    file_names = sorted(path.name for path in folder.iterdir())
     cls = _architecture(_json(folder / "config.json"))
-    if "adapter_config.json" in names:
+    if "adapter_config.json" in file_names:
         base = _json(folder / "adapter_config.json").get("base_model_name_or_path")
         return (
             f"it holds an adapter of peft{f' for {base!r}' if base else ''}, and not the model "
@@ -96,23 +97,23 @@ def what_it_holds(folder: Path) -> str:
         )
     if has_our_index(folder):
         return "save wrote this checkpoint: restore(path, plan, mesh) reads it"
-    if "snapshots" in names:
+    if "snapshots" in file_names:
         return "it is a cache of the hub: pass the folder that huggingface_hub.snapshot_download(name) returns"
-    ways = {
+    ways_to_read = {
         "*.gguf": "from_pretrained(folder, gguf_file={!r})",
         "pytorch_model*": "from_pretrained(folder)",
     }
-    for pattern, remedy in ways.items():
-        if matching_names := fnmatch.filter(names, pattern):
+    for pattern, remedy in ways_to_read.items():
+        if matching_names := fnmatch.filter(file_names, pattern):
             return (
                 f"it holds {matching_names[0]!r}, which is not in the safetensors format: write it so with "
                 f"transformers, as in {cls}.{remedy.format(matching_names[0])}.save_pretrained(another_folder)"
             )
-    if matching_names := fnmatch.filter(names, "*.safetensors"):
+    if matching_names := fnmatch.filter(file_names, "*.safetensors"):
         return f"it holds {matching_names[0]!r}: pass the path of this file to import_safetensors, with a plan of the model"
     if foreign := foreign_remedy(folder):
         return foreign
-    return f"it holds {names[:3]}" if names else "it is empty"
+    return f"it holds {file_names[:3]}" if file_names else "it is empty"
 
 
 def _json(file: Path) -> dict[str, Any]:

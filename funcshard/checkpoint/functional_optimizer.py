@@ -32,9 +32,9 @@ def partition_state(state: Any, plan: Plan) -> tuple[dict[str, ByBuffer], dict[s
         other leaf, both by the path of the node or leaf in ``state``.
     """
     per_shard: dict[str, ByBuffer] = {}
-    others: dict[str, Any] = {}
-    map_state(state, plan, per_shard.setdefault, others.setdefault)
-    return per_shard, {path: value for path, value in others.items() if value is not None}
+    other_leaves: dict[str, Any] = {}
+    map_state(state, plan, per_shard.setdefault, other_leaves.setdefault)
+    return per_shard, {path: value for path, value in other_leaves.items() if value is not None}
 
 
 def map_state(
@@ -53,26 +53,27 @@ def map_state(
         other: a function from the path of another leaf, and the leaf, to the new leaf.
         path: the path of ``node`` in the whole state.
     """
-    values = _by_buffer(node, plan)
-    if values is not None:
-        values = per_shard(path, values)
+    shard_values = _by_buffer(node, plan)
+    if shard_values is not None:
+        shard_values = per_shard(path, shard_values)
         if not isinstance(node, list):
-            return values
-        order = buffers_in_tree_order(plan, trainable_only=True)
-        return [values[unit.name][buffer.key] for unit, buffer in order]
+            return shard_values
+        buffer_order = buffers_in_tree_order(plan, trainable_only=True)
+        return [shard_values[unit.name][buffer.key] for unit, buffer in buffer_order]
+    # Note: other containers are leaves here, as Optax and TorchOpt use none.
     if not isinstance(node, list | tuple | Mapping):
         return other(path, node)
     # Why keys of tuples too: a path names a field of a namedtuple, and the index of any other item.
-    keys: Iterable[Any] = getattr(node, "_fields", range(len(node)))
+    child_keys: Iterable[Any] = getattr(node, "_fields", range(len(node)))
     children: Iterable[Any] = node
     if isinstance(node, Mapping):
-        keys, children = node.keys(), node.values()
+        child_keys, children = node.keys(), node.values()
     new_children = [
         map_state(child, plan, per_shard, other, join(path, key))
-        for key, child in zip(keys, children, strict=True)
+        for key, child in zip(child_keys, children, strict=True)
     ]
     if isinstance(node, Mapping):
-        return dict(zip(keys, new_children, strict=True))
+        return dict(zip(child_keys, new_children, strict=True))
     if hasattr(node, "_fields"):
         return type(node)(*new_children)
     return new_children if isinstance(node, list) else tuple(new_children)
@@ -85,15 +86,17 @@ def _by_buffer(node: Any, plan: Plan) -> ByBuffer | None:
     order of the tree's leaves.
     """
     if isinstance(node, Mapping):
+        # Note: such a state may lack the frozen shards.
         like_shards = node and node.keys() == plan.units.keys()
         buffers = trainable_buffers(plan)
         if like_shards and all(buffer.key in node[unit.name] for unit, buffer in buffers):
             return node
     elif type(node) is list and node and all(isinstance(leaf, torch.Tensor) for leaf in node):
-        order = buffers_in_tree_order(plan, trainable_only=True)
-        if len(order) == len(node):
+        buffer_order = buffers_in_tree_order(plan, trainable_only=True)
+        # Note: TorchOpt flattens the tree of shards, so only the order tells which is whose.
+        if len(buffer_order) == len(node):
             shard_values: dict[str, dict[str, Any]] = {name: {} for name in plan.units}
-            for (unit, buffer), leaf in zip(order, node, strict=True):
+            for (unit, buffer), leaf in zip(buffer_order, node, strict=True):
                 shard_values[unit.name][buffer.key] = leaf
             return shard_values
     return None

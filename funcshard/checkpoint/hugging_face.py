@@ -43,34 +43,35 @@ def build_on_meta(folder: Path, model: Any, dtype: torch.dtype | None) -> nn.Mod
         dtype: dtype of its floating-point parameters; ``None`` for that of the config.
     """
     if isinstance(model, nn.Module):
-        real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
-        if real:
+        # Note: values would be lost, because shards are made of the files alone.
+        real_names = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+        if real_names:
             raise ValueError(
-                f"model must have all parameters on meta; found {real[0]!r} with values: build it "
+                f"model must have all parameters on meta; found {real_names[0]!r} with values: build it "
                 "under torch.device('meta'), or shard its own values with shard(params, plan, "
                 "mesh)"
             )
+        # Why a copy: the caller's module keeps its dtypes and its mode.
         return _in_dtype(copy.deepcopy(model), dtype).eval()
     if folder.is_file():
         raise FileNotFoundError(
             f"from_pretrained reads a folder; found the file {folder}: pass its folder"
         )
+    # Note: transformers would take the path for a name on the hub, and download it.
     if not folder.is_dir():
         raise FileNotFoundError(
             f"there is no folder {folder}; from_pretrained reads local folders: download a model "
             "of the hub first, as in huggingface_hub.snapshot_download(name)"
         )
     if not (folder / "config.json").exists():
-        of_a_model = any(folder.glob("model*.safetensors*"))
-        remedy = (
-            "pass the model, built under torch.device('meta')"
-            if of_a_model
-            else what_it_holds(folder)
-        )
+        remedy = what_it_holds(folder)
+        if any(folder.glob("model*.safetensors*")):
+            remedy = "pass the model, built under torch.device('meta')"
         raise FileNotFoundError(f"{folder} has no config.json: {remedy}")
     transformers = _transformers()
     regular_size(folder / "config.json")  # raises at a pipe, which transformers would wait for
     config = _read_config(transformers, folder)
+    # Note: shards are flat, and a quantized tensor has scales beside its elements.
     if getattr(config, "quantization_config", None):
         raise ValueError(
             f"the weights in {folder} are quantized, and shards hold no quantized tensors: load "
@@ -94,15 +95,15 @@ def _read_config(transformers: Any, folder: Path) -> Any:
         config = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-        layers = getattr(config, "num_hidden_layers", None) or 0
+        layer_count = getattr(config, "num_hidden_layers", None) or 0
     except (OSError, ValueError):
         raise
     except Exception as error:  # of any kind: transformers takes any JSON
         raise ValueError(_unfit(folder, "transformers", error)) from error
     # Why a bound: a model is built layer by layer, and damage may have changed their number.
-    if not isinstance(layers, int) or layers > _MOST_LAYERS:
+    if not isinstance(layer_count, int) or layer_count > _MOST_LAYERS:
         raise ValueError(
-            f"{folder / 'config.json'} must have at most {_MOST_LAYERS} layers; found {layers}: "
+            f"{folder / 'config.json'} must have at most {_MOST_LAYERS} layers; found {layer_count}: "
             "download it again"
         )
     return config
@@ -130,6 +131,7 @@ def _transformers() -> Any:
 
 def _class_of(transformers: Any, config: Any, folder: Path) -> Any:
     """Return the class that a config names first among its architectures."""
+    # Note: the first one is the class that wrote the folder.
     names = config.architectures or []
     name = names[0] if isinstance(names, list | tuple) and names else None
     cls = getattr(transformers, name, None) if isinstance(name, str) else None
@@ -150,23 +152,18 @@ def _in_dtype(module: nn.Module, dtype: Any) -> nn.Module:
     dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is None:
         return module
-    kept = (
-        set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
-        if dtype.itemsize < 4
-        else set()
-    )
-    kept |= (
-        set(getattr(module, "_keep_in_fp32_modules", None) or ())
-        if dtype == torch.float16
-        else set()
-    )
-    pattern = re.compile("|".join(name.replace("*", ".*") for name in kept)) if kept else None
-    names = set(module.state_dict())
+    # Note: transformers names the modules that keep float32: some under any smaller dtype, others
+    # under float16 alone, whose range is small.
+    name_patterns: set[str] = set()
+    if dtype.itemsize < 4:
+        name_patterns |= set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        name_patterns |= set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    in_float32 = re.compile("|".join(name_patterns).replace("*", ".*") or "(?!)")
+    stored_names = module.state_dict().keys()
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if tensor.is_meta and tensor.is_floating_point() and name in names:
-            tensor.data = tensor.data.to(
-                torch.float32 if pattern and pattern.search(name) else dtype
-            )
+        if tensor.is_meta and tensor.is_floating_point() and name in stored_names:
+            tensor.data = tensor.data.to(torch.float32 if in_float32.search(name) else dtype)
     if hasattr(module, "config"):
         module.config.dtype = dtype
     return module
@@ -176,18 +173,11 @@ def embedding_names(module: Any) -> set[str]:
     """Return the names of the parameters that have a row for each token."""
     if not is_hugging_face(module):
         return set()
-    embedding_modules = (module.get_input_embeddings(), module.get_output_embeddings())
-    ids = {
-        id(parameter)
-        for m in embedding_modules
-        if isinstance(m, nn.Module)
-        for parameter in m.parameters()
-    }
-    return {
-        name
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-        if id(parameter) in ids
-    }
+    embeddings = (module.get_input_embeddings(), module.get_output_embeddings())
+    modules = [embedding for embedding in embeddings if isinstance(embedding, nn.Module)]
+    parameter_ids = {id(parameter) for embedding in modules for parameter in embedding.parameters()}
+    named = module.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if id(parameter) in parameter_ids}
 
 
 def default_units(module: nn.Module) -> list[str]:
@@ -198,31 +188,24 @@ def default_units(module: nn.Module) -> list[str]:
     """
     whole_classes = set(getattr(module, "_no_split_modules", None) or ())
     layers: dict[str, nn.Module] = {}
-    for path, m in module.named_modules():
-        inside = any(path.startswith(f"{layer}.") for layer in layers)
-        if (
-            path
-            and not inside
-            and (
-                type(m).__name__ in whole_classes
-                if whole_classes
-                else path.rpartition(".")[2].isdecimal()
-            )
-        ):
-            layers[path] = m
-    paths: dict[int, list[str]] = {}
+    for path, submodule in module.named_modules():
+        is_layer = path.rpartition(".")[2].isdecimal()
+        if whole_classes:
+            is_layer = path != "" and type(submodule).__name__ in whole_classes
+        if is_layer and not any(path.startswith(f"{layer}.") for layer in layers):
+            layers[path] = submodule
+    # Note: a unit must gather all uses of a parameter, and a tied one has uses elsewhere.
+    names_of: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        paths.setdefault(id(parameter), []).append(name)
-    return [
-        layer
-        for layer, m in layers.items()
-        if next(m.parameters(), None) is not None
-        and all(
-            name.startswith(f"{layer}.")
-            for parameter in m.parameters()
-            for name in paths[id(parameter)]
-        )
-    ]
+        names_of.setdefault(id(parameter), []).append(name)
+    unit_paths = []
+    for path, layer in layers.items():
+        parameter_names = [
+            name for parameter in layer.parameters() for name in names_of[id(parameter)]
+        ]
+        if parameter_names and all(name.startswith(f"{path}.") for name in parameter_names):
+            unit_paths.append(path)
+    return unit_paths
 
 
 # --- names in files -------------------------------------------------------------------------------
@@ -236,13 +219,19 @@ def read_names(
     With each dictionary come the tensors of the files that it was made of. Tensors of another name
     are left out, and those that need no conversion are yielded as they are.
     """
+    # Note: under adapters, one tensor of the files may be for several modules.
     names, base = file_names(module), base_model(module)
     if base is not module:  # files of the model with its adapters have the module's own names
-        exact = module.state_dict().keys() & tensors.keys()
-        yield from (({name: tensors[name]}, [tensors[name]]) for name in tensors if name in exact)
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in exact}
+        exact_names = module.state_dict().keys() & tensors.keys()
+        yield from (
+            ({name: tensors[name]}, [tensors[name]]) for name in tensors if name in exact_names
+        )
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in exact_names}
     for read, sources in _read_base(base, names, tensors):
-        yield {name: tensor for plain, tensor in read.items() for name in names[plain]}, sources
+        yield (
+            {name: tensor for plain_name, tensor in read.items() for name in names[plain_name]},
+            sources,
+        )
         del read  # before the next tensor is converted
 
 
@@ -254,45 +243,42 @@ def _read_base(
         yield from (({name: tensor}, [tensor]) for name, tensor in tensors.items() if name in names)
         return
     loading = importlib.import_module("transformers.core_model_loading")
-    mapping = importlib.import_module(
+    conversion_entries = importlib.import_module(
         "transformers.conversion_mapping"
     ).get_model_conversion_mapping(module)
-    renamings = [
-        mapping_entry
-        for mapping_entry in mapping
-        if isinstance(mapping_entry, loading.WeightRenaming)
-    ]
+    renamings = [entry for entry in conversion_entries if isinstance(entry, loading.WeightRenaming)]
     converters = [
-        mapping_entry
-        for mapping_entry in mapping
-        if isinstance(mapping_entry, loading.WeightConverter)
+        entry for entry in conversion_entries if isinstance(entry, loading.WeightConverter)
     ]
-    of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    converter_of = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     prefix: Any = module.base_model_prefix
-    plain: Tensors = {}
-    converted: dict[str, Any] = {}
-    sources: dict[str, list[torch.Tensor]] = {}
+    plain_tensors: Tensors = {}
+    pending_converters: dict[str, Any] = {}
+    source_tensors: dict[str, list[torch.Tensor]] = {}
     for name in sorted(tensors, key=loading.dot_natural_key):
+        # Note: transformers' own tables say which names and tensors become which.
         target, pattern = loading.rename_source_key(name, renamings, converters, prefix, names)
         if target not in names and name in names:
+            # Note: a file of the module's own state dict needs no conversion.
             target, pattern = name, None
         if target in names and pattern is None:
-            plain[target] = tensors[name]
+            plain_tensors[target] = tensors[name]
         elif target in names:
-            converter = converted.setdefault(target, copy.deepcopy(of_pattern[pattern]))
-            converter.add_tensor(target, name, pattern, tensors[name])
-            sources.setdefault(target, []).append(tensors[name])
-    yield from (({name: tensor}, [tensor]) for name, tensor in plain.items())
+            target_converter = pending_converters.setdefault(
+                target, copy.deepcopy(converter_of[pattern])
+            )
+            target_converter.add_tensor(target, name, pattern, tensors[name])
+            source_tensors.setdefault(target, []).append(tensors[name])
+    yield from (({name: tensor}, [tensor]) for name, tensor in plain_tensors.items())
     # No name here refers to a tensor, so it is freed once it has been copied.
-    for target in list(converted):
-        yield _converted(converted.pop(target), target, module), sources.pop(target)
+    for target in list(pending_converters):
+        yield _converted(pending_converters.pop(target), target, module), source_tensors.pop(target)
 
 
 def _converted(converter: Any, target: str, module: Any) -> Tensors:
     converted_tensors = converter.convert(target, model=module, config=module.config)
-    converted_tensors = (
-        converted_tensors[0] if isinstance(converted_tensors, tuple) else converted_tensors
-    )  # with the errors, in version 5.0
+    if isinstance(converted_tensors, tuple):  # with the errors, in version 5.0
+        converted_tensors = converted_tensors[0]
     return {
         name: value[0] if isinstance(value, list) else value
         for name, value in converted_tensors.items()
@@ -306,14 +292,16 @@ def stored(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """
     if not is_hugging_face(module):
         return dict(tensors)
-    loading = importlib.import_module("transformers.core_model_loading")
-    stored_tensors: Tensors = loading.revert_weight_conversion(module, dict(tensors))
+    core_loading = importlib.import_module("transformers.core_model_loading")
+    stored_tensors: Tensors = core_loading.revert_weight_conversion(module, dict(tensors))
     return stored_tensors
 
 
 def write_config(folder: Path, module: Any, dtype: torch.dtype | None) -> None:
     """Write ``config.json``, and the configuration of generation if the model has one."""
+    # Note: the module's own config keeps the dtype that the model computes in.
     config = copy.deepcopy(module.config)
+    # Note: AutoModel finds the class by it.
     config.architectures = [type(module).__name__]
     config.dtype = dtype
     config.save_pretrained(folder)

@@ -28,7 +28,7 @@ from funcshard.checkpoint.state_dict import (
     is_full,
     shard_from_leaves,
 )
-from funcshard.checkpoint.stored_state import fits_shard, name_in
+from funcshard.checkpoint.stored_state import first_of, fits_shard, name_in
 from funcshard.comm import Mesh
 from funcshard.core import LeafChecksums, check_mesh, check_source, zero_shard
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name, own_axes
@@ -181,47 +181,50 @@ class _Loading:
         """Return the state of a ``torch.optim`` class."""
         _check_names(by_path, step)
         flat_names = _elementwise_names(by_path, self.plan)
-        layout = group_layout(step.layout, self.plan, self.mesh)
-        leaves = self.by_buffer(by_path, layout, flat_names, step.options)
-        return {"steps": self.steps_taken(by_path, step.options), "leaves": leaves}
+        group_ranges = group_layout(step.layout, self.plan, self.mesh)
+        shard_states = self.by_buffer(by_path, group_ranges, flat_names, step.options)
+        return {"steps": self.steps_taken(by_path, step.options), "leaves": shard_states}
 
     def muon_state(self, by_path: dict[str, LeafState], step: MuonStep) -> dict[str, Any]:
         """Return the state of ``muon``: momentum of its matrices, and AdamW's of other leaves."""
         _check_names(by_path, step)
         is_matrix = step.layout.group_of.__contains__
-        matrices = {path: state for path, state in by_path.items() if is_matrix(path)}
-        others = {path: state for path, state in by_path.items() if not is_matrix(path)}
-        steps = self.steps_taken(by_path, [step.options, *step.adamw.options])
-        adamw = self.torch_state(others, step.adamw) | {"steps": steps}
+        matrix_states = {path: state for path, state in by_path.items() if is_matrix(path)}
+        other_states = {path: state for path, state in by_path.items() if not is_matrix(path)}
+        # Note: one count serves both, because every step updates matrices and other leaves.
+        step_count = self.steps_taken(by_path, [step.options, *step.adamw.options])
+        # Note: AdamW has no count of its own in the state dict, and gets Muon's.
+        adamw_state = self.torch_state(other_states, step.adamw) | {"steps": step_count}
         momentum = step.init(self.zero_shards())["momentum"]
-        if any(matrices.values()):
+        if any(matrix_states.values()):
             # Why strict: momentum is zeros before the first step, so leaves without it need no
             # care.
-            strictly = dataclasses.replace(self, strict=True)
-            leaves = strictly.by_buffer(matrices, step.layout, {"momentum_buffer"})
+            strict_loading = dataclasses.replace(self, strict=True)
+            shard_states = strict_loading.by_buffer(matrix_states, step.layout, {"momentum_buffer"})
             momentum = {
                 unit: {key: shard_state["momentum_buffer"] for key, shard_state in shards.items()}
-                for unit, shards in leaves.items()
+                for unit, shards in shard_states.items()
             }
-        return {"steps": steps, "momentum": momentum, "adamw": adamw}
+        return {"steps": step_count, "momentum": momentum, "adamw": adamw_state}
 
     def pair_state(
         self, by_path: dict[str, LeafState], options: Mapping[str, Any], init: Callable[[Any], Any]
     ) -> Any:
         """Return the state of an ``(init, update)`` pair."""
-        like = init(self.zero_shards())
+        # Note: init tells the structure of the state; names of entries are paths in it.
+        initial_state = init(self.zero_shards())
         if not by_path:
-            return like
-        initial, _ = partition_state(like, self.plan)
-        names = sorted({name for leaf_state in by_path.values() for name in leaf_state})
-        if lost_names := [name for name in initial if name not in names]:
+            return initial_state
+        initial_values, _ = partition_state(initial_state, self.plan)
+        entry_names = sorted({name for leaf_state in by_path.values() for name in leaf_state})
+        if lost_names := [name for name in initial_values if name not in entry_names]:
             raise ValueError(
-                f"the optimizer's state dict must hold {lost_names[0]!r}; found {names}: the state "
+                f"the optimizer's state dict must hold {lost_names[0]!r}; found {entry_names}: the state "
                 "dict is of another optimizer"
             )
-        layout = group_layout(None, self.plan, self.mesh)
-        loaded: dict[str, ByBuffer] = {}
-        for name in sorted(initial):
+        one_group = group_layout(None, self.plan, self.mesh)
+        loaded_values: dict[str, ByBuffer] = {}
+        for name in sorted(initial_values):
             with_name = {
                 path: {name: leaf_state[name]}
                 for path, leaf_state in by_path.items()
@@ -229,12 +232,13 @@ class _Loading:
             }
             # Why init's values tell: a count of steps has the shape of a leaf without dimensions.
             is_flat = any(
-                fits_shard(initial[name][unit.name][buffer.key], buffer)
+                fits_shard(initial_values[name][unit.name][buffer.key], buffer)
                 for unit, buffer in trainable_buffers(self.plan)
             )
-            states = self.by_buffer(with_name, layout, {name} if is_flat else set())
-            loaded[name] = self._with_initial(name, states, initial[name], with_name)
-        return map_state(like, self.plan, lambda path, _: loaded[path], options.get)
+            states = self.by_buffer(with_name, one_group, {name} if is_flat else set())
+            loaded_values[name] = self._with_initial(name, states, initial_values[name], with_name)
+        # Note: leaves that belong to no parameter, such as a count, are in the one group's options.
+        return map_state(initial_state, self.plan, lambda path, _: loaded_values[path], options.get)
 
     def _with_initial(
         self, name: str, states: ByBuffer, initial: ByBuffer, with_name: Mapping[str, LeafState]
@@ -242,14 +246,14 @@ class _Loading:
         """Return an entry of each shard, with the initial values of leaves that lack it."""
         shard_values: dict[str, dict[str, Any]] = {unit: {} for unit in states}
         for unit, buffer in trainable_buffers(self.plan):
-            shard_state, first = states[unit.name][buffer.key], initial[unit.name][buffer.key]
-            value = shard_values[unit.name][buffer.key] = shard_state.get(name, first)
+            shard_state, first_value = states[unit.name][buffer.key], initial[unit.name][buffer.key]
+            value = shard_values[unit.name][buffer.key] = shard_state.get(name, first_value)
             if self.strict or not isinstance(value, torch.Tensor) or not value.ndim:
                 continue
             for leaf in buffer.leaves:
                 if leaf.path not in with_name:
                     in_shard = buffer.part(leaf, self.mesh.shard.rank).in_shard
-                    value[in_shard] = first[in_shard]
+                    value[in_shard] = first_value[in_shard]
         return shard_values
 
     def by_buffer(
@@ -270,46 +274,55 @@ class _Loading:
         # Why: fused kernels need scalars on the device of the shard.
         on_device = any(group.get("fused") or group.get("capturable") for group in group_options)
         # Why: with dampening, momentum of zeros is not the same as no state yet.
-        dampened = any(group.get("dampening") for group in group_options)
-        states: dict[str, dict[str, LeafState]] = {name: {} for name in self.plan.units}
-        names = dict.fromkeys(name for leaf_state in by_path.values() for name in leaf_state)
+        is_dampened = any(group.get("dampening") for group in group_options)
+        shard_states: dict[str, dict[str, LeafState]] = {name: {} for name in self.plan.units}
+        entry_names = dict.fromkeys(name for leaf_state in by_path.values() for name in leaf_state)
         for unit, buffer in trainable_buffers(self.plan):
-            shard_state = states[unit.name][buffer.key] = {}
+            shard_state = shard_states[unit.name][buffer.key] = {}
             paths = [leaf.path for leaf in buffer.leaves if leaf.path in layout.group_of]
             begun_paths = [path for path in paths if by_path.get(path)]
+            # Note: with strict, a leaf without state gets zeros; find_leaves says if it may.
             new_paths = [path for path in paths if not by_path.get(path) and not self.strict]
             if new_paths and not begun_paths:
                 continue  # the optimizer makes the state in its next step
-            if new_paths and (dampened or not names.keys() <= flat_names):
+            if new_paths and (is_dampened or not entry_names.keys() <= flat_names):
                 # Why one group: dampening applies to a whole shard, whatever the groups of leaves.
-                group_of = dict.fromkeys(paths, 0) if dampened else layout.group_of
+                group_of = dict.fromkeys(paths, 0) if is_dampened else layout.group_of
                 _check_groups(begun_paths, new_paths, group_of)
+            # Note: the optimizer makes the scalars of such a group in its next step.
             new_groups = {layout.group_of[path] for path in new_paths}
-            device = torch.device("cpu") if unit.offload else self.mesh.device
-            for name in names:
-                values = {
+            scalar_device = None  # where it is
+            if on_device:
+                scalar_device = torch.device("cpu") if unit.offload else self.mesh.device
+            for name in entry_names:
+                leaf_values = {
                     leaf.path: by_path[leaf.path][name]
                     for leaf in buffer.leaves
                     if name in by_path.get(leaf.path, {})
                 }
                 if name in flat_names:
-                    flat = self.flat_tensor(name, values, unit, buffer)
+                    flat = self.flat_tensor(name, leaf_values, unit, buffer)
+                    # Note: an optimizer with groups keeps the elements of their leaves alone.
                     shard_state[name] = layout.pick(flat, buffer)
                     continue
-                scalars = _scalars(name, values, layout, by_path, new_groups)
-                scalars = [_copied(scalar, device if on_device else None) for scalar in scalars]
-                shard_state[name] = tuple(scalars) if layout.count > 1 else scalars[0]
-        return states
+                group_scalars = _scalars(name, leaf_values, layout, by_path, new_groups)
+                for group_index, scalar in enumerate(group_scalars):
+                    if isinstance(scalar, torch.Tensor):
+                        group_scalars[group_index] = scalar.detach().to(scalar_device, copy=True)
+                shard_state[name] = tuple(group_scalars) if layout.count > 1 else group_scalars[0]
+        return shard_states
 
     def flat_tensor(
         self, name: str, values: dict[str, Any], unit: UnitPlan, buffer: BufferPlan
     ) -> torch.Tensor:
         """Return this rank's shard of an entry, in the entry's own dtype."""
-        tensor = next(iter(values.values()), None)
-        if pieces := as_pieces(tensor):
-            tensor = pieces[0].tensor
-        if isinstance(tensor, torch.Tensor):
-            buffer = dataclasses.replace(buffer, dtype=dtype_name(tensor.dtype))
+        # Note: moments may be in another dtype than their parameters. All leaves of a shard
+        # have the same, so the first one tells; of none, the entry is zeros in the buffer's dtype.
+        first_value = next(iter(values.values()), None)
+        if pieces := as_pieces(first_value):
+            first_value = pieces[0].tensor
+        if isinstance(first_value, torch.Tensor):
+            buffer = dataclasses.replace(buffer, dtype=dtype_name(first_value.dtype))
         where = f"{name!r} of the optimizer's state dict"
         return shard_from_leaves(unit, buffer, self.mesh, values, where, src=self.src)
 
@@ -319,9 +332,9 @@ class _Loading:
         """Return ``steps`` if given, else the largest ``step`` of a leaf."""
         if self.steps is not None:
             return self.steps
-        counts = [float(state["step"]) for state in by_path.values() if "step" in state]
-        if counts:
-            return int(max(counts))
+        step_counts = [float(state["step"]) for state in by_path.values() if "step" in state]
+        if step_counts:
+            return int(max(step_counts))
         schedules = [value for group in group_options for value in group.values()]
         if by_path and any(map(callable, schedules)):
             raise ValueError(
@@ -342,21 +355,23 @@ class _Loading:
 def _elementwise_names(by_path: Mapping[str, LeafState], plan: Plan) -> set[str]:
     """Return the entries of ``torch.optim`` that have a value for each element of a leaf."""
     shapes = {leaf.path: leaf.whole_shape for leaf in plan.leaves}
-    names = set()
+    flat_names = set()
     for path, leaf_state in by_path.items():
         for name, value in leaf_state.items():
             # Why names: for a parameter without dimensions, scalars have its shape too.
+            # Note: the test of a shape cannot tell elements from scalars there.
             is_scalar = shapes[path] == () and name in ("step", "mu_product", "eta", "mu")
             has_shape = isinstance(value, torch.Tensor) and value.shape == shapes[path]
             if isinstance(value, Piece | list | tuple) or (has_shape and not is_scalar):
-                names.add(name)
-    return names
+                flat_names.add(name)
+    return flat_names
 
 
 def _check_groups(
     begun_paths: Sequence[str], new_paths: Sequence[str], group_of: Mapping[str, int]
 ) -> None:
     """Raise if a leaf that begins from scratch shares buffer and group with one that has state."""
+    # Why reversed: of several leaves, the first one is named.
     begun_groups = {group_of[path]: path for path in reversed(begun_paths)}
     for path in new_paths:
         if group_of[path] in begun_groups:
@@ -382,24 +397,20 @@ def _scalars(
     """
     first_scalars: dict[int, tuple[str, Any]] = {}
     for path, value in values.items():
-        first_path, first = first_scalars.setdefault(layout.group_of[path], (path, value))
-        if float(value) != float(first):
+        first_path, first_value = first_scalars.setdefault(layout.group_of[path], (path, value))
+        if float(value) != float(first_value):
             raise ValueError(
                 f"{name!r} must be the same for all leaves of a flat buffer that have the same "
-                f"options; found {float(first)} for {first_path!r} and {float(value)} for {path!r}: "
+                f"options; found {float(first_value)} for {first_path!r} and {float(value)} for {path!r}: "
                 "give one a group of its own, in groups="
             )
     # Why leaves elsewhere count: a shard also keeps the scalars of groups that it has no leaf of,
     # and the leaves of another shard have the same ones.
     for path, leaf_state in by_path.items():
-        group = layout.group_of.get(path)
-        if name in leaf_state and group is not None and group not in new_groups:
-            first_scalars.setdefault(group, (path, leaf_state[name]))
-    return [first_scalars.get(group, ("", None))[1] for group in range(layout.count)]
-
-
-def _copied(value: Any, device: torch.device | None) -> Any:
-    return value.detach().to(device, copy=True) if isinstance(value, torch.Tensor) else value
+        group_index = layout.group_of.get(path)
+        if name in leaf_state and group_index is not None and group_index not in new_groups:
+            first_scalars.setdefault(group_index, (path, leaf_state[name]))
+    return [first_scalars.get(group_index, ("", None))[1] for group_index in range(layout.count)]
 
 
 # --- from a state dict ----------------------------------------------------------------------------
@@ -409,54 +420,56 @@ def _by_path(
     state_dict: Mapping[str, Any], plan: Plan, strict: bool
 ) -> tuple[dict[str, LeafState], dict[str, Any]]:
     """Return the state of each trainable leaf by path, and the first parameter group's options."""
-    leaves = [leaf for _, buffer in trainable_buffers(plan) for leaf in buffer.leaves]
+    trainable_leaves = [leaf for _, buffer in trainable_buffers(plan) for leaf in buffer.leaves]
     if not isinstance(state_dict, Mapping):
         raise TypeError(
             f"an optimizer's state dict must be a dictionary; found {type(state_dict).__name__}: "
             "pass what optimizer_to_state_dict returned, or torch.load(path, weights_only=True)"
         )
-    if not state_dict and leaves:
+    if not state_dict and trainable_leaves:
         raise ValueError(
             "an optimizer's state dict must have 'state' and 'param_groups'; found an empty one, "
             "as rank0_only leaves it on all ranks but one: pass src=0 to take the state dict of "
             "rank 0, or take it without rank0_only"
         )
+    # Note: torch's flatten_optimizer_state_dict gives one dictionary of dotted names.
     if not {"state", "param_groups"} <= state_dict.keys():
-        state_dict = _unflattened(state_dict, leaves)
-    state, groups = state_dict["state"], state_dict["param_groups"]
+        state_dict = _unflattened(state_dict, trainable_leaves)
+    state, param_groups = state_dict["state"], state_dict["param_groups"]
+    # Note: torch numbers parameters in optimizer.state_dict(), in an order that a plan can't know.
     if any(isinstance(name, int) for name in state):
         raise ValueError(
             "an optimizer's state dict must name parameters; found numbers, as in "
             "optimizer.state_dict(): get it with "
             "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)"
         )
-    options = {key: value for key, value in groups[0].items() if key != "params"} if groups else {}
+    first_group = param_groups[0] if param_groups else {}
+    options = {key: value for key, value in first_group.items() if key != "params"}
     if not state:
         return {}, options
     # Why leaves may be missing: an optimizer that counts no steps may keep nothing of some
     # parameters.
     counts_steps = any("step" in leaf_state for leaf_state in state.values())
-    present = [leaf for leaf in leaves if name_in(state, leaf) is not None]
-    needed = leaves if (counts_steps and strict) or not present else present
-    rule = "the optimizer's state dict must hold the state of every trainable leaf"
-    anew = "; or the leaves were frozen then: strict=False begins them with the optimizer's initial state"
-    found_state = find_leaves(state, needed, rule, anew if strict else "")
-    if strict:
-        _check_no_more(state, leaves)
-    return {leaf.path: dict(found_state.get(leaf.path, {})) for leaf in leaves}, options
-
-
-def _check_no_more(state: Mapping[str, Any], leaves: Sequence[LeafSpec]) -> None:
-    """Raise ``ValueError`` if the state dict holds state of a leaf that has none here."""
-    known_names = {path for leaf in leaves for path in (leaf.path, *leaf.aliases)}
-    if unknown_names := [
-        name for name, leaf_state in state.items() if leaf_state and name not in known_names
-    ]:
+    needed_leaves = [leaf for leaf in trainable_leaves if name_in(state, leaf) is not None]
+    if (counts_steps and strict) or not needed_leaves:
+        needed_leaves = trainable_leaves
+    rule_text = "the optimizer's state dict must hold the state of every trainable leaf"
+    anew_hint = (
+        "; or the leaves were frozen then: strict=False begins them with the optimizer's initial "
+        "state"
+    )
+    states_by_path = find_leaves(state, needed_leaves, rule_text, anew_hint if strict else "")
+    # Note: entries without any state, as torch writes for frozen parameters, do no harm.
+    known_names = {name for leaf in trainable_leaves for name in (leaf.path, *leaf.aliases)}
+    unknown_names = [name for name in state if state[name] and name not in known_names]
+    if strict and unknown_names:
         raise ValueError(
             "the optimizer's state dict must hold state of the trainable leaves only; found state "
-            f"of {unknown_names[:3]}{f' and {len(unknown_names) - 3} more' if len(unknown_names) > 3 else ''}, which are "
-            "frozen now, or not in the plan: strict=False leaves it out"
+            f"of {first_of(unknown_names)}, which are frozen now, or not in the plan: strict=False "
+            "leaves it out"
         )
+    paths = [leaf.path for leaf in trainable_leaves]
+    return {path: dict(states_by_path.get(path, {})) for path in paths}, options
 
 
 def _unflattened(flat: Mapping[str, Any], leaves: Sequence[LeafSpec]) -> dict[str, Any]:
@@ -468,17 +481,21 @@ def _unflattened(flat: Mapping[str, Any], leaves: Sequence[LeafSpec]) -> dict[st
             "get_optimizer_state_dict"
         )
     known_paths = dict.fromkeys(path for leaf in leaves for path in (leaf.path, *leaf.aliases))
-    parts: dict[str, dict[str, LeafState]] = {"state": {}, "param_groups": {}}
+    state_parts: dict[str, dict[str, LeafState]] = {"state": {}, "param_groups": {}}
     for name, value in flat.items():
-        part, _, rest = str(name).partition(".")
-        # Why known paths: an entry may have dots too, such as TorchOpt's 0.mu.
-        dots = [dot.start() for dot in re.finditer(r"\.", rest)]
-        end = next((at for at in dots if rest[:at] in known_paths), rest.rfind("."))
-        if part in parts and end >= 0:
-            parts[part].setdefault(rest[:end], {})[rest[end + 1 :]] = value
-    groups = parts["param_groups"]
+        part, _, path_and_key = str(name).partition(".")
+        # Why known paths: paths have dots, and an entry may have dots too, such as TorchOpt's 0.mu.
+        # Of an unknown path, the entry is what follows the last dot.
+        path, _, key = path_and_key.rpartition(".")
+        for dot in re.finditer(r"\.", path_and_key):
+            if path_and_key[: dot.start()] in known_paths:
+                path, key = path_and_key[: dot.start()], path_and_key[dot.end() :]
+                break
+        if part in state_parts and "." in path_and_key:
+            state_parts[part].setdefault(path, {})[key] = value
+    groups = state_parts["param_groups"]
     options = next((groups[path] for path in known_paths if path in groups), {})
-    return {"state": parts["state"], "param_groups": [options]}
+    return {"state": state_parts["state"], "param_groups": [options]}
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -492,42 +509,42 @@ def _add_checksums(
 ) -> None:
     """Add the full tensors and scalars of a state dict, which must be the same on every rank."""
 
-    def add(name: str, value: Any, local: tuple[str, ...]) -> None:
-        if is_full(value):
-            checksums.add(name, value, local)
-        elif isinstance(value, int | float):
-            checksums.add(
-                name, torch.tensor(float(value), dtype=torch.float64, device="cpu"), local
-            )
-
+    rows: list[tuple[str, Any, tuple[str, ...]]] = [
+        (name, value, ()) for name, value in others.items()
+    ]
     for _, buffer in trainable_buffers(plan):
         for leaf in buffer.leaves:
-            for name, value in by_path.get(leaf.path, {}).items():
-                add(f"{leaf.path}.{name}", value, own_axes(buffer.local, leaf.cuts))
-    for name, value in others.items():
-        add(name, value, ())
+            local_axes = own_axes(buffer.local, leaf.cuts)
+            leaf_state = by_path.get(leaf.path, {})
+            rows += [(f"{leaf.path}.{name}", leaf_state[name], local_axes) for name in leaf_state]
+    for name, value, local_axes in rows:
+        if isinstance(value, int | float):
+            # Why float64: it holds every count of steps that occurs.
+            value = torch.tensor(float(value), dtype=torch.float64, device="cpu")
+        if is_full(value):
+            checksums.add(name, value, local_axes)
 
 
 def _check_names(by_path: dict[str, LeafState], step: Any) -> None:
     """Raise ``ValueError`` unless the state of each leaf has the names that the optimizer keeps."""
     if isinstance(step, MuonStep):
         known_entries = KnownEntries({"momentum_buffer": True}, exact=True)
-        of_group = dict.fromkeys(range(step.layout.count), known_entries)
+        entries_of_groups = [known_entries] * step.layout.count
     elif step.known is not None and step.cls.__module__.startswith("torch.optim."):
         known_entries = step.known
-        of_group = {
-            n: learn_entries(step.cls, step.options, [n]) or known_entries
-            for n in range(len(step.options))
-        }
+        entries_of_groups = [
+            learn_entries(step.cls, step.options, [group_index]) or known_entries
+            for group_index in range(len(step.options))
+        ]
     else:
         return  # a class of the user's own may keep other names for other leaves
+    group_of = dict.fromkeys(by_path, 0) if step.layout is None else step.layout.group_of
     for path, leaf_state in by_path.items():
-        group = 0 if step.layout is None else step.layout.group_of.get(path)
-        if (
-            group is None or not leaf_state
-        ):  # some optimizers keep no state of a leaf that got no gradient
+        # Why not without state: some optimizers keep none of a leaf that got no gradient.
+        if path not in group_of or not leaf_state:
             continue
-        missing_names = sorted(of_group[group].flat.keys() - leaf_state.keys())
+        group_entries = entries_of_groups[group_of[path]].flat
+        missing_names = sorted(group_entries.keys() - leaf_state.keys())
         unexpected = sorted(
             name
             for name in leaf_state.keys() - known_entries.flat.keys()
@@ -535,7 +552,7 @@ def _check_names(by_path: dict[str, LeafState], step: Any) -> None:
         )
         if missing_names or unexpected:
             raise ValueError(
-                f"the optimizer's state dict must hold {sorted(of_group[group].flat) or 'nothing'} "
+                f"the optimizer's state dict must hold {sorted(group_entries) or 'nothing'} "
                 f"of leaf {path!r}, as this optimizer keeps; found {sorted(leaf_state)}: it is of another "
                 "optimizer, or of other options; make the optimizer as it was made then, or begin "
                 "with its init"

@@ -26,10 +26,10 @@ def encode_state(by_path: Mapping[str, LeafState], others: Mapping[str, Any], pl
     Raises:
         ValueError: a value is neither a full tensor nor a number.
     """
-    shapes = {leaf.path: leaf.whole_shape for leaf in plan.leaves}
+    leaf_shapes = {leaf.path: leaf.whole_shape for leaf in plan.leaves}
     state = {
         path: {
-            name: _encode(value, f"{name!r} of leaf {path!r}", shapes[path])
+            name: _encode(value, f"{name!r} of leaf {path!r}", leaf_shapes[path])
             for name, value in leaf_state.items()
         }
         for path, leaf_state in by_path.items()
@@ -62,29 +62,32 @@ def _encode(value: Any, what: str, shape: tuple[int, ...] | None) -> Any:
         )
     # Why bytes: they are exact for every dtype. All tensors of a leaf without dimensions are sent,
     # because nothing tells their scalars from values of elements.
-    data = None
+    scalar_bytes = None
     if shape is None or shape == () or not value.ndim:
-        data = byte_view(value.reshape(-1).cpu()).tolist()
-    return [dtype_name(value.dtype), list(value.shape), data, value.device.type == "cpu"]
+        scalar_bytes = byte_view(value.reshape(-1).cpu()).tolist()
+    return [dtype_name(value.dtype), list(value.shape), scalar_bytes, value.device.type == "cpu"]
 
 
 def _decode(encoded: Any, device: torch.device) -> Any:
     if not isinstance(encoded, list):
         return encoded
-    dtype, shape, data, on_cpu = dtype_of(encoded[0]), *encoded[1:]
-    if data is None:
+    dtype, shape, scalar_bytes, on_cpu = dtype_of(encoded[0]), *encoded[1:]
+    if scalar_bytes is None:
+        # Note: its rank broadcasts the elements, buffer after buffer; here the shape is enough.
         return torch.empty(shape, dtype=dtype, device="meta")
     device = torch.device("cpu") if on_cpu else device
-    return torch.tensor(data, dtype=torch.uint8, device=device).view(dtype).reshape(shape)
+    return torch.tensor(scalar_bytes, dtype=torch.uint8, device=device).view(dtype).reshape(shape)
 
 
 def broadcast_text(text: str, src: int, mesh: Mesh) -> str:
     """Return the text of rank ``src``; every rank of the mesh has to call this."""
+    # Why not meta: the text has values also on a mesh that stands for an accelerator.
     device = torch.device("cpu") if mesh.device.type == "meta" else mesh.device
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    size = torch.tensor([data.numel()], device=device)
-    broadcast(size, src, mesh, label="optimizer state")
+    text_bytes = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    text_size = torch.tensor([text_bytes.numel()], device=device)
+    # Why two broadcasts, and no gather of texts: a gather brings every rank the texts of all.
+    broadcast(text_size, src, mesh, label="optimizer state")
     if mesh.rank != src:
-        data = torch.empty(int(size), dtype=torch.uint8, device=device)
-    broadcast(data, src, mesh, label="optimizer state")
-    return bytes(data.tolist()).decode()
+        text_bytes = torch.empty(int(text_size), dtype=torch.uint8, device=device)
+    broadcast(text_bytes, src, mesh, label="optimizer state")
+    return bytes(text_bytes.tolist()).decode()

@@ -104,16 +104,18 @@ def optimizer_to_state_dict(
     if rank0_only:
         check_no_local_leaf(plan)
     check_optimizer(optimizer, plan)
-    entries, param_groups = _entries_and_groups(opt_state, optimizer, plan, mesh)
+    # Note: the three kinds of optimizers differ only in where they keep their entries.
+    shard_entries, param_groups = _entries_and_groups(opt_state, optimizer, plan, mesh)
     states_by_path: dict[str, LeafState] = {path: {} for path in trainable_paths(plan)}
     # Leaves of groups that take their first step next, and have no state yet.
     new_paths: set[str] = set()
-    for entry in entries:
+    for entry in shard_entries:
+        # Note: every rank has the same entries in the same order, because flat ones are gathered.
         unit, buffer, value, group_of = entry.unit, entry.buffer, entry.value, entry.layout.group_of
         if isinstance(value, torch.Tensor) and entry.is_flat(value):
-            flat = entry.layout.spread(value, buffer)
+            flat_tensor = entry.layout.spread(value, buffer)
             for leaf, leaf_value in leaves_for_this_rank(
-                flat, unit, buffer, mesh, rank0_only, offload, sharded
+                flat_tensor, unit, buffer, mesh, rank0_only, offload, sharded
             ):
                 if leaf.path in group_of:
                     states_by_path[leaf.path][entry.name] = leaf_value
@@ -125,18 +127,19 @@ def optimizer_to_state_dict(
                 "that the state was made with"
             )
         # Note: with several parameter groups, the leaves of each have their own scalar.
-        scalars = value if isinstance(value, tuple) else (value,) * entry.layout.count
+        group_scalars = value if isinstance(value, tuple) else (value,) * entry.layout.count
         for leaf in buffer.leaves:
             if value is None or leaf.path not in group_of:
                 continue
-            scalar = scalars[group_of[leaf.path]]
-            if scalar is None and any(other is not None for other in scalars):
+            group_scalar = group_scalars[group_of[leaf.path]]
+            if group_scalar is None and any(other is not None for other in group_scalars):
                 new_paths.add(leaf.path)
-            if isinstance(scalar, torch.Tensor):
-                scalar = kept_copy(scalar, offload)
-            states_by_path[leaf.path][entry.name] = scalar
+            if isinstance(group_scalar, torch.Tensor):
+                group_scalar = kept_copy(group_scalar, offload)
+            states_by_path[leaf.path][entry.name] = group_scalar
     if rank0_only and mesh.rank:
         return {}
+    # Note: torch has no entry for a parameter that has taken no step, so neither have we.
     leaf_states = {
         path: leaf_state
         for path, leaf_state in states_by_path.items()
@@ -178,27 +181,29 @@ def _entries_and_groups(
     opt_state: Any, optimizer: Any, plan: Plan, mesh: Mesh
 ) -> tuple[list[_Entry], list[dict[str, Any]]]:
     """Return the entries of an optimizer's state, and its parameter groups."""
-    paths = trainable_paths(plan)
+    leaf_paths = trainable_paths(plan)
     if not isinstance(optimizer, TorchOptimizer):
-        per_shard, others = partition_state(opt_state, plan)
+        per_shard, other_values = partition_state(opt_state, plan)
         layout = group_layout(None, plan, mesh)
-        return _entries(per_shard, layout, plan), [{**others, "params": paths}]
+        return _entries(per_shard, layout, plan), [{**other_values, "params": leaf_paths}]
     step: Any = optimizer.step
     _check_opt_state(opt_state, step, plan)
-    steps = opt_state["steps"]
-    entries: list[_Entry] = []
+    step_count = opt_state["steps"]
+    shard_entries: list[_Entry] = []
+    # Note: Muon's step holds a whole AdamW for the leaves that are no matrices.
     param_groups: list[dict[str, Any]] = []
     if isinstance(step, MuonStep):
-        entries = _entries({"momentum_buffer": opt_state["momentum"]}, step.layout, plan)
-        param_groups = step.param_groups(steps)
+        shard_entries = _entries({"momentum_buffer": opt_state["momentum"]}, step.layout, plan)
+        param_groups = step.param_groups(step_count)
         step, opt_state = step.adamw, opt_state["adamw"]
     by_name: dict[str, dict[str, dict[str, Any]]] = {}
     for unit, buffer in trainable_buffers(plan):
+        # Note: shards keep their entries; a state dict wants each entry of all shards.
         for name, value in opt_state["leaves"][unit.name][buffer.key].items():
             shard_values = by_name.setdefault(name, {name: {} for name in plan.units})
             shard_values[unit.name][buffer.key] = value
-    entries += _entries(by_name, group_layout(step.layout, plan, mesh), plan)
-    return entries, param_groups + step.param_groups(steps, paths)
+    shard_entries += _entries(by_name, group_layout(step.layout, plan, mesh), plan)
+    return shard_entries, param_groups + step.param_groups(step_count, leaf_paths)
 
 
 def _entries(by_name: Mapping[str, ByBuffer], layout: ParamGroupLayout, plan: Plan) -> list[_Entry]:
@@ -230,18 +235,18 @@ def _check_opt_state(opt_state: Any, step: Any, plan: Plan) -> None:
             f"opt_state must be a state of the optimizer, which has {sorted(required_keys)}; found "
             f"no {sorted(missing_keys)}: pass state.opt_state, or what optimizer.init returned"
         )
-    leaves = opt_state.get("leaves", opt_state.get("momentum"))
-    check_not_donated(leaves)
-    if isinstance(leaves, Mapping) and not leaves.keys() <= plan.units.keys():
+    shard_states = opt_state.get("leaves", opt_state.get("momentum"))
+    check_not_donated(shard_states)
+    if isinstance(shard_states, Mapping) and not shard_states.keys() <= plan.units.keys():
         raise ValueError(
             f"opt_state must hold the units of the plan, {list(plan.units)[:6]}; found "
-            f"{list(leaves)[:6]}: pass the plan that the state was made with"
+            f"{list(shard_states)[:6]}: pass the plan that the state was made with"
         )
 
 
 def _flattened(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict as one flat dictionary; the inverse is in ``optimizer_loading``."""
-    flat = {
+    flat_dict = {
         f"state.{path}.{name}": value
         for path, leaf_state in state_dict["state"].items()
         for name, value in leaf_state.items()
@@ -249,8 +254,10 @@ def _flattened(state_dict: dict[str, Any]) -> dict[str, Any]:
     for group in state_dict["param_groups"]:
         options = {key: value for key, value in group.items() if key != "params"}
         for path in group["params"]:
-            flat.update((f"param_groups.{path}.{key}", value) for key, value in options.items())
-    return flat
+            flat_dict.update(
+                (f"param_groups.{path}.{key}", value) for key, value in options.items()
+            )
+    return flat_dict
 
 
 def trainable_paths(plan: Plan) -> list[str]:
@@ -261,5 +268,6 @@ def trainable_paths(plan: Plan) -> list[str]:
 
 def group_layout(layout: ParamGroupLayout | None, plan: Plan, mesh: Mesh) -> ParamGroupLayout:
     """Return where parameter groups lie in this rank's shards; ``None`` is one group of all."""
+    # Note: with it, a state without groups needs no code of its own.
     one_group = dict.fromkeys(trainable_paths(plan), 0)
     return layout or ParamGroupLayout(one_group, 1, mesh.shard.rank)

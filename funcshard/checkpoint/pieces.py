@@ -69,16 +69,18 @@ def own_pieces(
     flat: torch.Tensor, buffer: BufferPlan, mesh: Mesh
 ) -> Iterator[tuple[LeafSpec, Piece]]:
     """Yield this rank's piece of each leaf, as a view of ``flat``, which is cut like ``buffer``."""
+    # Note: ranks along copy_axes hold the same elements; their number among these is the copy.
     copy = rank_at(mesh.position, copy_axes(buffer, mesh.shape))
     for leaf in buffer.leaves:
         in_shard, run = run_in_shard(buffer, leaf, mesh.position)
         # Why empty pieces too: every rank then has all names, and the dtypes of optimizer state.
-        elements = flat.detach()[in_shard] if run.numel else flat.detach()[:0]
-        yield leaf, piece_of(elements, run, leaf, copy)
+        own_elements = flat.detach()[in_shard] if run.numel else flat.detach()[:0]
+        yield leaf, piece_of(own_elements, run, leaf, copy)
 
 
 def piece_of(elements: torch.Tensor, run: Run, leaf: LeafSpec, copy: int = 0) -> Piece:
     """Return a run of a leaf as a piece."""
+    # Note: () means the whole leaf, as for every leaf that no model axis cuts.
     within: Any = ()
     if run.within.sizes != leaf.whole_shape:
         within = tuple(zip(*run.within, strict=True))
@@ -111,25 +113,32 @@ def check_pieces(
     """
     for piece in pieces:
         _check_piece(piece, leaf, buffer, where, cast)
+    # Why one: pieces of a local leaf on several ranks have the same offsets, and other values.
     if "shard" in own_axes(buffer.local, leaf.cuts) and len(pieces) != 1:
         raise ValueError(
             f"leaf {leaf.path!r} is local to each rank, so {where} must hold this rank's own piece "
             f"of it; found {len(pieces)} pieces"
         )
     part = buffer.part(leaf, mesh.shard.rank)
-    marks = torch.zeros(part.numel, dtype=torch.bool, device="cpu")
-    marked = [
+    # Note: pieces may overlap, come in any order, or count in other slices. So they are copied
+    # like values, and what is marked at the end is covered.
+    covered_marks = torch.zeros(part.numel, dtype=torch.bool, device="cpu")
+    marked_pieces = [
         piece._replace(tensor=torch.ones(piece.tensor.shape, dtype=torch.bool, device="cpu"))
         for piece in pieces
     ]
-    copy_pieces(marks, marked, leaf, buffer, mesh)
-    done = part.end if marks.all() else part.begin + int(marks.logical_not().nonzero()[0])
-    if done < part.end:
-        origin = slice_offsets(leaf.shape, leaf.cuts, mesh.position)
-        of = f" of its slice at {origin}" if leaf.whole_shape != leaf.shape else ""
+    copy_pieces(covered_marks, marked_pieces, leaf, buffer, mesh)
+    covered_end = (
+        part.end
+        if covered_marks.all()
+        else part.begin + int(covered_marks.logical_not().nonzero()[0])
+    )
+    if covered_end < part.end:
+        slice_origin = slice_offsets(leaf.shape, leaf.cuts, mesh.position)
+        slice_text = f" of its slice at {slice_origin}" if leaf.whole_shape != leaf.shape else ""
         raise ValueError(
             f"pieces of leaf {leaf.path!r} of {where} must cover elements {part.begin} to "
-            f"{part.end}{of}, this rank's part under the plan; no piece holds element {done}: pass "
+            f"{part.end}{slice_text}, this rank's part under the plan; no piece holds element {covered_end}: pass "
             f"the pieces of all ranks, as in {{name: [pieces of each rank]}}"
         )
 
@@ -148,6 +157,7 @@ def _check_piece(
             f"whole leaf; found a tensor of {piece.tensor.ndim} dimensions, {piece.offset!r} and "
             f"{piece.shape!r}"
         )
+    # Note: a piece has the shape of the whole leaf, and elements of its slice.
     planned_dtype, piece_dtype = dtype_of(buffer.dtype), piece.tensor.dtype
     if tuple(piece.shape) != leaf.whole_shape or not (
         piece_dtype == planned_dtype or (cast and can_cast(piece_dtype, planned_dtype))
@@ -162,9 +172,9 @@ def _check_piece(
             f"dtype {buffer.dtype}, as planned; found {tuple(piece.shape)} and "
             f"{str(piece_dtype).removeprefix('torch.')}{remedy}"
         )
-    sides = list(zip(piece.within, piece.shape, strict=False))
+    slice_sides = list(zip(piece.within, piece.shape, strict=False))
     if len(piece.within) not in (0, len(piece.shape)) or not all(
-        b >= 0 and n >= 0 and b + n <= side for (b, n), side in sides
+        b >= 0 and n >= 0 and b + n <= side for (b, n), side in slice_sides
     ):
         raise ValueError(
             f"a piece of leaf {leaf.path!r} of {where} must have a slice inside the whole leaf of "
@@ -173,9 +183,9 @@ def _check_piece(
         )
     most_numel = piece.box.numel
     if not 0 <= piece.offset <= most_numel - piece.tensor.numel():
-        of = f"its slice of {most_numel}" if piece.within else f"its {most_numel}"
+        of_text = f"its slice of {most_numel}" if piece.within else f"its {most_numel}"
         raise ValueError(
-            f"pieces of leaf {leaf.path!r} of {where} must lie inside {of} elements; found offset "
+            f"pieces of leaf {leaf.path!r} of {where} must lie inside {of_text} elements; found offset "
             f"{piece.offset} with {piece.tensor.numel()} elements: count offset in the raveled leaf"
         )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from funcshard._utils import (
 )
 from funcshard.checkpoint.adapters import adapter_reset, file_names
 from funcshard.checkpoint.every_rank import on_every_rank
+from funcshard.checkpoint.folders import StrPath
 from funcshard.checkpoint.hugging_face import (
     build_on_meta,
     default_units,
@@ -37,10 +37,11 @@ from funcshard.checkpoint.hugging_face import (
     stored,
     write_config,
 )
-from funcshard.checkpoint.rank_files import Header
+from funcshard.checkpoint.rank_files import Header, headers_of
 from funcshard.checkpoint.safetensors import (
     COMPARED,
     check_floating,
+    full_leaves,
     open_tensors,
     write_tensors,
 )
@@ -48,7 +49,6 @@ from funcshard.checkpoint.state_dict import (
     check_all_shards,
     check_no_leaf,
     check_no_local_leaf,
-    leaves_for_this_rank,
 )
 from funcshard.checkpoint.stored_state import by_buffer, each_leaf
 from funcshard.comm import Mesh, all_gather_texts
@@ -97,7 +97,7 @@ class Pretrained(NamedTuple):
 
 
 def from_pretrained(
-    path: str | os.PathLike[str],
+    path: StrPath,
     mesh: Mesh,
     *,
     model: type[nn.Module] | nn.Module | None = None,
@@ -181,11 +181,11 @@ def from_pretrained(
         "plan",
         *list(inspect.signature(make_plan).parameters)[2:],
     ]
-    if unknown := sorted(options.keys() - set(own_options)):
-        others = "its own are model, dtype, mutable and plan, all others make_plan's"
+    if unknown_options := sorted(options.keys() - set(own_options)):
+        own_text = "its own are model, dtype, mutable and plan, all others make_plan's"
         raise TypeError(
-            f"from_pretrained has no option {unknown[0]!r}: "
-            f"{did_you_mean(unknown[0], own_options, otherwise=others)}"
+            f"from_pretrained has no option {unknown_options[0]!r}: "
+            f"{did_you_mean(unknown_options[0], own_options, otherwise=own_text)}"
         )
     if plan is not None and options:
         raise TypeError(
@@ -197,9 +197,11 @@ def from_pretrained(
     with on_every_rank(mesh):
         module = build_on_meta(folder, model, dtype)
         apply, params, buffers = make_functional(module, mutable)
+        # Note: on meta, so a plan of any model is made without memory for it.
         plan = plan or make_plan(params, mesh, **{"units": default_units(module), **options})
     assert plan is not None, "a rank without a plan raises above"
     check_mesh(plan, mesh)
+    # Note: ranks on several machines may have other files under the same path.
     checksums = LeafChecksums(mesh, str(path), "give every rank the same files")
     shards = by_buffer(plan, lambda unit, buffer: empty_shard(unit, buffer, mesh))
     with on_every_rank(mesh, checksums):
@@ -211,11 +213,14 @@ def from_pretrained(
         tensors = open_tensors(folder)
         for name, tensor in tensors.items():
             checksums.add(name, tensor.view(-1)[: COMPARED // tensor.itemsize])
-        unread_paths, grown, read_buffers = _read(module, tensors, shards, plan, mesh, folder)
+        unread_paths, grown_embeddings, read_buffers = _read(
+            module, tensors, shards, plan, mesh, folder
+        )
+        # Note: adapters are never in a folder of the model, so they are no missing parameters.
         in_files = {name for names in file_names(module).values() for name in names}
-        adapters = [path for path in unread_paths if path not in in_files]
+        adapter_paths = [path for path in unread_paths if path not in in_files]
         missing_paths = [path for path in unread_paths if path in in_files]
-        reset = adapter_reset(module) if adapters else None
+        reset = adapter_reset(module) if adapter_paths else None
         initial_buffers = init_buffers(module, mesh)
         buffers = {name: read_buffers.get(name, initial_buffers[name]) for name in buffers}
     if missing_paths:
@@ -225,14 +230,15 @@ def from_pretrained(
             stacklevel=callers_level(),
         )
         init_missing(module, plan, mesh, shards, missing_paths)
-    if adapters:
-        init_missing(module, plan, mesh, shards, adapters, reset)
-    if grown:
-        init_missing(module, plan, mesh, shards, grown)
-        for (unit, buffer, rows), tensor in grown.values():
-            put_whole(shards[unit.name][buffer.key], tensor, rows, buffer, mesh)
+    if adapter_paths:
+        init_missing(module, plan, mesh, shards, adapter_paths, reset)
+    if grown_embeddings:
+        # Note: all rows get initial values first, and the rows of the files replace theirs.
+        init_missing(module, plan, mesh, shards, grown_embeddings)
+        for (unit, buffer, stored_rows), tensor in grown_embeddings.values():
+            put_whole(shards[unit.name][buffer.key], tensor, stored_rows, buffer, mesh)
         warnings.warn(
-            f"{path} has fewer tokens than the model: the rows of the others in {[*grown]} begin "
+            f"{path} has fewer tokens than the model: the rows of the others in {[*grown_embeddings]} begin "
             "with the model's initial values",
             stacklevel=callers_level(),
         )
@@ -253,28 +259,37 @@ def _read(
         The paths of the leaves that no tensor is of; the embeddings for which the files have fewer
         tokens, which are not copied; and the buffers among the tensors.
     """
-    embeddings = embedding_names(module)
-    grown: _Grown = {}
-    locations: dict[str, _Location] = {
+    embedding_paths = embedding_names(module)
+    grown_embeddings: _Grown = {}
+    place_of: dict[str, _Location] = {
         name: place for place in each_leaf(plan) for name in (place[2].path, *place[2].aliases)
     }
-    tied: dict[str, tuple[str, torch.Tensor]] = {}
-    read: set[str] = set()
-    buffers: dict[str, torch.Tensor] = {}
+    first_of_tied: dict[str, tuple[str, torch.Tensor]] = {}
+    read_paths: set[str] = set()
+    read_buffers: dict[str, torch.Tensor] = {}
     for read_name, sources in read_names(module, tensors):
         for name, tensor in read_name.items():
-            if name not in locations:
-                buffers[name] = tensor.to(module.get_buffer(name).dtype).to(mesh.device, copy=True)
+            # Note: read_names yields names of the state dict, so others are buffers.
+            if name not in place_of:
+                read_buffers[name] = tensor.to(module.get_buffer(name).dtype).to(
+                    mesh.device, copy=True
+                )
                 continue
-            unit, buffer, leaf = locations[name]
+            # Note: embeddings may have got tokens since the files were written.
+            unit, buffer, leaf = place_of[name]
             adds_rows = (
-                name in embeddings and not leaf.cuts and _has_more_rows(leaf.shape, tensor.shape)
+                name in embedding_paths
+                and not leaf.cuts
+                and _has_more_rows(leaf.shape, tensor.shape)
             )
             # Why so: the rows of the file are the first elements of the leaf.
-            rows = dataclasses.replace(leaf, shape=tuple(tensor.shape)) if adds_rows else leaf
-            check_leaf(tensor, rows, buffer, str(folder), whole=True, cast=True)
+            stored_rows = (
+                dataclasses.replace(leaf, shape=tuple(tensor.shape)) if adds_rows else leaf
+            )
+            check_leaf(tensor, stored_rows, buffer, str(folder), whole=True, cast=True)
             if leaf.aliases:
-                first, value = tied.setdefault(leaf.path, (name, tensor))
+                # Note: files may hold a tied parameter twice; then both have to be equal.
+                first, value = first_of_tied.setdefault(leaf.path, (name, tensor))
                 if first != name and not torch.equal(value, tensor):
                     raise ValueError(
                         f"{folder} holds different values of {first!r} and {name!r}, which the "
@@ -282,20 +297,22 @@ def _read(
                         "model that does not tie them"
                     )
             if adds_rows:
-                grown[leaf.path] = (unit, buffer, rows), tensor
+                # Note: copied later, when all rows have initial values.
+                grown_embeddings[leaf.path] = (unit, buffer, stored_rows), tensor
             else:
                 put_whole(shards[unit.name][buffer.key], tensor, leaf, buffer, mesh)
-            read.add(leaf.path)
+            read_paths.add(leaf.path)
         for source in sources:  # the bytes that were copied need not stay beside the copy
             release_pages(source)
         del read_name, tensor  # before the next tensor is converted
-    missing_paths = [leaf.path for leaf in plan.leaves if leaf.path not in read]
-    if missing_paths and not read:
+    # Note: some are initialised, but if all are, the folder is of another model.
+    missing_paths = [leaf.path for leaf in plan.leaves if leaf.path not in read_paths]
+    if missing_paths and not read_paths:
         raise ValueError(
             f"{folder} holds no parameter of {type(module).__name__}; it has "
             f"{sorted(tensors)[:3]}, and the model {missing_paths[:3]}: it is of another model"
         )
-    return missing_paths, grown, buffers
+    return missing_paths, grown_embeddings, read_buffers
 
 
 def _has_more_rows(shape: Sequence[int], rows: Sequence[int]) -> bool:
@@ -306,7 +323,7 @@ def _has_more_rows(shape: Sequence[int], rows: Sequence[int]) -> bool:
 
 
 def save_pretrained(
-    path: str | os.PathLike[str],
+    path: StrPath,
     apply: Functional,
     shards: Shards,
     plan: Plan,
@@ -369,60 +386,49 @@ def save_pretrained(
     check_floating("dtype", dtype)
     check_all_shards(shards, plan, mesh)
     check_no_local_leaf(plan)
-    extra = {} if buffers is None else apply.persistent(buffers)
-    check_no_leaf(extra, plan)
+    extra_tensors = {} if buffers is None else apply.persistent(buffers)
+    check_no_leaf(extra_tensors, plan)
+    # Note: on meta; it has the class, the config and the names of tied parameters.
     module = apply.skeleton.template
-    groups = _stored_entries(module, plan)
-    entries = [entry for group in groups for entry in group]
-    entries += [Header(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in extra.items()]
-    tensors = _stored_tensors(
-        module, shards, plan, mesh, [[entry.name for entry in group] for group in groups], extra
-    )
+    entry_groups = _stored_entries(module, plan)
+    file_entries = [entry for group in entry_groups for entry in group]
+    file_entries += headers_of(extra_tensors)
+    file_tensors = _stored_tensors(module, shards, plan, mesh, entry_groups, extra_tensors)
     if mesh.rank == 0:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            floating = (entry.dtype for entry in entries if entry.dtype.is_floating_point)
-            write_config(folder, module, dtype or next(floating, None))
+            dtypes = (entry.dtype for entry in file_entries if entry.dtype.is_floating_point)
+            write_config(folder, module, dtype or next(dtypes, None))
         except OSError as error:
             fault = str(error)
-    if fault := next(
-        (fault_text for fault_text in all_gather_texts(mesh, fault) if fault_text), ""
-    ):
+    if fault := next(filter(None, all_gather_texts(mesh, fault)), ""):
         raise OSError(f"cannot save to {path}: {fault}")
-    return write_tensors(folder, entries, tensors, mesh, most_bytes, dtype)
+    return write_tensors(folder, file_entries, file_tensors, mesh, most_bytes, dtype)
 
 
 def _stored_entries(module: nn.Module, plan: Plan) -> list[list[Header]]:
     """Return the tensors that the files hold, for the leaves of each unit."""
-    blank = {
-        unit.name: {
+    entry_groups: list[list[Header]] = []
+    meta_leaves: dict[str, torch.Tensor] = {}
+    for unit in plan.unit_list:
+        # Note: on meta, names and shapes in files are known before anything is gathered.
+        unit_leaves = {
             leaf.path: torch.empty(leaf.whole_shape, dtype=dtype_of(buffer.dtype), device="meta")
             for buffer in unit.buffers
             for leaf in buffer.leaves
         }
-        for unit in plan.unit_list
-    }
-    groups = [
-        [
-            Header(name, tensor.dtype, tuple(tensor.shape))
-            for name, tensor in stored(module, leaves).items()
-        ]
-        for leaves in blank.values()
-    ]
+        entry_groups.append(headers_of(stored(module, unit_leaves)))
+        meta_leaves |= unit_leaves
     # Why all at once too: a tensor of the files may be made of leaves that lie in several units.
-    meant = stored(
-        module, {path: leaf for leaves in blank.values() for path, leaf in leaves.items()}
-    )
-    entry_shapes = {entry.name: entry.shape for group in groups for entry in group}
-    wrong = sorted(
-        name for name, tensor in meant.items() if entry_shapes.get(name) != tuple(tensor.shape)
-    )
-    if wrong:
+    entry_shapes = {entry.name: entry.shape for group in entry_groups for entry in group}
+    whole_entries = headers_of(stored(module, meta_leaves))
+    split_names = sorted(e.name for e in whole_entries if entry_shapes.get(e.name) != e.shape)
+    if split_names:
         raise ValueError(
-            f"the files hold {wrong[0]!r} as one tensor, whose parts lie in several units of the "
-            "plan: save under a plan of whole layers, which from_pretrained makes by default"
+            f"the files hold {split_names[0]!r} as one tensor, whose parts lie in several units of "
+            "the plan: save under a plan of whole layers, which from_pretrained makes by default"
         )
-    return groups
+    return entry_groups
 
 
 def _stored_tensors(
@@ -430,22 +436,17 @@ def _stored_tensors(
     shards: Shards,
     plan: Plan,
     mesh: Mesh,
-    names: list[list[str]],
+    entry_groups: Sequence[Sequence[Header]],
     extra: Mapping[str, torch.Tensor],
 ) -> Iterator[torch.Tensor]:
     """Gather unit after unit; on rank 0, yield the tensors of the files, then ``extra``."""
-    for unit, unit_names in zip(plan.unit_list, names, strict=True):
-        leaves: dict[str, torch.Tensor] = {}
-        for buffer in unit.buffers:
-            flat = shards[unit.name][buffer.key]
-            for leaf, value in leaves_for_this_rank(
-                flat, unit, buffer, mesh, rank0_only=True, offload=True, sharded=False
-            ):
-                leaves[leaf.path] = value
+    for unit, unit_entries in zip(plan.unit_list, entry_groups, strict=True):
+        unit_leaves = full_leaves(shards, unit, unit.buffers, mesh)
         if mesh.rank == 0:
-            stored_tensors = stored(module, leaves)
-            del leaves
-            for name in unit_names:
-                yield stored_tensors.pop(name)
+            # Note: experts, for example, are one leaf, and several tensors in files.
+            stored_tensors = stored(module, unit_leaves)
+            del unit_leaves
+            for entry in unit_entries:
+                yield stored_tensors.pop(entry.name)
     if mesh.rank == 0:
         yield from extra.values()

@@ -81,19 +81,24 @@ class Header(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def headers_of(tensors: Mapping[str, torch.Tensor]) -> list[Header]:
+    """Return the entries of tensors by name, in their order."""
+    return [Header(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+
+
 def header_bytes(entries: Iterable[Header], metadata: Mapping[str, str]) -> bytes:
     """Return the bytes of a safetensors file before its tensors, which follow in this order."""
-    header: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
+    header_data: dict[str, Any] = {"__metadata__": metadata}
+    end_byte = 0
     for entry in entries:
         shape = list(entry.shape)
         if entry.dtype == torch.float4_e2m1fn_x2:  # the numbers of four bits count one by one
             shape[-1] *= 2
-        begin, end = end, end + entry.nbytes
-        header[entry.name] = {
-            "dtype": CODE_OF[entry.dtype], "shape": shape, "data_offsets": [begin, end]
+        begin_byte, end_byte = end_byte, end_byte + entry.nbytes
+        header_data[entry.name] = {
+            "dtype": CODE_OF[entry.dtype], "shape": shape, "data_offsets": [begin_byte, end_byte]
         }  # fmt: skip
-    header_text = json.dumps(header, separators=(",", ":")).encode()
+    header_text = json.dumps(header_data, separators=(",", ":")).encode()
     header_text += b" " * (-len(header_text) % 8)  # the tensors begin at a multiple of 8 bytes
     return len(header_text).to_bytes(8, "little") + header_text
 
@@ -152,35 +157,38 @@ def write_rank(
     """
     # Why sorted: each tensor begins at a multiple of its dtype's size, as readers expect.
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    entries = [_header_of(name, tensors[name], flat.stored[name]) for name in names]
-    head = header_bytes(entries, {"save": save, "rank": str(rank)})
-    file, places = folder / tensor_file(save, rank), {}
+    header_entries = [_header_of(name, tensors[name], flat.stored[name]) for name in names]
+    header_start = header_bytes(header_entries, {"save": save, "rank": str(rank)})
+    tensor_path, places = folder / tensor_file(save, rank), {}
     try:
-        with BlockWriter(file) as out:
-            out.write(head)
+        with BlockWriter(tensor_path) as block_writer:
+            block_writer.write(header_start)
             for name in names:
-                offset = out.position
-                checksums = tuple(out.write_tensor(tensors[name]))
+                offset = block_writer.position
+                # Note: checksums are of what was written, while it is in the processor's cache.
+                checksums = tuple(block_writer.write_tensor(tensors[name]))
                 places[name] = Place(offset, tensors[name].nbytes, checksums)
-        own = {name: stored for name, stored in flat.stored.items() if stored.kind == "rank"}
-        body = {
+        own_facts = {name: stored for name, stored in flat.stored.items() if stored.kind == "rank"}
+        table_data = {
             "save": save,
             "own": flat.rank_specs,
-            "stored": own,
-            "size": out.position,
-            "header": hashlib.sha256(head).hexdigest(),
+            "stored": own_facts,
+            "size": block_writer.position,
+            "header": hashlib.sha256(header_start).hexdigest(),
             "places": places,
         }
         unfinished = folder / f"{save}-{rank}.part"
-        write_text(unfinished, json.dumps(body, separators=(",", ":")))
+        write_text(unfinished, json.dumps(table_data, separators=(",", ":")))
+        # Note: rank 0 takes the name for the news that the tensors are on the disk.
         os.rename(unfinished, folder / table_file(save, rank))
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else error
-        raise OSError(f"cannot write {file}: {reason}") from error
+        raise OSError(f"cannot write {tensor_path}: {reason}") from error
 
 
 def _header_of(name: str, tensor: torch.Tensor, stored: Stored) -> Header:
     """Return a tensor's entry: its bytes, if safetensors files cannot hold its dtype."""
+    # Note: the index has the dtype, so reading does not need it here.
     if tensor.dtype not in CODE_OF or (tensor.dtype == torch.float4_e2m1fn_x2 and not stored.shape):
         return Header(name, torch.uint8, (tensor.nbytes,))
     return Header(name, tensor.dtype, stored.shape)
@@ -188,10 +196,10 @@ def _header_of(name: str, tensor: torch.Tensor, stored: Stored) -> Header:
 
 def write_text(path: Path, body: str) -> None:
     """Write JSON with its checksum, and sync it to the disk."""
-    data = body.encode()
-    head = json.dumps({"format": FORMAT, "sha256": hashlib.sha256(data).hexdigest()})
+    body_bytes = body.encode()
+    head_text = json.dumps({"format": FORMAT, "sha256": hashlib.sha256(body_bytes).hexdigest()})
     with open(path, "wb") as file:
-        file.write(head.encode() + b"\n" + data + b"\n")
+        file.write(head_text.encode() + b"\n" + body_bytes + b"\n")
         file.flush()
         os.fsync(file.fileno())
 
@@ -207,18 +215,21 @@ def read_text(path: Path, keys: Sequence[str]) -> dict[str, Any]:
         ValueError: the file is damaged, no regular file, or of a format that this version does not
             know.
     """
-    data = read_regular(path, most=_LARGEST, links=False)
+    # Why no links: a checkpoint that was made to do harm could point at a device.
+    file_bytes = read_regular(path, most=_LARGEST, links=False)
     try:
-        first, body_text, *rest = data.split(b"\n")
-        head = file_data.table("its first line", file_data.parse(first), ("format",))
+        head_bytes, body_text, *rest_lines = file_bytes.split(b"\n")
+        # Note: JSON as save writes it has no line break.
+        head_data = file_data.table("its first line", file_data.parse(head_bytes), ("format",))
     except ValueError as error:
         raise damaged(path, error) from None
-    if head["format"] != FORMAT:
+    # Note: the format comes before the checksum, which another one may lack.
+    if head_data["format"] != FORMAT:
         raise ValueError(
-            f"{path} is of format {file_data.shown(head['format'])}; this version of funcshard "
+            f"{path} is of format {file_data.shown(head_data['format'])}; this version of funcshard "
             f"reads {FORMAT!r}: import_dcp(path, plan, mesh) reads the parameters of older ones"
         )
-    if head.get("sha256") != hashlib.sha256(body_text).hexdigest() or rest != [b""]:
+    if head_data.get("sha256") != hashlib.sha256(body_text).hexdigest() or rest_lines != [b""]:
         raise ValueError(
             f"{path} is damaged: its checksum is not the one that was saved; restore another "
             "checkpoint"
@@ -237,58 +248,60 @@ def read_table(folder: Path, save: str, rank: int) -> RankTable:
     """
     path = folder / table_file(save, rank)
     try:
-        body = read_text(path, ("save", "own", "stored", "size", "header", "places"))
+        table_data = read_text(path, ("save", "own", "stored", "size", "header", "places"))
     except FileNotFoundError:
         raise missing(path) from None
     try:
-        if body["save"] != save:
+        # Note: the index names the save; a table of another one is a mixed-up copy.
+        if table_data["save"] != save:
             raise ValueError("it belongs to another checkpoint")
-        size = file_data.whole("size", body["size"])
+        saved_size = file_data.whole("size", table_data["size"])
         places = {
             name: decode(Place, fields, f"the place of {name!r}")
-            for name, fields in file_data.table("places", body["places"]).items()
+            for name, fields in file_data.table("places", table_data["places"]).items()
         }
         for name, place in places.items():
-            blocks = -(-place.nbytes // CHECKED)
-            if place.offset + place.nbytes > size or len(place.checksums) != blocks:
+            block_count = -(-place.nbytes // CHECKED)
+            if place.offset + place.nbytes > saved_size or len(place.checksums) != block_count:
                 raise ValueError(
-                    f"{name!r} must lie inside of its file, which has {size} bytes; found "
+                    f"{name!r} must lie inside of its file, which has {saved_size} bytes; found "
                     f"{place.nbytes} bytes at {place.offset} with {len(place.checksums)} checksums"
                 )
-        stored = stored_from(body["stored"], ("rank",))
-        for index, spec in enumerate(file_data.listed("own", body["own"])):
-            check_spec(spec, stored, None, index)
-        header = file_data.text("header", body["header"])
+        own_facts = stored_from(table_data["stored"], ("rank",))
+        for index, spec in enumerate(file_data.listed("own", table_data["own"])):
+            check_spec(spec, own_facts, None, index)
+        header_digest = file_data.text("header", table_data["header"])
     except ValueError as error:
         raise damaged(path, error) from None
-    check_held(folder, stored, places, "rank")
-    file = folder / tensor_file(save, rank)
+    # Note: shards that are missing are found when they are read, by the rank that needs them.
+    check_held(folder, own_facts, places, "rank")
+    tensor_path = folder / tensor_file(save, rank)
     try:
-        file_size = regular_size(file, links=False)
+        file_size = regular_size(tensor_path, links=False)
     except FileNotFoundError:
-        raise missing(file) from None
-    if file_size != size:
+        raise missing(tensor_path) from None
+    if file_size != saved_size:
         raise ValueError(
-            f"{file} is damaged: it has {file_size} bytes and was saved with {size}; restore "
+            f"{tensor_path} is damaged: it has {file_size} bytes and was saved with {saved_size}; restore "
             "another checkpoint"
         )
-    return RankTable(body["own"], stored, size, header, places)
+    return RankTable(table_data["own"], own_facts, saved_size, header_digest, places)
 
 
 def stored_from(data: Any, kinds: Sequence[str]) -> dict[str, Stored]:
     """Return the facts about tensors by name from JSON, each checked."""
-    stored = {
+    stored_facts = {
         name: decode(Stored, fields, repr(name))
         for name, fields in file_data.table("stored", data).items()
     }
-    for name, facts in stored.items():
+    for name, facts in stored_facts.items():
         dtype_of(facts.dtype)
         if facts.kind not in kinds:
             raise ValueError(
                 f"the kind of {name!r} must be {' or '.join(kinds)}; found "
                 f"{file_data.shown(facts.kind)}"
             )
-    return stored
+    return stored_facts
 
 
 def check_held(
@@ -318,35 +331,38 @@ def check_spec(
         buffers: the buffers of the plan by unit and key; ``None`` for a ``PerRank`` value.
         per_rank: the number of the ``PerRank`` value that the tree is; it may hold earlier ones.
     """
+    # Note: a PerRank value may hold earlier ones alone, so none holds itself.
     most_number = file_data.MOST if per_rank is None else per_rank - 1
-    kinds: tuple[str, ...] = ("whole",) if per_rank is None else ("rank",)
-    nodes: list[tuple[Any, tuple[str, ...]]] = [(spec, kinds)]
+    tensor_kinds: tuple[str, ...] = ("whole",) if per_rank is None else ("rank",)
+    # Why a list and no recursion: the tree is data of a file, and may be deep.
+    nodes: list[tuple[Any, tuple[str, ...]]] = [(spec, tensor_kinds)]
     while nodes:
-        node, kinds = nodes.pop()
+        node, tensor_kinds = nodes.pop()
         match node:
             case None | ["value", bool() | int() | float() | str()]:
                 pass
-            case ["value", None] if "shard" in kinds:
+            # Note: it stands for a buffer of a unit that is None in a tree of shards.
+            case ["value", None] if "shard" in tensor_kinds:
                 pass
-            case ["tensor", str(name)] if name in stored and stored[name].kind in kinds:
+            case ["tensor", str(name)] if name in stored and stored[name].kind in tensor_kinds:
                 pass
             case ["rank", number]:
                 file_data.whole("the number of a PerRank", number, 0, most_number)
             case ["shards", "every unit" | "some units" | "list" | "tuple", list(entries)] if (
-                buffers is not None and "shard" not in kinds
+                buffers is not None and "shard" not in tensor_kinds
             ):
                 for entry in entries:
-                    unit, key, below = file_data.listed("an entry of shards", entry, 3)
+                    unit, key, child_node = file_data.listed("an entry of shards", entry, 3)
                     if (unit, key) not in buffers:
                         raise ValueError(
                             "a tree of shards must name buffers of the plan; found "
                             f"{file_data.shown([unit, key])}"
                         )
-                    nodes.append((below, ("shard", "whole")))
+                    nodes.append((child_node, ("shard", "whole")))
             case [kind, fields, meta, list(children)] if _is_container(
                 kind, fields, meta, len(children)
             ):
-                nodes += [(child, kinds) for child in children]
+                nodes += [(child, tensor_kinds) for child in children]
             case _:
                 raise ValueError(
                     "a node of the state must be a value, a tensor of the checkpoint or a "
@@ -404,19 +420,27 @@ class RankReader:
             ValueError: the file is damaged, or does not hold these elements.
         """
         held_bytes = self.table(rank).places.get(name, _NOWHERE).nbytes
-        low = begin * out.element_size()
-        high = low + out.nbytes
-        if high > held_bytes:
+        begin_byte = begin * out.element_size()
+        end_byte = begin_byte + out.nbytes
+        if end_byte > held_bytes:
             raise ValueError(
-                f"{self._path(rank)} must hold bytes {low} to {high} of {name!r}; it holds "
+                f"{self._path(rank)} must hold bytes {begin_byte} to {end_byte} of {name!r}; it holds "
                 f"{held_bytes}: restore another checkpoint"
             )
-        target = byte_view(out)
-        for index in range(low // CHECKED, -(-high // CHECKED)):
-            start = index * CHECKED
-            first, last = max(start, low), min(start + CHECKED, high)
-            block = self._block(rank, name, index)[first - start : last - start]
-            target[first - low : last - low].copy_(torch.frombuffer(block, dtype=torch.uint8))
+        target_bytes = byte_view(out)
+        # Note: a block is checked as a whole, and all leaves in it are then copied from memory.
+        for index in range(begin_byte // CHECKED, -(-end_byte // CHECKED)):
+            block_start = index * CHECKED
+            first_byte, last_byte = (
+                max(block_start, begin_byte),
+                min(block_start + CHECKED, end_byte),
+            )
+            block = self._block(rank, name, index)[
+                first_byte - block_start : last_byte - block_start
+            ]
+            target_bytes[first_byte - begin_byte : last_byte - begin_byte].copy_(
+                torch.frombuffer(block, dtype=torch.uint8)
+            )
 
     def checked(self, rank: int) -> Iterator[int]:
         """Check every byte of a rank's file, and yield the numbers of bytes that are checked.
@@ -424,14 +448,16 @@ class RankReader:
         Raises:
             ValueError: a byte is not the one that was saved.
         """
-        table = self.table(rank)
-        first_byte = min((place.offset for place in table.places.values()), default=table.size)
-        header = memoryview(bytearray(first_byte))
-        self._pread(header, rank, 0)
-        if hashlib.sha256(header).hexdigest() != table.header:
+        rank_table = self.table(rank)
+        first_byte = min(
+            (place.offset for place in rank_table.places.values()), default=rank_table.size
+        )
+        header_view = memoryview(bytearray(first_byte))
+        self._pread(header_view, rank, 0)
+        if hashlib.sha256(header_view).hexdigest() != rank_table.header:
             raise self._changed(rank, "its header")
         yield first_byte
-        for name, place in table.places.items():
+        for name, place in rank_table.places.items():
             for index in range(len(place.checksums)):
                 self._block(rank, name, index)
                 yield min(CHECKED, place.nbytes - index * CHECKED)
@@ -442,30 +468,34 @@ class RankReader:
         Why some are kept: a block may hold several leaves, which are read in turn. Why their memory
         is used again: new pages take the system longer than a copy, and these stay in its cache.
         """
-        key = (rank, name, index)
-        if key not in self._blocks:
+        block_key = (rank, name, index)
+        if block_key not in self._blocks:
+            # Note: the oldest block goes, because reads of a shard move forward.
             if len(self._blocks) >= _MOST_BLOCKS:
-                memory = self._blocks.pop(next(iter(self._blocks)))
+                block_memory = self._blocks.pop(next(iter(self._blocks)))
             else:
-                memory = memoryview(bytearray(CHECKED))
+                block_memory = memoryview(bytearray(CHECKED))
             place = self.table(rank).places[name]
-            block = memory[: min(CHECKED, place.nbytes - index * CHECKED)]
-            self._pread(block, rank, place.offset + index * CHECKED)
-            if zlib.crc32(block) != place.checksums[index]:
+            # Note: the last block of a tensor is shorter.
+            block_view = block_memory[: min(CHECKED, place.nbytes - index * CHECKED)]
+            self._pread(block_view, rank, place.offset + index * CHECKED)
+            if zlib.crc32(block_view) != place.checksums[index]:
                 raise self._changed(rank, repr(name))
-            self._blocks[key] = memory
-        return self._blocks[key]
+            self._blocks[block_key] = block_memory
+        return self._blocks[block_key]
 
     def _pread(self, memory: memoryview, rank: int, offset: int) -> None:
+        # Note: a read may return less than it was asked for, as over NFS.
         while memory:
-            count = os.preadv(self._open(rank), [memory], offset)
-            if not count:
+            read_bytes = os.preadv(self._open(rank), [memory], offset)
+            if not read_bytes:
                 raise self._changed(rank, "its end")
-            memory, offset = memory[count:], offset + count
+            memory, offset = memory[read_bytes:], offset + read_bytes
 
     def _open(self, rank: int) -> int:
         if rank not in self._files:
             if len(self._files) >= _MOST_FILES:
+                # Note: a rank may read from thousands of others, and a process has few descriptors.
                 os.close(self._files.pop(next(iter(self._files))))
             try:
                 self._files[rank] = open_regular(self._path(rank), links=False)

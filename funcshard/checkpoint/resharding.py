@@ -37,7 +37,7 @@ class Run(NamedTuple):
     def boxes(self) -> list[Box]:
         """Return the boxes of the whole leaf that the run consists of, in its order."""
         run_boxes = boxes(self.within.sizes, self.begin, self.begin + self.numel)
-        return [box.moved(self.within.offsets) for box in run_boxes]
+        return [run_box.moved(self.within.offsets) for run_box in run_boxes]
 
 
 class Source(NamedTuple):
@@ -61,6 +61,7 @@ def whole_run(shape: Sequence[int]) -> Run:
 
 def run_in_shard(buffer: BufferPlan, leaf: LeafSpec, position: ByAxis) -> tuple[slice, Run]:
     """Return the run of a leaf that the rank at ``position`` holds, and its place in the shard."""
+    # Note: a buffer that isn't sharded has all of the leaf, whatever the index.
     part = buffer.part(leaf, position.get("shard", 0))
     within = Box(slice_offsets(leaf.shape, leaf.cuts, position), leaf.shape)
     return part.in_shard, Run(part.begin, part.numel, within)
@@ -85,8 +86,8 @@ def turn_of(turn: int, buffer: BufferPlan, axes: ByAxis) -> dict[str, int]:
 
     Why turns: tensor after tensor another rank stores it, so that these ranks share the writing.
     """
-    copies = copy_axes(buffer, axes)
-    return position_of(turn % math.prod(copies.values()), copies)
+    copy_sizes = copy_axes(buffer, axes)
+    return position_of(turn % math.prod(copy_sizes.values()), copy_sizes)
 
 
 def leaf_sources(
@@ -106,30 +107,41 @@ def leaf_sources(
         target: the elements to find.
     """
     target_boxes = target.boxes()
+    # Note: one turn of the loop for each slice that the old model axes cut the leaf into.
     slice_counts = {cut.axis: cut.ranks for cut in leaf.cuts}
     for slice_index in range(math.prod(slice_counts.values())):
         slice_position = {**position, **position_of(slice_index, slice_counts)}
         within = Box(slice_offsets(leaf.shape, leaf.cuts, slice_position), leaf.shape)
-        overlaps = filter(None, (box.overlap(within) for box in target_boxes))
-        spans = [_span(overlap, within) for overlap in overlaps]
-        if not spans:
+        slice_overlaps = filter(None, (box.overlap(within) for box in target_boxes))
+        slice_spans = [_span(overlap, within) for overlap in slice_overlaps]
+        if not slice_spans:
             continue
         # Note: the run may hold elements between the spans that no one asked for. One longer read
         # is cheaper than many short ones, and copy_run leaves these elements out.
-        begin, end = min(low for low, _ in spans), max(high for _, high in spans)
+        run_begin, run_end = (
+            min(part_begin for part_begin, _ in slice_spans),
+            max(part_end for _, part_end in slice_spans),
+        )
         if buffer.shards == 1:
             rank = rank_at(slice_position, axes)
-            yield Source(rank, leaf.offset + begin, Run(begin, end - begin, within))
+            # Note: a buffer that isn't sharded lies whole on every rank, from the leaf's offset on.
+            yield Source(rank, leaf.offset + run_begin, Run(run_begin, run_end - run_begin, within))
             continue
         shard_numel = buffer.shard_numel
         first_shard, last_shard = (
-            (leaf.offset + index) // shard_numel for index in (begin, end - 1)
+            (leaf.offset + index) // shard_numel for index in (run_begin, run_end - 1)
         )
         for shard_index in range(first_shard, last_shard + 1):
+            # Note: shards count in the flat buffer, and runs in the leaf.
             shard_begin = shard_index * shard_numel - leaf.offset  # counts in the leaf
-            low, high = max(begin, shard_begin), min(end, shard_begin + shard_numel)
+            part_begin, part_end = (
+                max(run_begin, shard_begin),
+                min(run_end, shard_begin + shard_numel),
+            )
             rank = rank_at({**slice_position, "shard": shard_index}, axes)
-            yield Source(rank, low - shard_begin, Run(low, high - low, within))
+            yield Source(
+                rank, part_begin - shard_begin, Run(part_begin, part_end - part_begin, within)
+            )
 
 
 def old_position(
@@ -142,11 +154,12 @@ def old_position(
 
     It is the number of the rank along these axes, modulo the old number of ranks along them.
     """
-    number = rank_at(
+    rank_index = rank_at(
         {axis: position.get(axis, 0) for axis in own}, {axis: axes.get(axis, 1) for axis in own}
     )
-    old = {axis: old_axes.get(axis, 1) for axis in own}
-    return position_of(number % math.prod(old.values()), old)
+    # Why modulo: a job on more ranks than before has to take some state twice.
+    old_sizes = {axis: old_axes.get(axis, 1) for axis in own}
+    return position_of(rank_index % math.prod(old_sizes.values()), old_sizes)
 
 
 def read_run(
@@ -184,6 +197,7 @@ def copy_run(out: torch.Tensor, target: Run, values: torch.Tensor, source: Run) 
         values: the elements of ``source``, 1-D.
         source: the run to copy from.
     """
+    # Note: the runs count in the same slice, so the overlap is one copy, without boxes.
     if target.within == source.within:
         begin = max(target.begin, source.begin)
         end = min(target.begin + target.numel, source.begin + source.numel)
@@ -193,27 +207,32 @@ def copy_run(out: torch.Tensor, target: Run, values: torch.Tensor, source: Run) 
             )
         return max(end - begin, 0)
     copied_numel = 0
+    # Note: a run of another slice overlaps in boxes of the whole leaf, and each is one strided
+    # copy.
     source_views = _views(values, source)
-    for target_box, there in _views(out, target):
-        for source_box, here in source_views:
-            if shared := target_box.overlap(source_box):
-                part = here[shared.moved([-n for n in source_box.offsets]).slices]
-                there[shared.moved([-n for n in target_box.offsets]).slices].copy_(part)
-                copied_numel += shared.numel
+    for target_box, target_view in _views(out, target):
+        for source_box, source_view in source_views:
+            if shared_box := target_box.overlap(source_box):
+                source_part = source_view[shared_box.moved([-n for n in source_box.offsets]).slices]
+                target_view[shared_box.moved([-n for n in target_box.offsets]).slices].copy_(
+                    source_part
+                )
+                copied_numel += shared_box.numel
     return copied_numel
 
 
 def _views(flat: torch.Tensor, run: Run) -> list[tuple[Box, torch.Tensor]]:
     """Return the boxes of a run with their elements, as views."""
-    views, done = [], 0
+    box_views, done_numel = [], 0
     for box in run.boxes():
-        views.append((box, flat[done : done + box.numel].view(box.sizes)))
-        done += box.numel
-    return views
+        box_views.append((box, flat[done_numel : done_numel + box.numel].view(box.sizes)))
+        done_numel += box.numel
+    return box_views
 
 
 def _span(box: Box, within: Box) -> tuple[int, int]:
     """Return first and last index, as ``range`` has them, of a box in the raveled slice."""
+    # Note: a box that isn't contiguous in the slice spans more than its own elements.
     first = last = 0
     for begin, size, low, side in zip(*box, *within, strict=True):
         first = first * side + begin - low

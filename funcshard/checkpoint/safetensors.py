@@ -31,9 +31,9 @@ from funcshard._utils import (
     release_pages,
 )
 from funcshard.checkpoint.every_rank import on_every_rank
-from funcshard.checkpoint.folders import sync
+from funcshard.checkpoint.folders import StrPath, sync
 from funcshard.checkpoint.foreign_folders import what_it_holds
-from funcshard.checkpoint.rank_files import CODE_OF, CODES, Header, header_bytes
+from funcshard.checkpoint.rank_files import CODE_OF, CODES, Header, header_bytes, headers_of
 from funcshard.checkpoint.state_dict import (
     check_all_shards,
     check_no_leaf,
@@ -42,9 +42,9 @@ from funcshard.checkpoint.state_dict import (
     leaves_for_this_rank,
 )
 from funcshard.checkpoint.stored_state import each_leaf
-from funcshard.comm import Mesh
+from funcshard.comm import Mesh, all_gather_texts
 from funcshard.core import LeafChecksums, Shards, check_leaf, check_mesh, cut
-from funcshard.plan import Plan, dtype_of, own_axes
+from funcshard.plan import BufferPlan, Plan, UnitPlan, dtype_of, own_axes
 
 # Number of bytes of each leaf that ranks compare.
 COMPARED = 1 << 16
@@ -57,7 +57,7 @@ _NUMBERED = f"model-{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors"
 
 
 def export_safetensors(
-    path: str | os.PathLike[str],
+    path: StrPath,
     shards: Shards,
     plan: Plan,
     mesh: Mesh,
@@ -115,25 +115,30 @@ def export_safetensors(
     check_floating("dtype", dtype)
     check_all_shards(shards, plan, mesh)
     check_no_leaf(buffers, plan)
-    if (local := find_local_leaf(plan)) is not None:
+    if (local_path := find_local_leaf(plan)) is not None:
         raise ValueError(
-            f"leaf {local!r} is local to each rank, and a file would hold rank 0's alone; export "
+            f"leaf {local_path!r} is local to each rank, and a file would hold rank 0's alone; export "
             "shards under a plan in which no leaf is local"
         )
-    entries = [
+    file_entries = [
         Header(leaf.path, dtype_of(buffer.dtype), leaf.whole_shape)
         for _, buffer, leaf in each_leaf(plan)
     ]
-    extra = dict(buffers or {})
-    for name, tensor in extra.items():
+    extra_tensors = dict(buffers or {})
+    for name, tensor in extra_tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 f"buffers must hold tensors; found {type(tensor).__name__} under {name!r}: leave "
                 "it out"
             )
-    entries += [Header(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in extra.items()]
+    file_entries += headers_of(extra_tensors)
     return write_tensors(
-        path, entries, _full_tensors(shards, plan, mesh, extra), mesh, most_bytes, dtype
+        path,
+        file_entries,
+        _full_tensors(shards, plan, mesh, extra_tensors),
+        mesh,
+        most_bytes,
+        dtype,
     )
 
 
@@ -166,33 +171,33 @@ def write_tensors(
                 f"{entry.name!r} is of {entry.dtype}, which safetensors files cannot hold; convert "
                 "it first"
             )
+        # Note: its last dimension is halved in torch, and a scalar has none.
         if entry.dtype == torch.float4_e2m1fn_x2 and not entry.shape:
             raise ValueError(
                 f"{entry.name!r} is a scalar of {entry.dtype}, which is two numbers in the file; "
                 "give it a dimension"
             )
-    single = path.suffix == ".safetensors"
-    folder = path.absolute().parent if single else path.absolute()
-    groups = [list(entries)] if single else _split(entries, most)
-    names = [path.name] if single else _file_names(len(groups))
+    is_single = path.suffix == ".safetensors"
+    if is_single:
+        folder, files = path.absolute().parent, {path.name: list(entries)}
+    else:
+        folder, files = path.absolute(), _split(entries, most)
     fault = ""
     if mesh.rank == 0:
         try:
-            _write(folder, names, groups, tensors, single)
+            _write(folder, files, tensors, is_single)
         except Exception as error:  # of any kind, because other ranks wait
             fault = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
     for _ in tensors:  # every rank takes part in every all-gather, even if rank 0 could not write
         pass
-    for _, group in mesh.axes:  # no rank returns before rank 0 has written the files
-        fault = next((fault_text for fault_text in group.all_gather_text(fault) if fault_text), "")
+    # Note: no rank returns before rank 0 has written the files.
+    fault = next(filter(None, all_gather_texts(mesh, fault)), "")
     if fault:
         raise OSError(f"cannot export to {path}: {fault}")
-    return [folder / name for name in names]
+    return [folder / name for name in files]
 
 
-def import_safetensors(
-    path: str | os.PathLike[str], plan: Plan, mesh: Mesh, *, cast: bool = False
-) -> Shards:
+def import_safetensors(path: StrPath, plan: Plan, mesh: Mesh, *, cast: bool = False) -> Shards:
     """Return this rank's shards of safetensors files; ``export_safetensors`` is the inverse.
 
     The files are mapped into memory, and each rank reads only the bytes of its shards, besides
@@ -239,6 +244,7 @@ def import_safetensors(
         for _, buffer, leaf in each_leaf(plan):
             tensor = leaf_tensors[leaf.path]
             check_leaf(tensor, leaf, buffer, str(path), whole=True, cast=cast)
+            # Note: only these bytes are compared, because a rank should read no others' parts.
             first_elements = tensor.view(-1)[: COMPARED // buffer.itemsize]
             checksums.add(leaf.path, first_elements, own_axes(buffer.local, leaf.cuts))
     shards: Shards = {}
@@ -261,25 +267,39 @@ def check_floating(name: str, dtype: Any) -> None:
 # --- writing --------------------------------------------------------------------------------------
 
 
+def full_leaves(
+    shards: Shards, unit: UnitPlan, buffers: Sequence[BufferPlan], mesh: Mesh
+) -> dict[str, torch.Tensor]:
+    """Gather buffers of a unit, and return their leaves by path, on the CPU of rank 0 alone."""
+    return {
+        leaf.path: value
+        for buffer in buffers
+        for leaf, value in leaves_for_this_rank(
+            shards[unit.name][buffer.key],
+            unit,
+            buffer,
+            mesh,
+            rank0_only=True,
+            offload=True,
+            sharded=False,
+        )
+    }
+
+
 def _full_tensors(
     shards: Shards, plan: Plan, mesh: Mesh, extra: Mapping[str, torch.Tensor]
 ) -> Iterator[torch.Tensor]:
     """Gather buffer after buffer; on rank 0, yield every leaf in its own dtype, then ``extra``."""
     for unit in plan.unit_list:
         for buffer in unit.buffers:
-            flat = shards[unit.name][buffer.key]
-            for _, leaf in leaves_for_this_rank(
-                flat, unit, buffer, mesh, rank0_only=True, offload=True, sharded=False
-            ):
-                yield leaf
+            yield from full_leaves(shards, unit, [buffer], mesh).values()
     if mesh.rank == 0:
         yield from extra.values()
 
 
 def _write(
     folder: Path,
-    names: Sequence[str],
-    groups: Sequence[Sequence[Header]],
+    files: Mapping[str, Sequence[Header]],
     tensors: Iterator[torch.Tensor],
     single: bool,
 ) -> None:
@@ -288,62 +308,56 @@ def _write(
     The files of one export share a token, so that a reader tells them from those of another one.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    # Note: no other export writes into a folder of this name, even if a lock is lost.
     token = secrets.token_hex(4)
-    name = names[0] if single else "safetensors"
-    lock = FileLock(folder / f".{name}.lock", timeout=0.5)
+    name = next(iter(files)) if single else "safetensors"
+    export_lock = FileLock(folder / f".{name}.lock", timeout=0.5)
     try:
-        lock.acquire()
+        export_lock.acquire()
     except Timeout:
         raise OSError(
             "another export to it is running: wait for it, or choose another path"
         ) from None
-    with ExitStack() as stack:
-        stack.callback(lock.release)
+    with ExitStack() as undo_stack:
+        undo_stack.callback(export_lock.release)
         # First: a process that waits for the lock looks whether its file is still there.
-        stack.callback(Path(lock.lock_file).unlink, missing_ok=True)
+        undo_stack.callback(Path(export_lock.lock_file).unlink, missing_ok=True)
         pattern = f".{glob.escape(name)}.{'[0-9a-f]' * 8}.part"
         for leftover in folder.glob(pattern):  # of exports that were killed
             shutil.rmtree(leftover, ignore_errors=True)
-        aside = folder / f".{name}.{token}.part"
-        aside.mkdir()
-        stack.callback(shutil.rmtree, aside, ignore_errors=True)
-        export_token = {"export": token} if len(names) > 1 else {}
-        for name, entries in zip(names, groups, strict=True):
-            with open(aside / name, "wb") as file:
+        # Note: files appear at their names when all of them are complete.
+        part_folder = folder / f".{name}.{token}.part"
+        part_folder.mkdir()
+        undo_stack.callback(shutil.rmtree, part_folder, ignore_errors=True)
+        export_token = {"export": token} if len(files) > 1 else {}
+        for name, entries in files.items():
+            with open(part_folder / name, "wb") as file:
                 _write_one(file, entries, tensors, {"format": "pt", **export_token})
-        everything = [*names]
+        written_names = [*files]
         if export_token:
-            where = {
-                entry.name: name
-                for name, entries in zip(names, groups, strict=True)
-                for entry in entries
+            # Note: the index of Hugging Face, which other readers take too.
+            places = [(entry, name) for name, entries in files.items() for entry in entries]
+            index_data = {
+                "metadata": {
+                    "total_size": sum(entry.nbytes for entry, _ in places),
+                    **export_token,
+                },
+                "weight_map": dict(sorted((entry.name, name) for entry, name in places)),
             }
-            total = sum(entry.nbytes for entries in groups for entry in entries)
-            body = {
-                "metadata": {"total_size": total, **export_token},
-                "weight_map": dict(sorted(where.items())),
-            }
-            (aside / _INDEX).write_text(json.dumps(body, indent=2) + "\n")
-            everything.append(_INDEX)
-            if any((folder / name).exists() for name in names):
+            (part_folder / _INDEX).write_text(json.dumps(index_data, indent=2) + "\n")
+            written_names.append(_INDEX)
+            if any((folder / name).exists() for name in files):
                 # Why first: no program finds an index beside files of two exports.
                 (folder / _INDEX).unlink(missing_ok=True)
                 sync(folder)
-        for name in everything:
-            os.replace(aside / name, folder / name)
-        for stale in () if single else _stale(folder, everything):
-            stale.unlink()
+        for name in written_names:
+            os.replace(part_folder / name, folder / name)
+        if not single:
+            # Note: after an export of fewer files, the old ones would be read as parts of it.
+            numbered_names = {file.name for file in folder.glob(_NUMBERED)}
+            for name in {_INDEX, _SINGLE, *numbered_names}.difference(written_names):
+                (folder / name).unlink(missing_ok=True)
         sync(folder)
-
-
-def _stale(folder: Path, written: Sequence[str]) -> list[Path]:
-    """Return the files of an earlier export that a reader would take for a part of this one."""
-    numbered = (path.name for path in folder.glob(_NUMBERED))
-    return [
-        folder / name
-        for name in (_INDEX, _SINGLE, *numbered)
-        if name not in written and (folder / name).exists()
-    ]
 
 
 def _write_one(
@@ -354,6 +368,7 @@ def _write_one(
 ) -> None:
     file.write(header_bytes(entries, metadata))
     for entry in entries:
+        # Note: one tensor at a time is on the CPU, in the dtype of the file.
         tensor = next(tensors).detach().cpu().to(entry.dtype).contiguous()
         if entry.nbytes:
             file.write(byte_memory(tensor))
@@ -361,23 +376,21 @@ def _write_one(
     os.fsync(file.fileno())
 
 
-def _split(entries: Sequence[Header], most: int) -> list[list[Header]]:
-    """Split the tensors into groups, in order, of at most ``most`` bytes or one tensor."""
-    groups: list[list[Header]] = [[]]
-    size = 0
+def _split(entries: Sequence[Header], most: int) -> dict[str, list[Header]]:
+    """Return the tensors of each file by its name, at most ``most`` bytes or one tensor."""
+    entry_groups: list[list[Header]] = [[]]
+    group_bytes = 0
     for entry in entries:
-        if groups[-1] and size + entry.nbytes > most:
-            groups.append([])
-            size = 0
-        groups[-1].append(entry)
-        size += entry.nbytes
-    return groups
-
-
-def _file_names(number: int) -> list[str]:
-    if number == 1:
-        return [_SINGLE]
-    return [f"model-{i:05}-of-{number:05}.safetensors" for i in range(1, number + 1)]
+        # Note: a larger tensor is alone in its file.
+        if entry_groups[-1] and group_bytes + entry.nbytes > most:
+            entry_groups.append([])
+            group_bytes = 0
+        entry_groups[-1].append(entry)
+        group_bytes += entry.nbytes
+    if len(entry_groups) == 1:
+        return {_SINGLE: entry_groups[0]}
+    ending = f"of-{len(entry_groups):05}.safetensors"
+    return {f"model-{i:05}-{ending}": group for i, group in enumerate(entry_groups, 1)}
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -391,12 +404,12 @@ def open_tensors(path: Path) -> dict[str, torch.Tensor]:
         ValueError: a file is damaged.
     """
     tensors_by_name: dict[str, torch.Tensor] = {}
-    files, token = _files(path)
-    for file in files:
-        file_tensors = _open(file, token)
-        if twice := tensors_by_name.keys() & file_tensors.keys():
+    file_paths, export_token = _files(path)
+    for file in file_paths:
+        file_tensors = _open(file, export_token)
+        if double_names := tensors_by_name.keys() & file_tensors.keys():
             raise ValueError(
-                f"{file} holds {min(twice)!r}, as another file beside it does: export them again"
+                f"{file} holds {min(double_names)!r}, as another file beside it does: export them again"
             )
         tensors_by_name |= file_tensors
     return tensors_by_name
@@ -413,6 +426,7 @@ def _open(file: Path, token: str | None) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError, safe_open
 
     with open(open_regular(file), "rb") as opened:
+        # Note: a clone without git-lfs has such a text of some lines in place of each file.
         if opened.read(8) == b"version ":
             raise ValueError(
                 f"{file} is a pointer of Git LFS, and not the file itself: run git lfs pull in its "
@@ -422,6 +436,7 @@ def _open(file: Path, token: str | None) -> dict[str, torch.Tensor]:
         mapped_file = safe_open(file, "pt")
     except (SafetensorError, OSError) as error:  # some files of /proc are regular and have no pages
         raise ValueError(f"{file} is damaged, or is not a safetensors file: {error}") from None
+    # Note: an index of another program has no token, and is trusted.
     if token is not None and (mapped_file.metadata() or {}).get("export") != token:
         raise ValueError(
             f"{file} is of another export than {_INDEX} beside it: the export into that folder was "
@@ -442,29 +457,38 @@ def _files(path: Path) -> tuple[list[Path], str | None]:
         if not path.exists():
             raise FileNotFoundError(f"there is no safetensors file at {path}")
         return [path], None
-    index, single = path / _INDEX, path / _SINGLE
-    if index.exists():
+    index_file, single_file = path / _INDEX, path / _SINGLE
+    if index_file.exists():
         try:
-            body = file_data.table(
-                "the index", file_data.parse(read_regular(index, most=_LONGEST)), ("weight_map",)
+            index_data = file_data.table(
+                "the index",
+                file_data.parse(read_regular(index_file, most=_LONGEST)),
+                ("weight_map",),
             )
-            named = file_data.table("weight_map", body["weight_map"]).values()
-            names = sorted({file_data.text("a file of weight_map", name) for name in named})
+            file_entries = file_data.table("weight_map", index_data["weight_map"]).values()
+            file_names = sorted(
+                {file_data.text("a file of weight_map", name) for name in file_entries}
+            )
         except ValueError as error:
             raise ValueError(
-                f"{index} is damaged: it is not JSON with a 'weight_map' of names and files "
+                f"{index_file} is damaged: it is not JSON with a 'weight_map' of names and files "
                 f"({error})"
             ) from None
-        if bad := [name for name in names if Path(name).name != name or not (path / name).exists()]:
-            raise ValueError(f"{index} names the file {bad[0]!r}, which is not beside it")
-        metadata = body.get("metadata")
-        return [path / name for name in names], metadata.get("export") if isinstance(
+        # Note: a name with folders could lead out of this one.
+        if missing_files := [
+            name for name in file_names if Path(name).name != name or not (path / name).exists()
+        ]:
+            raise ValueError(
+                f"{index_file} names the file {missing_files[0]!r}, which is not beside it"
+            )
+        metadata = index_data.get("metadata")
+        return [path / name for name in file_names], metadata.get("export") if isinstance(
             metadata, dict
         ) else None
-    if not single.exists():
+    if not single_file.exists():
         cut_short = any(path.glob(_NUMBERED))
         hint = (
             "an export into it was interrupted; export again" if cut_short else what_it_holds(path)
         )
         raise FileNotFoundError(f"there is neither {_SINGLE} nor {_INDEX} in {path}: {hint}")
-    return [single], None
+    return [single_file], None

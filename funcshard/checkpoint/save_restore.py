@@ -13,7 +13,6 @@ import hashlib
 import itertools
 import json
 import logging
-import os
 import secrets
 import threading
 from collections.abc import Mapping
@@ -30,7 +29,15 @@ from funcshard._utils import check_count, check_flag, check_number, check_path
 from funcshard.checkpoint.contents import Contents, read_contents, read_from, save_at
 from funcshard.checkpoint.every_rank import on_every_rank
 from funcshard.checkpoint.flatten_state import flatten_state
-from funcshard.checkpoint.folders import LOCK, TRIES, begin_save, check_replaceable, discard, pause
+from funcshard.checkpoint.folders import (
+    LOCK,
+    TRIES,
+    StrPath,
+    begin_save,
+    check_replaceable,
+    discard,
+    pause,
+)
 from funcshard.checkpoint.stored_state import (
     Plans,
     check_replicated,
@@ -87,18 +94,15 @@ class Saving:
             # After the collective every rank has started its thread, so rank 0's thread finds every
             # report.
             all_gather_texts(self._mesh, "")
-            errors = all_gather_texts(
-                self._mesh, self._thread.told() if self._thread is not None else ""
-            )
+            own_error = "" if self._thread is None else self._thread.told()
+            rank_errors = all_gather_texts(self._mesh, own_error)
             # Rank 0 reports "rank 1 could not write its part"; rank 1 itself says why.
-            causes = [
+            own_errors = [
                 f"rank {rank}: {error_text}"
-                for rank, error_text in enumerate(errors)
+                for rank, error_text in enumerate(rank_errors)
                 if error_text and not error_text.startswith("rank ")
             ]
-            self._outcome = "; ".join(causes) or next(
-                (error_text for error_text in errors if error_text), ""
-            )
+            self._outcome = "; ".join(own_errors) or next(filter(None, rank_errors), "")
             self._thread = None
             if self._outcome:
                 discard(self.path, self._save)
@@ -110,7 +114,7 @@ class Saving:
 
 
 def save(
-    path: str | os.PathLike[str],
+    path: StrPath,
     state: Any,
     plan: Plans,
     mesh: Mesh,
@@ -192,46 +196,60 @@ def save(
             raise TypeError(
                 f"after must be the Saving that an earlier save returned, or None; found {after!r}"
             )
+        # Note: also frees rank 0's lock, if the same path is saved to again.
         after.wait()
     _check_plans(plan, mesh)
-    lock, memory, drawn = None, None, secrets.randbits(32)
-    with ExitStack() as undo:
+    save_lock, copy_memory, drawn_token = None, None, secrets.randbits(32)
+    # Note: until the thread has it, an error gives back the lock and deletes the files.
+    with ExitStack() as undo_stack:
         with on_every_rank(mesh):
             if mesh.rank == 0:
-                _check_path(path)
-            flat = flatten_state(state, plan, mesh.rank, mesh.device.type)
-            summary = replicated_summary(flat)
+                # Why before the lock is tried, which this process has then: these words help more.
+                if thread_name(path, 0) in [thread.name for thread in threading.enumerate()]:
+                    raise ValueError(
+                        f"a checkpoint is already being saved to {path}: pass the Saving that save "
+                        "returned as after="
+                    )
+                check_replaceable(path)
+            # Note: the state is checked before the first file is made.
+            flat_state = flatten_state(state, plan, mesh.rank, mesh.device.type)
+            state_summary = replicated_summary(flat_state)
             if mesh.rank == 0:  # at the end, because it makes the first file
-                lock = _begin(path, f"{drawn:08x}", undo)
-        token = _agree(path, summary, mesh, drawn)
-        tensors: Mapping[str, torch.Tensor] = flat.tensors
+                save_lock = _begin(path, f"{drawn_token:08x}", undo_stack)
+        # Note: rank 0 drew it; with it the names of all files of this save begin.
+        token = _agree(path, state_summary, mesh, drawn_token)
+        written_tensors: Mapping[str, torch.Tensor] = flat_state.tensors
         with on_every_rank(mesh):  # such as no memory for the copy
+            # Note: rank 0 has made this file, so a rank that lacks it writes to another disk.
             if not (path / f"{token}.part").exists():
                 raise OSError(
                     f"rank 0 made a file in {path}, and this rank does not see it: save to a "
                     "folder on a file system that all machines of the job share"
                 )
             if not wait:
-                memory, tensors = _copied(flat.tensors, None if after is None else after.memory)
+                copy_memory, written_tensors = _copied(
+                    flat_state.tensors, None if after is None else after.memory
+                )
         if not wait and after is not None:
             after.memory = None  # another save after the same one must not write there
+        # Note: the thread issues no collectives; it meets other ranks through files alone.
         writer = Writer(
-            path=path, save=token, plans=plan, flat=flat, tensors=tensors, rank=mesh.rank,
-            world_size=mesh.world_size, keep=keep, timeout=timeout, lock=lock,
+            path=path, save=token, plans=plan, flat=flat_state, tensors=written_tensors, rank=mesh.rank,
+            world_size=mesh.world_size, keep=keep, timeout=timeout, lock=save_lock,
             lost=functools.partial(find_lost_rank, mesh),
         )  # fmt: skip
         thread = WriterThread(writer, in_background=not wait)
         if thread.started():
-            undo.pop_all()  # from now on the thread has the lock
-    _log.debug("checkpoint %s: this rank writes %d tensors", path, len(tensors))
-    saving = Saving(path, mesh, token, thread, memory)
+            undo_stack.pop_all()  # from now on the thread has the lock
+    _log.debug("checkpoint %s: this rank writes %d tensors", path, len(written_tensors))
+    saving = Saving(path, mesh, token, thread, copy_memory)
     if wait:
         saving.wait()
     return saving
 
 
 def restore(
-    path: str | os.PathLike[str],
+    path: StrPath,
     plan: Plans | None = None,
     mesh: Mesh | None = None,
     *,
@@ -301,16 +319,21 @@ def restore(
         try:
             contents = read_contents(path)
             read_save = contents.save
+            # Note: it reads and communicates with nobody, so ranks may fail at different places.
             state = _read_state(contents, plan, mesh, cast)
         except Exception as error:  # of any kind, because other ranks wait
             fault = error
-        report = [read_save, save_at(path), fault is not None]
-        reports = {tuple(json.loads(text)) for text in all_gather_texts(mesh, json.dumps(report))}
-        if len({save for save, _, _ in reports}) == 1 and not any(failed for *_, failed in reports):
+        # Note: a save may replace the checkpoint while ranks read it, and they may meet both.
+        own_report = json.dumps([read_save, save_at(path), fault is not None])
+        rank_reports = [json.loads(text) for text in {*all_gather_texts(mesh, own_report)}]
+        has_failed = any(failed for _, _, failed in rank_reports)
+        if not has_failed and len({read_save for read_save, _, _ in rank_reports}) == 1:
             _log.debug("checkpoint %s is restored on %d ranks", path, mesh.world_size)
             return state
-        replaced = len({save for pair in reports for save in pair[:2]}) > 1
-        if not replaced or attempt == TRIES - 1:
+        # Note: of one rank before and after its read, or of two ranks.
+        was_replaced = len({save for report in rank_reports for save in report[:2]}) > 1
+        # Note: after a replacement, all ranks begin again together, because all have these reports.
+        if not was_replaced or attempt == TRIES - 1:
             raise_on_every_rank(mesh, fault)
             raise ValueError(
                 f"ranks found different checkpoints at {path}: it was replaced meanwhile, or ranks "
@@ -332,13 +355,17 @@ def _read_state(contents: Contents, plan: Plans, mesh: Mesh, cast: bool) -> Any:
             f"the checkpoint {contents.path} was saved under {_keys(contents.plan)}; found "
             f"{_keys(plan)}: pass plans with the same keys"
         )
-    own = contents.table(mesh.rank % contents.world_size)
-    stored = {**contents.shared, **own.stored}
+    # Note: a new rank takes the PerRank values of one old rank; the lists need not be equal.
+    own_table = contents.table(mesh.rank % contents.world_size)
+    stored_facts = {**contents.shared, **own_table.stored}
     title = f"checkpoint {contents.path}"
+    # Note: every rank reads the whole tensors from rank 0's file.
     contents.check_whole()
     with contents.reader() as reader:
-        saved = Saved(contents.outline, own.own, stored, contents.plan, reader.read, title)
-        return unflatten_state(saved, plan, mesh.rank, mesh.device, cast=cast)
+        saved_state = Saved(
+            contents.outline, own_table.own, stored_facts, contents.plan, reader.read, title
+        )
+        return unflatten_state(saved_state, plan, mesh.rank, mesh.device, cast=cast)
 
 
 def _check_plans(
@@ -350,13 +377,14 @@ def _check_plans(
     if not plan or not all(
         isinstance(key, str) and isinstance(entry_plan, Plan) for key, entry_plan in plan.items()
     ):
-        kinds = {key: type(entry_plan).__name__ for key, entry_plan in plan.items()}
+        entry_types = {key: type(entry_plan).__name__ for key, entry_plan in plan.items()}
         raise TypeError(
             "plan must be a plan, or a dictionary of plans by keys of the state; found a "
-            f"dictionary of {kinds}: pass what make_plan returned"
+            f"dictionary of {entry_types}: pass what make_plan returned"
         )
-    fingerprints = {key: entry_plan.fingerprint() for key, entry_plan in sorted(plan.items())}
-    check_all_same(mesh, {"the plans": json.dumps(fingerprints), **options})
+    # Note: several plans are compared in one exchange, and a single one by check_mesh.
+    plan_fingerprints = {key: entry_plan.fingerprint() for key, entry_plan in sorted(plan.items())}
+    check_all_same(mesh, {"the plans": json.dumps(plan_fingerprints), **options})
     for entry_plan in plan.values():
         check_fits(entry_plan, mesh)
 
@@ -367,50 +395,35 @@ def _keys(plan: Plans) -> str:
     )
 
 
-def _check_path(path: Path) -> None:
-    # Why before the lock is tried, which this process has then: these words help more.
-    if thread_name(path, 0) in [thread.name for thread in threading.enumerate()]:
-        raise ValueError(
-            f"a checkpoint is already being saved to {path}: pass the Saving that save returned as "
-            "after="
-        )
-    check_replaceable(path)
-
-
 def _begin(path: Path, save: str, undo: ExitStack) -> FileLock:
     """Make the folder of the path and take its lock; ``undo`` gets the inverse."""
     try:
-        lock = begin_save(path, save)
+        save_lock = begin_save(path, save)
     except OSError as error:
         raise OSError(f"checkpoint {path} is not saved: {error}") from error
-    if lock is None:
+    if save_lock is None:
         raise ValueError(
             f"a checkpoint is already being saved to {path}, by another process: end that job, or "
             f"choose another path; if its host is gone and the file system keeps its lock, remove "
             f"{path / LOCK}"
         )
     undo.callback(discard, path, save)
-    undo.callback(lock.release)  # first, because discard takes it
-    return lock
+    undo.callback(save_lock.release)  # first, because discard takes it
+    return save_lock
 
 
 def _agree(path: Path, summary: dict[str, Any], mesh: Mesh, drawn: int) -> str:
     """Check that ranks agree on the path and the state, and return the token that rank 0 drew."""
-    digest = hashlib.sha256(json.dumps(summary, sort_keys=True).encode()).hexdigest()
-    reports = {
-        tuple(json.loads(report_text))
-        for report_text in set(all_gather_texts(mesh, json.dumps([str(path), digest])))
-    }
-    paths, digests = {report[0] for report in reports}, {report[1] for report in reports}
-    if len(paths) > 1:
-        raise ValueError(f"path must be the same on every rank; found {sorted(paths)}")
-    if len(digests) > 1:  # only then are whole summaries gathered
-        check_replicated(
-            [
-                json.loads(summary_text)
-                for summary_text in all_gather_texts(mesh, json.dumps(summary))
-            ]
-        )
+    own_digest = hashlib.sha256(json.dumps(summary, sort_keys=True).encode()).hexdigest()
+    own_report = json.dumps([str(path), own_digest])
+    rank_reports = [json.loads(text) for text in {*all_gather_texts(mesh, own_report)}]
+    rank_paths = sorted({rank_path for rank_path, _ in rank_reports})
+    if len(rank_paths) > 1:
+        raise ValueError(f"path must be the same on every rank; found {rank_paths}")
+    if len({rank_digest for _, rank_digest in rank_reports}) > 1:
+        # Note: only then are whole summaries gathered, which grow with the state.
+        summary_texts = all_gather_texts(mesh, json.dumps(summary))
+        check_replicated([json.loads(summary_text) for summary_text in summary_texts])
     # Why no text: ranks that gather texts send all of them if one differs.
     token_tensor = torch.tensor(drawn, device=mesh.device)
     for _, group in mesh.axes:  # from position 0 of each axis in turn, and so from rank 0
@@ -427,12 +440,16 @@ def _copied(
     It is ``memory``, that of an earlier save, if that is large enough. Why: new pages take the
     system several times as long as a copy.
     """
-    ends = list(itertools.accumulate(-(-tensor.nbytes // 64) * 64 for tensor in tensors.values()))
-    size = ends[-1] if ends else 0
-    if memory is None or memory.numel() < size:
-        memory = torch.empty(size, dtype=torch.uint8, device="cpu")
-    copies = {}
-    for begin, (name, tensor) in zip([0, *ends], tensors.items(), strict=False):
-        copy = memory[begin : begin + tensor.nbytes].view(tensor.dtype)
-        copies[name] = copy.copy_(tensor)
-    return memory, copies
+    # Note: each copy begins at a multiple of 64 bytes, which any dtype can be viewed at.
+    end_bytes = list(
+        itertools.accumulate(-(-tensor.nbytes // 64) * 64 for tensor in tensors.values())
+    )
+    total_bytes = end_bytes[-1] if end_bytes else 0
+    # Note: too small a piece goes, and a larger one takes its place.
+    if memory is None or memory.numel() < total_bytes:
+        memory = torch.empty(total_bytes, dtype=torch.uint8, device="cpu")
+    tensor_copies = {}
+    for begin_byte, (name, tensor) in zip([0, *end_bytes], tensors.items(), strict=False):
+        copy = memory[begin_byte : begin_byte + tensor.nbytes].view(tensor.dtype)
+        tensor_copies[name] = copy.copy_(tensor)
+    return memory, tensor_copies

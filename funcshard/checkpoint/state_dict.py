@@ -18,7 +18,7 @@ from torch import nn
 from funcshard._utils import callers_level, check_flag, is_tree_of_shards
 from funcshard.checkpoint.every_rank import on_every_rank
 from funcshard.checkpoint.pieces import as_pieces, check_pieces, copy_pieces, own_pieces
-from funcshard.checkpoint.stored_state import by_buffer, each_leaf, name_in
+from funcshard.checkpoint.stored_state import by_buffer, each_leaf, first_of, name_in
 from funcshard.comm import Mesh
 from funcshard.core import (
     LeafChecksums,
@@ -102,26 +102,33 @@ def to_state_dict(
             "sharded=True gives each rank the pieces that it holds, as views of its shards; found "
             "rank0_only or offload with it: leave them out"
         )
-    options = {"the options of to_state_dict": f"rank0_only={rank0_only!r}, sharded={sharded!r}"}
-    check_all_shards(shards, plan, mesh, options, none_if_frozen=True)
+    options_text = {
+        "the options of to_state_dict": f"rank0_only={rank0_only!r}, sharded={sharded!r}"
+    }
+    check_all_shards(shards, plan, mesh, options_text, none_if_frozen=True)
     check_no_leaf(buffers, plan)
     if rank0_only:
         check_no_local_leaf(plan)
-    named: dict[str, Any] = {}
+    # Note: all names of a tied parameter refer to one tensor, as in module.state_dict().
+    named_tensors: dict[str, Any] = {}
     for unit in plan.unit_list:
         for buffer in unit.buffers:
-            flat = shards[unit.name][buffer.key]
-            if flat is None:
+            # Note: one buffer at a time, and every rank in the same order, because they gather.
+            flat_shard = shards[unit.name][buffer.key]
+            if flat_shard is None:
                 continue
             for leaf, value in leaves_for_this_rank(
-                flat, unit, buffer, mesh, rank0_only, offload, sharded
+                flat_shard, unit, buffer, mesh, rank0_only, offload, sharded
             ):
-                named.update(dict.fromkeys((leaf.path, *leaf.aliases), value))
+                named_tensors.update(dict.fromkeys((leaf.path, *leaf.aliases), value))
     if buffers is not None and not (rank0_only and mesh.rank):
-        named.update(buffers)
+        named_tensors.update(buffers)
         if offload:
-            named.update((name, kept_copy(value, offload)) for name, value in buffers.items())
-    return plan.in_order(named)
+            named_tensors.update(
+                (name, kept_copy(value, offload)) for name, value in buffers.items()
+            )
+    # Note: units order the leaves by buffer, and the module by name.
+    return plan.in_order(named_tensors)
 
 
 def from_state_dict(
@@ -184,28 +191,32 @@ def from_state_dict(
     if src is not None:
         check_source(src, mesh)
         check_no_local_leaf(plan)
-    where = "the state dict"
-    checksums = LeafChecksums(mesh, where, "load the same file on every rank, or pass src=0")
+    source_words = "the state dict"
+    checksums = LeafChecksums(mesh, source_words, "load the same file on every rank, or pass src=0")
     leaf_values: dict[str, Any] = {}
     # Why before the leaves are cut: ranks gather DTensors and broadcast buffers together.
     with on_every_rank(mesh, checksums if src is None else None):
+        # Note: with src, the state dicts of other ranks are not even looked at.
         if src in (None, mesh.rank):
             leaf_values = find_leaves(state_dict, plan.leaves)
             _warn_of_unknown(state_dict, plan)
             for _, buffer, leaf in each_leaf(plan):
-                value = leaf_values[leaf.path]
-                if src is not None and not is_full(value):
+                leaf_value = leaf_values[leaf.path]
+                if src is not None and not is_full(leaf_value):
                     raise ValueError(
                         f"with src the state dict must hold full tensors, and {leaf.path!r} is "
-                        f"none; found {type(value).__name__}: leave src out, and pass every "
+                        f"none; found {type(leaf_value).__name__}: leave src out, and pass every "
                         "rank's state dict"
                     )
-                _check_value(value, leaf, buffer, mesh, where, cast)
-                if src is None and check and is_full(value):
-                    checksums.add(leaf.path, value, own_axes(buffer.local, leaf.cuts))
+                _check_value(leaf_value, leaf, buffer, mesh, source_words, cast)
+                # Note: pieces and DTensors are not compared; ranks hold other elements of them.
+                if src is None and check and is_full(leaf_value):
+                    checksums.add(leaf.path, leaf_value, own_axes(buffer.local, leaf.cuts))
     return by_buffer(
         plan,
-        lambda unit, buffer: shard_from_leaves(unit, buffer, mesh, leaf_values, where, cast, src),
+        lambda unit, buffer: shard_from_leaves(
+            unit, buffer, mesh, leaf_values, source_words, cast, src
+        ),
     )
 
 
@@ -258,6 +269,7 @@ def check_no_local_leaf(plan: Plan) -> None:
 
 def find_local_leaf(plan: Plan) -> str | None:
     """Return the path of the first leaf that is local to ranks and no slice, if there is one."""
+    # Note: own_axes leaves out the axes of slices, which join to whole tensors.
     leaves = each_leaf(plan)
     return next((leaf.path for _, b, leaf in leaves if own_axes(b.local, leaf.cuts)), None)
 
@@ -283,7 +295,7 @@ def leaves_for_this_rank(
     slice_axes = {leaf_cut.axis for leaf in buffer.leaves for leaf_cut in leaf.cuts}
     if not_first - slice_axes - {"shard"}:
         return []
-    full = all_gather_flat(
+    full_buffer = all_gather_flat(
         flat,
         mesh,
         unit=unit.name,
@@ -292,9 +304,10 @@ def leaves_for_this_rank(
         offload=unit.offload,
     )
     rank_leaves = []
-    for leaf, view in zip(buffer.leaves, views(full, buffer), strict=True):
+    for leaf, view in zip(buffer.leaves, views(full_buffer, buffer), strict=True):
         if not_first - {leaf_cut.axis for leaf_cut in leaf.cuts}:
             continue
+        # Note: every rank along the leaf's slice axes takes part; first_only gives the rest None.
         value = join_slices(view, leaf, mesh, first_only=rank0_only)
         if value is not None:
             rank_leaves.append((leaf, kept_copy(value, offload)))
@@ -304,6 +317,7 @@ def leaves_for_this_rank(
 
 def kept_copy(value: torch.Tensor, offload: bool) -> torch.Tensor:
     """Return a detached copy of a tensor, on the CPU with ``offload``."""
+    # Why a copy: a view would keep the whole gathered buffer in memory.
     value = value.detach()
     return value.cpu() if offload and value.device.type != "cpu" else value.clone()
 
@@ -335,25 +349,30 @@ def shard_from_leaves(
     if src is not None:
         sliced_leaves = []
         for leaf in buffer.leaves:
-            value = leaves.get(leaf.path)
-            if value is None:
+            leaf_value = leaves.get(leaf.path)
+            if leaf_value is None:
                 dtype = dtype_of(buffer.dtype)
-                value = torch.zeros(leaf.whole_shape, dtype=dtype, device=mesh.device)
-            check_leaf(value, leaf, buffer, where, meta=True, whole=True, cast=cast)
-            sliced_leaves.append(slice_from_rank(src, value.to(dtype_of(buffer.dtype)), leaf, mesh))
+                leaf_value = torch.zeros(leaf.whole_shape, dtype=dtype, device=mesh.device)
+            # Note: on every rank, so that a wrong shape raises before a broadcast would hang.
+            check_leaf(leaf_value, leaf, buffer, where, meta=True, whole=True, cast=cast)
+            sliced_leaves.append(
+                slice_from_rank(src, leaf_value.to(dtype_of(buffer.dtype)), leaf, mesh)
+            )
         return cut_from_rank(src, unit, buffer, sliced_leaves, mesh)
+    # Note: zeros, because optimizer state may lack leaves.
     shard = zero_shard(unit, buffer, mesh)
     for leaf in buffer.leaves:
         if leaf.path not in leaves:
             continue
-        value = leaves[leaf.path]
-        _check_value(value, leaf, buffer, mesh, where, cast)
-        if (pieces := as_pieces(value)) is not None:
+        leaf_value = leaves[leaf.path]
+        _check_value(leaf_value, leaf, buffer, mesh, where, cast)
+        if (pieces := as_pieces(leaf_value)) is not None:
             in_shard = buffer.part(leaf, mesh.shard.rank).in_shard
             copy_pieces(shard[in_shard], pieces, leaf, buffer, mesh)
         else:
-            whole = value if is_full(value) else value.full_tensor()
-            put_whole(shard, whole, leaf, buffer, mesh)
+            # Note: all ranks gather a DTensor here, in the order of the plan's leaves.
+            whole_leaf = leaf_value if is_full(leaf_value) else leaf_value.full_tensor()
+            put_whole(shard, whole_leaf, leaf, buffer, mesh)
     return shard
 
 
@@ -409,12 +428,11 @@ def find_leaves(
             missing_paths.append(leaf.path)
         else:
             values_by_path[leaf.path] = state_dict[name]
+            # Note: copies of a tied parameter under two names may differ, and one would be lost.
             check_tie(leaf, state_dict, "the state dict")
     if missing_paths:
-        more_text = f" and {len(missing_paths) - 3} more" if len(missing_paths) > 3 else ""
-        raise ValueError(
-            f"{rule}; missing: {missing_paths[:3]}{more_text}: {_remedy(state_dict, missing_paths)}{remedy}"
-        )
+        hint = _remedy(state_dict, missing_paths)
+        raise ValueError(f"{rule}; missing: {first_of(missing_paths)}: {hint}{remedy}")
     return values_by_path
 
 
@@ -422,15 +440,21 @@ def _remedy(state_dict: Mapping[str, Any], missing: list[str]) -> str:
     if not state_dict:
         return "it is empty; if rank0_only=True left it so, pass src=0 to take the state dict of rank 0"
     names = [name for name in state_dict if isinstance(name, str)]
-    longer = [name.removesuffix(missing[0]) for name in names if name.endswith("." + missing[0])]
-    prefix = next((p for p in longer if all(p + path in state_dict for path in missing)), None)
+    # Note: the most frequent cause is a wrapper, such as DDP's module., so it is looked for first.
+    longer_prefixes = [
+        name.removesuffix(missing[0]) for name in names if name.endswith("." + missing[0])
+    ]
+    prefix = next(
+        (p for p in longer_prefixes if all(p + path in state_dict for path in missing)), None
+    )
     if prefix is not None:
         return (
             f"it holds them under names that carry the prefix {prefix!r} that has to be removed: "
             "call torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, "
             f"{prefix!r}) first"
         )
-    inner = next(
+    # Note: a checkpoint of a whole job, such as {"model": ..., "optim": ...}.
+    inner_key = next(
         (
             key
             for key, value in state_dict.items()
@@ -438,8 +462,8 @@ def _remedy(state_dict: Mapping[str, Any], missing: list[str]) -> str:
         ),
         None,
     )
-    if inner is not None:
-        return f"its entry {inner!r} is a state dict that holds them: pass state_dict[{inner!r}]"
+    if inner_key is not None:
+        return f"its entry {inner_key!r} is a state dict that holds them: pass state_dict[{inner_key!r}]"
     if any(as_pieces(value) for value in state_dict.values()):
         return "it holds pieces of other leaves; pass the pieces of all ranks, as in {name: [pieces of each rank]}"
     if is_tree_of_shards(state_dict) and all(
@@ -462,17 +486,17 @@ def _warn_of_unknown(state_dict: Mapping[str, Any], plan: Plan) -> None:
     Why by the end of their names: the plan of a plain tree does not know the buffers' names.
     """
     known_names = {name for leaf in plan.leaves for name in (leaf.path, *leaf.aliases)}
-    ends = {name.rpartition(".")[2] for name in known_names}
+    last_names = {name.rpartition(".")[2] for name in known_names}
+    # Note: make_functional's names include those of buffers, which are no leaves.
     own_names = known_names.union(plan.names)
-    unknown = [
+    unknown_names = [
         name
         for name in state_dict
-        if name not in own_names and str(name).rpartition(".")[2] in ends
+        if name not in own_names and str(name).rpartition(".")[2] in last_names
     ]
-    if unknown:
-        more_text = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+    if unknown_names:
         warnings.warn(
-            f"the state dict holds {unknown[:3]}{more_text}, which are no leaves of the plan and were "
+            f"the state dict holds {first_of(unknown_names)}, which are no leaves of the plan and were "
             "left out: if they should be loaded, make the plan from the params of the same "
             "module; else delete them from the state dict",
             stacklevel=callers_level(),

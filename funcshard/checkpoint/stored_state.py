@@ -114,31 +114,34 @@ def replicated_summary(flat: FlatState) -> dict[str, Any]:
     The summary holds every value, the checksum of every replicated tensor, and one digest of the
     tree and of all shapes and dtypes.
     """
-    structure = json.dumps([flat.spec, list(flat.shared.items())]).encode()
+    # Why a digest: of a large model, this text has some MiB.
+    structure_text = json.dumps([flat.spec, list(flat.shared.items())]).encode()
     return {
         "values": replicated_values(flat.spec),
         "tensors": flat.checksums,
-        "structure": hashlib.sha256(structure).hexdigest(),
+        "structure": hashlib.sha256(structure_text).hexdigest(),
     }
 
 
 def check_replicated(summaries: Sequence[dict[str, Any]]) -> None:
     """Raise ``ValueError``, naming a difference, unless the summaries of all ranks are the same."""
-    first = summaries[0]
+    first_summary = summaries[0]
     remedy = "mark a value of a rank's own with PerRank(value)"
     for rank, rank_summary in enumerate(summaries):
-        if json.dumps(first) == json.dumps(rank_summary):
+        if json.dumps(first_summary) == json.dumps(rank_summary):
             continue
-        for path in first["values"].keys() & rank_summary["values"].keys():
-            first_value, two = first["values"][path], rank_summary["values"][path]
+        for path in first_summary["values"].keys() & rank_summary["values"].keys():
+            # Note: what only one rank has is a difference of the structure, named below.
+            first_value, two = first_summary["values"][path], rank_summary["values"][path]
+            # Why JSON: NaN is equal to itself there, and 1 is not True.
             if json.dumps(first_value) != json.dumps(two):
-                shown, differs = shortened(first_value, two)
+                first_text, rank_text = shortened(first_value, two)
                 raise ValueError(
-                    f"{path!r} of the state is {shown} on rank 0 and {differs} on rank {rank}: "
+                    f"{path!r} of the state is {first_text} on rank 0 and {rank_text} on rank {rank}: "
                     f"{remedy}"
                 )
-        for name in first["tensors"].keys() & rank_summary["tensors"].keys():
-            if first["tensors"][name] != rank_summary["tensors"][name]:
+        for name in first_summary["tensors"].keys() & rank_summary["tensors"].keys():
+            if first_summary["tensors"][name] != rank_summary["tensors"][name]:
                 raise ValueError(
                     f"tensor {name!r} of the state is not the same on rank 0 and rank {rank}: "
                     f"{remedy}"
@@ -151,11 +154,13 @@ def check_replicated(summaries: Sequence[dict[str, Any]]) -> None:
 
 def shortened(one: Any, other: Any, most: int = 80) -> tuple[str, str]:
     """Return two different values as text; of long ones, the part around the first difference."""
-    texts = repr(one), repr(other)
-    at = next(
-        (i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts))
+    value_texts = repr(one), repr(other)
+    # Note: long texts differ far behind their beginning, such as two configurations.
+    first_difference = next(
+        (i for i, (a, b) in enumerate(zip(*value_texts, strict=False)) if a != b),
+        min(map(len, value_texts)),
     )
-    begin = max(0, at - most // 2)
+    begin = max(0, first_difference - most // 2)
 
     def part(text: str) -> str:
         if len(text) <= most:
@@ -163,7 +168,7 @@ def shortened(one: Any, other: Any, most: int = 80) -> tuple[str, str]:
         tail = "…" * (begin + most < len(text))
         return f"{'…' * (begin > 0)}{text[begin : begin + most]}{tail}"
 
-    return part(texts[0]), part(texts[1])
+    return part(value_texts[0]), part(value_texts[1])
 
 
 def replicated_values(spec: TreeSpec) -> dict[str, Any]:
@@ -178,8 +183,8 @@ def _values(spec: TreeSpec, path: str) -> Iterator[tuple[str, Any]]:
         yield path, spec[1]
         return
     node_kind, fields, meta, children = spec
-    keys = meta if node_kind in ("dict", "ordered_dict") else fields or range(len(children))
-    for key, child in zip(keys, children, strict=True):
+    child_keys = meta if node_kind in ("dict", "ordered_dict") else fields or range(len(children))
+    for key, child in zip(child_keys, children, strict=True):
         yield from _values(child, join(path, key))
 
 
@@ -189,6 +194,12 @@ def _values(spec: TreeSpec, path: str) -> Iterator[tuple[str, Any]]:
 def join(*parts: Any) -> str:
     """Join parts of a dotted path, leaving out empty ones."""
     return ".".join(str(part) for part in parts if part != "")
+
+
+def first_of(names: Sequence[Any]) -> str:
+    """Return the first three names as text, and how many more there are."""
+    more = f" and {len(names) - 3} more" * (len(names) > 3)
+    return f"{names[:3]}{more}"
 
 
 def name_in(names: Container[str], leaf: LeafSpec) -> str | None:
@@ -262,6 +273,7 @@ def by_entry(root: Any, plans: Plans) -> list[tuple[str, Any, Plan]]:
     """
     if isinstance(plans, Plan):
         return [("", root, plans)]
+    # Note: the keys of a dictionary come before its children in a spec and in a structure.
     keys: Sequence[Any] = ()
     if isinstance(root, list | tuple) and root[0] in ("dict", "ordered_dict"):
         keys = root[-2]
@@ -272,6 +284,7 @@ def by_entry(root: Any, plans: Plans) -> list[tuple[str, Any, Plan]]:
             "state"
         )
     plan = any_plan(plans)
+    # Note: shards in another entry are then an error, and values are stored like any others.
     no_units = dataclasses.replace(
         plan, structure=("dict", (), ()), unit_list=(), precision=None, names=()
     )
@@ -294,6 +307,7 @@ def buffers_of_shards(spec: TreeSpec, plans: Plans) -> dict[str, BufferPlan]:
                     buffers_by_name[name] = buffer
                 case ["shards", _, entries]:
                     nodes += [(below, buffers[unit, key]) for unit, key, below in entries]
+                # Note: every container has four parts, and no other node has.
                 case [_, _, _, children]:
                     nodes += [(below, buffer) for below in children]
     return buffers_by_name
@@ -301,13 +315,13 @@ def buffers_of_shards(spec: TreeSpec, plans: Plans) -> dict[str, BufferPlan]:
 
 def buffers_in_tree_order(plan: Plan, *, trainable_only: bool) -> list[tuple[UnitPlan, BufferPlan]]:
     """Return the buffers, with their units, in the order of the leaves of a tree of shards."""
-    pairs = [
+    unit_buffers = [
         (unit, buffer)
         for unit in plan.unit_list
         for buffer in unit.buffers
         if buffer.trainable or not trainable_only
     ]
-    return sorted(pairs, key=lambda pair: (pair[0].name, pair[1].key))
+    return sorted(unit_buffers, key=lambda pair: (pair[0].name, pair[1].key))
 
 
 def fits_shard(value: Any, buffer: BufferPlan, numel: int | None = None) -> bool:

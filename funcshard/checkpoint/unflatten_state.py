@@ -90,18 +90,18 @@ def unflatten_state(
         ValueError: the plan is of another model, or it puts leaves into one buffer that disagree on
             a value which a buffer has once.
     """
-    entries, old_entries = by_entry(saved.spec, plans), by_entry(saved.spec, saved.plans)
+    new_entries, old_entries = by_entry(saved.spec, plans), by_entry(saved.spec, saved.plans)
     try:
-        nodes = [
+        unflattened = [
             _Unflattener(saved, plan, old_plan, rank, device, cast).node(node)
-            for (_, node, plan), (_, _, old_plan) in zip(entries, old_entries, strict=True)
+            for (_, node, plan), (_, _, old_plan) in zip(new_entries, old_entries, strict=True)
         ]
     # A file whose PerRank values lie inside each other; flatten_state writes none.
     except RecursionError:
         raise ValueError(
             "the state has more PerRank values inside each other than save writes: restore another"
         ) from None
-    return nodes[0] if isinstance(plans, Plan) else _container(saved.spec, nodes)
+    return unflattened[0] if isinstance(plans, Plan) else _container(saved.spec, unflattened)
 
 
 class _Home(NamedTuple):
@@ -177,11 +177,12 @@ class _Unflattener:
         # Note: a tied parameter may have been stored under any of its names.
         old_names = {leaf.path: name_in(by_name, leaf) for leaf in self.plan.leaves}
         self.old_leaves = {path: by_name[name] for path, name in old_names.items() if name}
-        planned = {old_leaf.path for _, _, old_leaf in self.old_leaves.values()}
+        # Note: state of a leaf that the new plan lacks would be lost without a word.
+        planned_paths = {old_leaf.path for _, _, old_leaf in self.old_leaves.values()}
         self.unplanned = {
             (unit.name, buffer.key): old_leaf.path
             for unit, buffer, old_leaf in by_name.values()
-            if old_leaf.path not in planned
+            if old_leaf.path not in planned_paths
         }
 
     def node(self, spec: TreeSpec) -> Any:
@@ -198,6 +199,7 @@ class _Unflattener:
                     f"the state has {len(self.saved.rank_specs)} PerRank values of this rank; "
                     f"found number {spec[1]}"
                 )
+            # Note: the value is this rank's own, and its tensors lie in the file of one old rank.
             return PerRank(self.node(self.saved.rank_specs[spec[1]]))
         if node_kind == "shards":
             return self._shards(spec[1], {(unit, key): node for unit, key, node in spec[2]})
@@ -206,10 +208,11 @@ class _Unflattener:
     def _whole(self, name: str) -> torch.Tensor:
         stored = self.saved.stored[name]
         device = self._device_of(stored)
-        out = torch.empty(stored.shape, dtype=dtype_of(stored.dtype), device=device)
+        whole_tensor = torch.empty(stored.shape, dtype=dtype_of(stored.dtype), device=device)
+        # Note: rank 0 has stored what is the same on every rank.
         source_rank = self.rank % self.old_plan.world_size if stored.kind == "rank" else 0
-        self.saved.read(out.view(-1), source_rank, name, 0)
-        return out
+        self.saved.read(whole_tensor.view(-1), source_rank, name, 0)
+        return whole_tensor
 
     def _device_of(self, stored: Stored) -> torch.device:
         return self.device if stored.on_mesh else torch.device("cpu")
@@ -235,9 +238,10 @@ class _Unflattener:
                         "second: the state is of another model, or other leaves were trainable; "
                         "make the plan as it was made then"
                     )
-                specs = [nodes[home.key] for home in homes]
-                unit_shards[buffer.key] = self._below(specs, homes, unit, buffer)
-                unit_specs += specs
+                old_specs = [nodes[home.key] for home in homes]
+                unit_shards[buffer.key] = self._below(old_specs, homes, unit, buffer)
+                unit_specs += old_specs
+            # Note: gradients have None for a unit without trainable leaves, and keep it.
             if unit_specs and all(spec == NO_UNIT for spec in unit_specs):
                 shards[unit.name] = None
             elif unit_specs or form == "every unit":
@@ -249,24 +253,26 @@ class _Unflattener:
             )
         if form not in ("list", "tuple"):
             return shards
-        flat = [
+        shard_list = [
             unit_shards[key]
             for _, unit_shards in sorted(shards.items())
             for key in sorted(unit_shards or ())
         ]
-        return flat if form == "list" else tuple(flat)
+        return shard_list if form == "list" else tuple(shard_list)
 
     def _homes(self, unit: UnitPlan, buffer: BufferPlan) -> list[_Home]:
         """Return the old buffers that hold the leaves of a buffer."""
-        key = (unit.name, buffer.key)
-        if key in self.homes:
-            return self.homes[key]
-        old_unit, old_buffer = self.old_buffers.get(key, (unit, None))
+        buffer_key = (unit.name, buffer.key)
+        if buffer_key in self.homes:
+            return self.homes[buffer_key]
+        # Note: in most restores the plan is the same, or only the number of ranks differs.
+        old_unit, old_buffer = self.old_buffers.get(buffer_key, (unit, None))
         if old_buffer is not None and self._is_same(buffer, old_buffer):
             # Note: one run in place of one for each leaf.
-            whole = as_leaf(buffer)
-            self.homes[key] = [_Home(old_unit, old_buffer, [(whole, whole)])]
-            return self.homes[key]
+            flat_leaf = as_leaf(buffer)
+            self.homes[buffer_key] = [_Home(old_unit, old_buffer, [(flat_leaf, flat_leaf)])]
+            return self.homes[buffer_key]
+        # Note: the leaves of one new buffer may come from several old ones.
         by_buffer: dict[tuple[str, str], _Home] = {}
         for leaf in buffer.leaves:
             if leaf.path not in self.old_leaves:
@@ -277,11 +283,12 @@ class _Unflattener:
             old_unit, old_buffer, old_leaf = self.old_leaves[leaf.path]
             home = _Home(old_unit, old_buffer, [])
             by_buffer.setdefault(home.key, home).leaves.append((leaf, old_leaf))
-        self.homes[key] = list(by_buffer.values())
-        return self.homes[key]
+        self.homes[buffer_key] = list(by_buffer.values())
+        return self.homes[buffer_key]
 
     def _is_same(self, buffer: BufferPlan, old: BufferPlan) -> bool:
         """Return whether two flat buffers have the same elements, though maybe in other shards."""
+        # Note: a local buffer has other elements on each rank, so the number of these ranks counts.
         same_axes = all(self.axes[axis] == self.old_axes.get(axis, 1) for axis in buffer.local)
         return (old.leaves, old.local, same_axes) == (buffer.leaves, buffer.local, True)
 
@@ -289,55 +296,60 @@ class _Unflattener:
         self, specs: Sequence[TreeSpec], homes: list[_Home], unit: UnitPlan, buffer: BufferPlan
     ) -> Any:
         """Return the node below one buffer from those below the old buffers of its leaves."""
-        first, first_path = specs[0], homes[0].path
+        first_spec, first_path = specs[0], homes[0].path
         for home, other_spec in zip(homes[1:], specs[1:], strict=True):
-            if _form(other_spec) != _form(first):
+            if _form(other_spec) != _form(first_spec):
                 raise ValueError(
                     f"the plan puts leaves {first_path!r} and {home.path!r} into one buffer of unit "
                     f"{unit.title!r}, and the state holds values of different structure for them: "
                     "keep them in separate units"
                 )
-            if other_spec is not None and other_spec[0] == "value" and other_spec != first:
-                raise _disagreement(unit.title, first_path, home.path, first[1], other_spec[1])
-        if first is None or first[0] in ("value", "rank"):
-            return self.node(first)
-        if first[0] == "tensor":
+            if other_spec is not None and other_spec[0] == "value" and other_spec != first_spec:
+                raise _disagreement(unit.title, first_path, home.path, first_spec[1], other_spec[1])
+        # Note: all agree on it, so the first stands for them.
+        if first_spec is None or first_spec[0] in ("value", "rank"):
+            return self.node(first_spec)
+        if first_spec[0] == "tensor":
             return self._tensor([spec[1] for spec in specs], homes, unit, buffer)
         children = [
             self._below([spec[3][i] for spec in specs], homes, unit, buffer)
-            for i in range(len(first[3]))
+            for i in range(len(first_spec[3]))
         ]
-        return _container(first, children)
+        return _container(first_spec, children)
 
     def _tensor(
         self, names: Sequence[str], homes: list[_Home], unit: UnitPlan, buffer: BufferPlan
     ) -> torch.Tensor:
         """Return the tensor below one buffer; ``names`` are those below its leaves' old buffers."""
-        first = self.saved.stored[names[0]]
+        first_stored = self.saved.stored[names[0]]
+        # Note: merged leaves must agree on how they are kept, and not only on their values.
         for name in names[1:]:
             other = self.saved.stored[name]
-            if (other.dtype, other.kind) != (first.dtype, first.kind):
+            if (other.dtype, other.kind) != (first_stored.dtype, first_stored.kind):
                 raise ValueError(
                     f"the plan puts {names[0]!r} and {name!r} into one buffer of unit "
-                    f"{unit.title!r}, and they are stored as {first.kind} {first.dtype} and as "
+                    f"{unit.title!r}, and they are stored as {first_stored.kind} {first_stored.dtype} and as "
                     f"{other.kind} {other.dtype}: keep them in separate units"
                 )
-        if first.kind != "shard":
-            values = [self._whole(name) for name in names]
-            for home, other_value in zip(homes[1:], values[1:], strict=True):
-                _check_equal(unit, homes[0].path, home.path, values[0], other_value)
-            return values[0]
-        device = self._device_of(first)
-        pinned = unit.offload and device.type == "cuda"
+        # Note: such as a count of steps, which each old buffer has once; merged ones must agree.
+        if first_stored.kind != "shard":
+            whole_values = [self._whole(name) for name in names]
+            for home, other_value in zip(homes[1:], whole_values[1:], strict=True):
+                _check_equal(unit, homes[0].path, home.path, whole_values[0], other_value)
+            return whole_values[0]
+        mesh_device = self._device_of(first_stored)
+        # Note: memory of offloaded shards is pinned, as shard makes it.
+        pinned = unit.offload and mesh_device.type == "cuda"
         shard = torch.empty(
             buffer.shard_numel,
-            dtype=dtype_of(first.dtype),
-            device="cpu" if unit.offload else device,
+            dtype=dtype_of(first_stored.dtype),
+            device="cpu" if unit.offload else mesh_device,
             pin_memory=pinned,
         )
         dtype = self._dtype_of(shard, homes[0], buffer)
         self._fill(shard, names, homes, buffer)
         if (filled := buffer.filled(self.position["shard"])) < shard.numel():
+            # Why bytes: torch cannot fill tensors of some dtypes.
             byte_view(shard[filled:]).zero_()
         return shard.to(dtype)
 
@@ -348,6 +360,7 @@ class _Unflattener:
         average.
         """
         planned_dtype = dtype_of(buffer.dtype)
+        # Note: an average in float32 beside bfloat16 parameters is no parameter, and stays.
         if shard.dtype == planned_dtype or shard.dtype != dtype_of(home.buffer.dtype):
             return shard.dtype
         if self.cast and can_cast(shard.dtype, planned_dtype):
@@ -366,16 +379,19 @@ class _Unflattener:
         """Read the elements of all leaves that lie in this rank's shard of a buffer."""
         for name, home in zip(names, homes, strict=True):
             turn = turn_of(self.saved.stored[name].turn, home.buffer, self.old_axes)
-            key = (id(home), *turn.values())
+            # Note: all trees of a state have the same homes, and a turn picks one of the copies.
+            move_key = (id(home), *turn.values())
             # Note: an optimizer's trees have the runs of the parameters.
-            if key not in self.moves:
-                self.moves[key] = list(self._moves(name, turn, home, buffer))
-            for move in self.moves[key]:
-                out = shard[move.in_shard]
-                copied_numel = read_run(out, move.target, move.sources, name, self.saved.read)
-                if copied_numel != out.numel():
+            if move_key not in self.moves:
+                self.moves[move_key] = list(self._moves(name, turn, home, buffer))
+            for move in self.moves[move_key]:
+                shard_part = shard[move.in_shard]
+                copied_numel = read_run(
+                    shard_part, move.target, move.sources, name, self.saved.read
+                )
+                if copied_numel != shard_part.numel():
                     raise ValueError(
-                        f"{self.saved.title} holds {copied_numel} of {out.numel()} needed elements "
+                        f"{self.saved.title} holds {copied_numel} of {shard_part.numel()} needed elements "
                         f"of {move.path!r}"
                     )
 
@@ -383,15 +399,18 @@ class _Unflattener:
         for leaf, old_leaf in home.leaves:
             _check_same_leaf(name, leaf, buffer, old_leaf, home.buffer)
             in_shard, target = run_in_shard(buffer, leaf, self.position)
+            # Note: a leaf that lies in other ranks' shards alone needs no reads here.
             if target.numel:
-                own = own_axes(buffer.local, leaf.cuts)
-                start = {
+                local_axes = own_axes(buffer.local, leaf.cuts)
+                start_position = {
                     **dict.fromkeys(self.old_axes, 0),
                     **turn,
-                    **old_position(own, self.position, self.axes, self.old_axes),
+                    **old_position(local_axes, self.position, self.axes, self.old_axes),
                 }
-                sources = leaf_sources(home.buffer, old_leaf, self.old_axes, start, target)
-                yield _Move(leaf.path, in_shard, target, list(sources))
+                leaf_runs = leaf_sources(
+                    home.buffer, old_leaf, self.old_axes, start_position, target
+                )
+                yield _Move(leaf.path, in_shard, target, list(leaf_runs))
 
 
 def _check_same_leaf(
@@ -413,6 +432,7 @@ def _check_same_leaf(
 
 
 def _container(spec: TreeSpec, children: list[Any]) -> Any:
+    # Note: only classes that are loaded are found, so no code of the checkpoint runs.
     node_kind, fields, meta, _ = spec
     if node_kind == "namedtuple":
         cls: Any = find_class(meta)
@@ -421,9 +441,10 @@ def _container(spec: TreeSpec, children: list[Any]) -> Any:
                 f"the state contains a namedtuple {meta!r}; found another kind of class there: "
                 "define it again"
             )
-        if unknown := set(fields) - set(cls._fields):
+        # Note: a class may have got fields with defaults, but may not have lost any.
+        if unknown_fields := set(fields) - set(cls._fields):
             raise ValueError(
-                f"the stored {meta} has the field {sorted(unknown)[0]!r}; found the fields "
+                f"the stored {meta} has the field {sorted(unknown_fields)[0]!r}; found the fields "
                 f"{cls._fields} in the class: add the field to the class again"
             )
         try:
@@ -433,6 +454,7 @@ def _container(spec: TreeSpec, children: list[Any]) -> Any:
             raise ValueError(
                 f"the stored {meta} cannot be made of the fields {fields}: {error}"
             ) from error
+    # Note: JSON has made lists of tuples.
     meta = tree.freeze(meta)
     if node_kind == "custom":
         find_class(meta[0])
@@ -451,15 +473,15 @@ def _check_equal(
 ) -> None:
     """Raise ``ValueError`` if two leaves disagree on what their buffer has once, as a ``step``."""
     if value.shape != other.shape:
-        texts = f"of shape {tuple(value.shape)}", f"of {tuple(other.shape)}"
+        value_texts = f"of shape {tuple(value.shape)}", f"of {tuple(other.shape)}"
     # Why bytes: NaN is equal to no number, and torch compares no tensors of bits8.
     elif not torch.equal(byte_view(value), byte_view(other)):
-        differing = (byte_view(value) != byte_view(other)).nonzero()
-        at = int(differing[0]) // value.element_size()
-        texts = _shown(value, at), _shown(other, at)
+        differing_bytes = (byte_view(value) != byte_view(other)).nonzero()
+        element_index = int(differing_bytes[0]) // value.element_size()
+        value_texts = _shown(value, element_index), _shown(other, element_index)
     else:
         return
-    raise _disagreement(unit.title, path, other_path, *texts)
+    raise _disagreement(unit.title, path, other_path, *value_texts)
 
 
 def _shown(tensor: torch.Tensor, at: int) -> str:
@@ -540,15 +562,24 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
             f"{len(states)}"
         )
     device = _device_of(states)
-    flat = [flatten_state(state, old, rank, device.type) for rank, state in enumerate(states)]
-    check_replicated([replicated_summary(rank_flat) for rank_flat in flat])
+    flat_states = [
+        flatten_state(state, old, rank, device.type) for rank, state in enumerate(states)
+    ]
+    # Note: as ranks do before they save, so replan is an exact model of save and restore.
+    check_replicated([replicated_summary(rank_flat) for rank_flat in flat_states])
 
     def read(out: torch.Tensor, rank: int, name: str, begin: int) -> None:
-        out.copy_(flat[rank].tensors[name][begin : begin + out.numel()])
+        out.copy_(flat_states[rank].tensors[name][begin : begin + out.numel()])
 
     def replanned(rank: int) -> Any:
-        own = flat[rank % old.world_size]
-        saved = Saved(flat[0].spec, own.rank_specs, flat[0].shared | own.stored, old, read)
+        own_state = flat_states[rank % old.world_size]
+        saved = Saved(
+            flat_states[0].spec,
+            own_state.rank_specs,
+            flat_states[0].shared | own_state.stored,
+            old,
+            read,
+        )
         return unflatten_state(saved, new, rank, device)
 
     return [replanned(rank) for rank in range(new.world_size)]
@@ -556,9 +587,10 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
 
 def _device_of(states: Sequence[Any]) -> torch.device:
     """Return the device of the first tensor that is not on the CPU; if there is none, the CPU."""
-    tensors = (
+    state_tensors = (
         leaf for state in states for leaf in tree.leaves(state) if isinstance(leaf, torch.Tensor)
     )
     return next(
-        (tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu")
+        (tensor.device for tensor in state_tensors if tensor.device.type != "cpu"),
+        torch.device("cpu"),
     )

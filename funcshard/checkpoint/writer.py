@@ -62,6 +62,7 @@ class WriterThread(threading.Thread):
         # Thread.run drops its reference to the target, and so to the copied state, when it is done.
         super().__init__(target=writer.run, name=thread_name(writer.path, writer.rank))
         self.error, self.path, self.in_background = "", writer.path, in_background
+        # Note: called by the thread that could not start another one.
         self._give_up = writer.say_that_it_failed
 
     def started(self) -> bool:
@@ -77,13 +78,16 @@ class WriterThread(threading.Thread):
 
     def run(self) -> None:
         if self.in_background and sys.platform == "linux":  # where priorities are those of threads
-            thread = threading.get_native_id()
+            thread_id = threading.get_native_id()
             os.setpriority(
-                os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread))
+                os.PRIO_PROCESS,
+                thread_id,
+                max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread_id)),
             )
         try:
             super().run()
         except Exception as error:  # Saving.wait raises it, on every rank
+            # Note: our own OSErrors are sentences; those of the system need their type.
             speaks_for_itself = isinstance(error, OSError) and not error.errno
             self.error = str(error) if speaks_for_itself else f"{type(error).__name__}: {error}"
         else:
@@ -108,8 +112,8 @@ def _tell_at_exit() -> None:
     Python waits for the threads before it calls this. It has no other way to change the exit code,
     which tells a launcher that the job has failed.
     """
-    if lost := [thread for thread in _UNTOLD if thread.error]:
-        for thread in lost:
+    if failed_threads := [thread for thread in _UNTOLD if thread.error]:
+        for thread in failed_threads:
             print(f"checkpoint {thread.path} is not saved: {thread.error}", file=sys.stderr)
         logging.shutdown()
         sys.stdout.flush()
@@ -174,14 +178,14 @@ class Writer:
 
     def say_that_it_failed(self) -> None:
         """Leave a mark for rank 0, in some way that a full disk allows."""
-        mark = self.path / f"{self.save}-{self.rank}.failed"
+        failed_mark = self.path / f"{self.save}-{self.rank}.failed"
         with contextlib.suppress(OSError):
-            mark.touch()
+            failed_mark.touch()
             return
         # A new name needs no space, and no file can be made before another one goes.
         for name in (tensor_file(self.save, self.rank), f"{self.save}.part"):
             with contextlib.suppress(OSError):
-                (self.path / name).rename(mark)
+                (self.path / name).rename(failed_mark)
                 return
 
     def write(self) -> None:
@@ -194,23 +198,30 @@ class Writer:
         Raises:
             OSError: a rank failed, is suspended or gone, or did not write its table in time.
         """
-        looked = time.monotonic()
-        end = looked + self.timeout
+        last_look = time.monotonic()
+        end_time = last_look + self.timeout
         while True:
-            names = set(os.listdir(self.path))
+            # Note: one list of the folder in place of a look for each rank's file.
+            file_names = set(os.listdir(self.path))
             missing_ranks = [
-                rank for rank in range(self.world_size) if table_file(self.save, rank) not in names
+                rank
+                for rank in range(self.world_size)
+                if table_file(self.save, rank) not in file_names
             ]
             if not missing_ranks:
                 return
-            if failed := [r for r in missing_ranks if f"{self.save}-{r}.failed" in names]:
-                raise OSError(f"rank {failed[0]} could not write its part")
+            # Note: a rank with an error leaves a mark, so that rank 0 need not wait longer.
+            if failed_ranks := [
+                r for r in missing_ranks if f"{self.save}-{r}.failed" in file_names
+            ]:
+                raise OSError(f"rank {failed_ranks[0]} could not write its part")
             current_time = time.monotonic()
-            if current_time > looked + _LOOK:
-                looked = current_time
+            # Note: once a second is soon enough to tell a rank that is suspended.
+            if current_time > last_look + _LOOK:
+                last_look = current_time
                 if lost_text := self.lost():
                     raise OSError(lost_text)
-            if current_time > end:
+            if current_time > end_time:
                 raise OSError(
                     f"rank {missing_ranks[0]} has not written its part within {self.timeout:g} s"
                 )
@@ -219,32 +230,35 @@ class Writer:
     def finish(self) -> None:
         """Write the index, publish the checkpoint, and remove older ones."""
         names = files_of(self.save, self.world_size)
-        size = sum((self.path / name).stat().st_size for name in names)
-        saved = time_after(self.path.parent)
-        write_index(self.path, self.plans, self.flat, self.save, saved, size)
+        total_bytes = sum((self.path / name).stat().st_size for name in names)
+        # Note: later than any other checkpoint in the folder, though clocks of hosts differ.
+        saved_time = time_after(self.path.parent)
+        write_index(self.path, self.plans, self.flat, self.save, saved_time, total_bytes)
         publish(self.path, self.save)
         if self.keep is not None:
             self.remove_oldest(self.keep)
 
     def remove_leftovers(self) -> None:
         """Delete what saves left whose process was killed."""
-        current = save_at(self.path)
-        remove_files(self.path, lambda save: save not in (self.save, current))
+        # Note: files of the checkpoint that this save replaces stay until it is published.
+        current_save = save_at(self.path)
+        remove_files(self.path, lambda save: save not in (self.save, current_save))
         for folder in self.path.parent.iterdir() if self.keep is not None else ():
             if folder != self.path:
                 remove_unfinished(folder)
 
     def remove_oldest(self, keep: int) -> None:
         """Remove all but the last ``keep`` checkpoints of the folder around ``path``."""
-        complete = []
+        complete_saves = []
         for folder in folders(self.path.parent):
             with contextlib.suppress(OSError, ValueError):
-                complete.append((read_contents(folder), folder))
-        for contents, folder in sorted(complete, key=lambda each: each[0].saved)[:-keep]:
+                complete_saves.append((read_contents(folder), folder))
+        for contents, folder in sorted(complete_saves, key=lambda each: each[0].saved)[:-keep]:
             if folder == self.path or folder.is_symlink():
                 continue
             # The checkpoint is complete, and the next save removes what is left.
             try:
+                # Note: another job may be saving there, and may have replaced it meanwhile.
                 with locked(folder):
                     if save_at(folder) == contents.save:
                         delete(folder)
