@@ -96,7 +96,7 @@ class DelayedGroup(WrappedGroup):
     seconds: float
 
     def around(self, group: Group) -> Group:
-        return DelayedGroup(WrappedGroup.around(self, group), self.kind, self.seconds)
+        return DelayedGroup(self.inner.around(group), self.kind, self.seconds)
 
     def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
         return DelayedGroup(self.inner.subgroup(global_ranks, axis), self.kind, self.seconds)

@@ -84,6 +84,7 @@ def check_once(mesh: Ranks, texts: Mapping[str, str], label: str) -> None:
     if mesh.world_size == 1 or known_call in mesh.agreed or current_recording() is not None:
         return
     check_all_same(mesh, texts, label)
+    # Why only now: ranks that differ have raised, and compare again next time.
     mesh.agreed.add(known_call)
 
 
@@ -103,8 +104,8 @@ def first_difference(
             other_text = row.get(row_name, "nothing")
             if own_text != other_text and not _may_be_the_same(own_text, other_text):
                 return (
-                    f"{row_name} must be the same on every rank; rank {ranks[0]} has {own_text} and "
-                    f"rank {rank} has {other_text}: {remedy}"
+                    f"{row_name} must be the same on every rank; rank {ranks[0]} has {own_text} "
+                    f"and rank {rank} has {other_text}: {remedy}"
                 )
     return ""
 
@@ -168,6 +169,7 @@ def all_gather_texts(mesh: Ranks, text: str, label: str = "") -> list[str]:
         # Why one for all: the message then does not grow with the ranks of the axes before, and a
         # thousand equal messages are read once.
         texts_before = len(texts)
+        # All ranks along the axes before agree, so one text speaks for them.
         if len(set(texts)) == 1:
             texts = texts[:1]
         group_messages = group.all_gather_text(json.dumps(texts), label=label)

@@ -181,6 +181,7 @@ class DesyncDetector:
                 del self._partial[next(iter(self._partial))]
         if self.control is None or self_checking:
             return self.number
+        # Note: sizes are no part of a context, so a batch of another length is in a known one.
         context = self._context = (*self._context[1:], kind_code)
         if new_size or (context not in self._agreed_contexts and not self._knows_enough()):
             self._agreed_contexts.add(context)
@@ -236,6 +237,7 @@ class DesyncDetector:
                             break
                         except RuntimeError as error:
                             self.raise_failure(error, number)
+                # Only a wait that takes long gets a number, so short ones cost nothing.
                 if serial is None and self.journal is not None:
                     serial = self.journal.begin_wait()
                 self.look(number, serial)
@@ -247,6 +249,7 @@ class DesyncDetector:
         Raises:
             RuntimeError: it does, because the ranks issue different collectives, or one is lost.
         """
+        # Why first: ranks that differ soon wait for each other too; the difference is the cause.
         if difference := self._find_difference():
             self.close_connections()
             raise RuntimeError(difference)
@@ -259,7 +262,8 @@ class DesyncDetector:
 
     def latest(self) -> str:
         """Return the latest collective as text."""
-        return f"{self._describe(self.number)}, collective number {self.number} on mesh axis {self.axis!r}"
+        number = self.number
+        return f"{self._describe(number)}, collective number {number} on mesh axis {self.axis!r}"
 
     def raise_desync(self, number: int, rank: int, latest: int) -> NoReturn:
         """Raise because ``rank`` reached collective ``number`` with another history than this rank.
@@ -276,8 +280,9 @@ class DesyncDetector:
         self.close_connections()
         raise RuntimeError(
             difference
-            or f"ranks issue different collectives: {self._title(self.rank)} has reached number {number} on mesh axis "
-            f"{self.axis!r}, {self._describe(number)}, after other collectives than "
+            or f"ranks issue different collectives: {self._title(self.rank)} has reached number "
+            f"{number} on mesh axis {self.axis!r}, {self._describe(number)}, after other "
+            "collectives than "
             f"{self._title(rank)}, which is at number {latest}; every rank has to issue the same "
             "ones in the same order"
         )
@@ -324,6 +329,7 @@ class DesyncDetector:
         self.number += 1
         self.thread = get_ident()
         self._entries.append(entry)
+        # Note: the factor makes the order count, and 62 bits leave room for the sign of an int64.
         self.history = (self.history * 6364136223846793005 + entry_hash + 1) & MASK
         return kind_code, new_size
 
@@ -352,6 +358,7 @@ class DesyncDetector:
         if comparison.highest[:4].tolist() == [number, history, -number, -history]:
             return
         # Every rank comes here, because the maxima are not all those of any single rank.
+        # Note: this is a collective of all ranks again, and names one of those that differ.
         own_row = [number, history]
         rank_rows = self._gather(torch.tensor(own_row, device="cpu")).tolist()
         last_rank = len(rank_rows) - 1
@@ -385,9 +392,9 @@ class DesyncDetector:
                 if number in self._recorded and other_title != own_title:
                     return (
                         f"ranks issue different collectives: number {number} on mesh axis "
-                        f"{self.axis!r} is {own_title} on {self._title(self.rank)} and {other_title} on "
-                        f"{self._title(other_rank)}; every rank has to issue the same ones in the same "
-                        "order"
+                        f"{self.axis!r} is {own_title} on {self._title(self.rank)} and "
+                        f"{other_title} on {self._title(other_rank)}; every rank has to issue the "
+                        "same ones in the same order"
                     )
         return ""
 
@@ -429,6 +436,8 @@ class DesyncDetector:
                 "mesh: call init_mesh anew, or destroy the groups last. Communication ended with: "
                 f"{error}"
             ) from error
+        # Why in this order: what another rank has found out is the cause, and what this one finds
+        # may be a consequence of it.
         difference = (
             self._find_lost([])
             or self._find_difference_within(min(self.limits.patience, 1.0))
@@ -516,6 +525,7 @@ class DesyncDetector:
     @property
     def _recorded(self) -> range:
         """The numbers of the collectives that are recorded."""
+        # The deque drops the oldest entries by itself.
         return range(self.number - len(self._entries) + 1, self.number + 1)
 
     def _describe(self, number: int) -> str:

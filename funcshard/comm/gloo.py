@@ -60,6 +60,7 @@ class Gloo:
             )
             return self._work([work], number)
         rank_slices = out.chunk(self.size)
+        # Each rank broadcasts its own slice from where it lies in the output.
         rank_slices[self.rank].copy_(shard)
         works = [
             self._start_broadcast(rank_slice, src, self.group)
@@ -98,6 +99,7 @@ class Gloo:
                 rank_parts[self.rank] = (
                     full_tensor[-len(out) :] if self.rank else full_tensor[: len(out)]
                 )
+            # Why here: it runs in the caller's thread, once it needs the result.
             sum_in_rank_order(out, rank_parts)
 
         return DeferredWork(finish)
@@ -120,6 +122,7 @@ class Gloo:
 
         def finish() -> None:
             self.desync.wait([scatter_work], number)
+            # There are more ranks than elements if it is empty.
             if own_part.numel():
                 sum_in_rank_order(own_part, received_parts.chunk(self.size))
             works = [

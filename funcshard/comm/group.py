@@ -79,6 +79,15 @@ class Group:
         @property
         def global_rank(self) -> int: ...
 
+    @property
+    def plain(self) -> Group:
+        """The group without any changes to its collectives."""
+        return self
+
+    def around(self, group: Group) -> Group:
+        """Return ``group``, a part of this group, with those changes that parts have too."""
+        return group
+
     def start(self, op: Op) -> Work:
         """Start a collective."""
         raise NotImplementedError
@@ -220,6 +229,7 @@ class LocalGroup(Group):
         return self
 
     def start(self, op: Op) -> Work:
+        # The only kind that sends several parts.
         if op.kind == "reduce_scatter":
             op.out.copy_(concatenate(op.data).view_as(op.out))
         elif op.data is not None:
@@ -252,9 +262,12 @@ class WrappedGroup(Group):
     def global_rank(self) -> int:
         return self.inner.global_rank
 
+    @property
+    def plain(self) -> Group:
+        return self.inner.plain
+
     def around(self, group: Group) -> Group:
-        """Return ``group``, a part of this group, with those changes that parts have too."""
-        return self.inner.around(group) if isinstance(self.inner, WrappedGroup) else group
+        return self.inner.around(group)
 
     def start(self, op: Op) -> Work:
         return self.inner.start(op)
@@ -283,6 +296,7 @@ def slice_parts(parts: Sequence[torch.Tensor], begin: int, end: int) -> list[tor
     """Return views of elements ``begin`` to ``end`` of the concatenation of 1-D ``parts``."""
     part_views, offset = [], 0
     for part in parts:
+        # The range in this part's own numbers; it is empty if the part lies outside.
         first, last = max(begin - offset, 0), min(end - offset, part.numel())
         if first < last:
             part_views.append(part[first:last])

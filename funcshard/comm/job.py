@@ -62,6 +62,7 @@ def start(kind: str, world: int, timeout: float, limits: Limits) -> None:
     job_timeout = datetime.timedelta(seconds=timeout)
     try:
         _check_launcher(master_address, master_port, limits.patience)
+        # Why a store of our own making: the signs of life begin before torch connects the ranks.
         store = _store_of_job(master_address, master_port, rank, world, job_timeout)
         backend = "nccl" if kind == "cuda" else "gloo"
 
@@ -78,8 +79,8 @@ def start(kind: str, world: int, timeout: float, limits: Limits) -> None:
         raise RuntimeError(str(lost)) from None
     except (RuntimeError, OSError) as error:
         raise RuntimeError(
-            f"rank {rank} of {world} cannot join the job at {master_address}:{master_port} within {timeout:g} s: "
-            "every process has to call init_mesh, and the address of rank 0 must be reachable; "
+            f"rank {rank} of {world} cannot join the job at {master_address}:{master_port} within "
+            f"{timeout:g} s: every process has to call init_mesh, and the address of rank 0 must be reachable; "
             "read the logs of the other ranks, and see MASTER_ADDR and MASTER_PORT. Communication "
             f"ended with: {error}"
         ) from error
@@ -184,8 +185,8 @@ def _choose_gpu(number: int) -> None:
     if number >= device_count:
         raise ValueError(
             f"each process of a machine needs a GPU of its own; found process number {number} "
-            f"(LOCAL_RANK) and {device_count} GPUs: start torchrun with --nproc-per-node={device_count}, or pass "
-            "init_mesh(device='cpu')"
+            f"(LOCAL_RANK) and {device_count} GPUs: start torchrun with "
+            f"--nproc-per-node={device_count}, or pass init_mesh(device='cpu')"
         )
     torch.cuda.set_device(number)
 
@@ -196,8 +197,8 @@ def _number(name: str, least: int) -> int:
     if not variable_text.isdecimal() or int(variable_text) < least:
         raise ValueError(
             f"the environment variable {name} must be a whole number of at least {least}, as "
-            f"torchrun sets it; found {variable_text!r}: start the program with torchrun, or unset RANK and "
-            "WORLD_SIZE for one rank alone"
+            f"torchrun sets it; found {variable_text!r}: start the program with torchrun, or unset "
+            "RANK and WORLD_SIZE for one rank alone"
         )
     return int(variable_text)
 
@@ -213,6 +214,7 @@ def _check_launcher(address: str, port: int, patience: float) -> None:
         try:
             socket.create_connection((address, port), timeout=patience).close()
         except ConnectionRefusedError as error:
+            # It may not listen yet, or have ended just now.
             if time.monotonic() > end_time:
                 raise ConnectionRefusedError(
                     f"{error}: torchrun, which holds the store of the job, has ended"

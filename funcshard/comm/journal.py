@@ -195,6 +195,7 @@ class Journal:
     def begin_wait(self) -> int:
         """Return the number of a wait that exceeds ``patience``."""
         self._serial += 1
+        # What an earlier wait has seen says nothing about this one.
         self._suspected.clear()
         self._seen.clear()
         return self._serial
@@ -218,6 +219,7 @@ class Journal:
                 or all(_lasts(note, suspected_before.get(rank)) for rank, note in circle.items())
             ):
                 return ""
+            # Why before it raises: ranks whose collectives fail by this read the cause here.
             self._write(wait, _blocker(own_note, circle))
         # The store is silent, its process has ended, or notes are cut short.
         except (RuntimeError, ValueError):
@@ -306,9 +308,11 @@ class Journal:
             next_note = self._read(next_rank, notes)
             if next_note is None or next_rank == rank or next_rank in done_ranks:
                 continue
+            # Note: a rank that has joined may be slow, but it is not what this one waits for.
             if not next_note.lacks(note.wait):
                 continue
             if next_rank in path:
+                # It has no second look, and what it sees once may be a rank that goes on.
                 if failed:
                     continue
                 break

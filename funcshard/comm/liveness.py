@@ -190,6 +190,7 @@ class Heart:
     def watch(self, detector: Detector, give_up: float) -> None:
         """Beat often enough for ``give_up``, and with the collectives of one more detector."""
         pulse = self._pulse
+        # The shortest ``give_up`` of all meshes of this process decides.
         pulse.every = min(pulse.every, give_up / _BEATS)
         living_detectors = [watched for watched in pulse.detectors if watched[0]() is not None]
         pulse.detectors = [*living_detectors, (weakref.ref(detector), 0)]
@@ -254,6 +255,7 @@ class Heart:
             is_away: returns whether a rank is lost that has left the job by itself.
         """
         try:
+            # Why first: so all ranks that wait end together, and name the same rank.
             lost_text = self._finding()
             if not lost_text:
                 self._looks += 1
@@ -287,6 +289,7 @@ class Heart:
     def _why_lost(self, rank: int, give_up: float, is_away: Callable[[int], bool]) -> str:
         """Return why a rank is lost, as text; ``""`` if it is not."""
         beat, clock = read(self.store, rank), self._pulse.clock
+        # A new beat, so the silence begins anew.
         if beat != self._seen.get(rank, (b"", 0.0))[0]:
             self._seen[rank] = beat, clock
         if not beat:  # it has made no mesh yet
@@ -300,6 +303,7 @@ class Heart:
         silent_seconds = clock - self._seen[rank][1]
         if _has_ended(process, place):
             return f"the process of rank {rank} has ended ({process_text})"
+        # A rank that has not made the mesh of a short ``give_up`` yet beats less often.
         if silent_seconds < max(
             [give_up, *(2 * beat_interval for beat_interval in beat_intervals)]
         ):
@@ -416,6 +420,7 @@ def _call(pulse: _Pulse, call: Callable[[Any], Any]) -> tuple[Any, Exception | N
     """
     for attempt in range(2):
         try:
+            # Why asked before each call: one to a file that is gone takes minutes.
             if pulse.fault or store_is_gone(pulse.store):
                 pulse.ended, pulse.fault = True, pulse.fault or "the store of the job is gone"
                 return None, RuntimeError(pulse.fault)

@@ -68,6 +68,7 @@ def meet(
     meeting = _Meeting(journal, ranks, group, journal.count(group), call, dict(facts))
     try:
         difference = meeting.wait(timeout, limits)
+        # All ranks have come here, so all have read the answer of the meeting before.
         meeting.forget_previous()
     except LostError as late:
         raise RuntimeError(str(late)) from None
@@ -134,6 +135,7 @@ class _Meeting:
                 serial = self.journal.begin_wait() if serial is None else serial
                 self._look(serial, limits.give_up, is_silent)
                 next_look = current_time + limits.patience / 8
+            # Ranks of one program come soon, and others spare the store.
             time.sleep(sleep_seconds)
             sleep_seconds, current_time = min(1.5 * sleep_seconds, _LONGEST), time.monotonic()
 
@@ -158,10 +160,12 @@ class _Meeting:
         if not self.told:
             store.set(self.key(own_rank), json.dumps(self.facts))
             self.told = True
+        # Why the first rank alone: each of a thousand would read a thousand texts.
         if own_rank != self.ranks[0]:
             return store.get(answer_key).decode() if store.check([answer_key]) else None
         if not self.rows and not store.check([self.key(rank) for rank in self.ranks]):
             return None
+        # Note: after an answer that came too late, it goes on where it was.
         for rank in self.ranks[len(self.rows) :]:
             self.rows.append(json.loads(store.get(self.key(rank))))
         difference = first_difference(self.rows, self.ranks)
@@ -191,8 +195,8 @@ class _Meeting:
         )
         return (
             f"rank {self.journal.rank} waited {timeout:g} s in {self.call}, which is number "
-            f"{self.number} of these ranks, and rank {ranks_text or self.ranks[0]} has not come: every "
-            "rank has to make the same meshes in the same order; read the log of the rank that is "
+            f"{self.number} of these ranks, and rank {ranks_text or self.ranks[0]} has not come: "
+            "every rank has to make the same meshes in the same order; read the log of the rank that is "
             "missing, or pass a larger timeout if it is slow"
         )
 

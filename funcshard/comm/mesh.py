@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from funcshard._utils import absent, check_device, check_flag, check_number
 from funcshard.comm.agreement import all_gather_texts, first_difference
-from funcshard.comm.group import Group, LocalGroup, WrappedGroup
+from funcshard.comm.group import Group, LocalGroup
 from funcshard.comm.job import (
     check_gpu,
     device_mesh_of,
@@ -133,17 +133,22 @@ class Mesh:
             {axis: group.size for axis, group in groups.items()} or {"shard": 1}
         )
         groups = {axis: groups[axis] if axis in groups else LocalGroup() for axis in axis_sizes}
-        object.__setattr__(self, "groups", groups)
         device = check_device(self.device)
+        # Units compare the devices of tensors with that of the mesh.
         if device.type == "cuda" and device.index is None and torch.cuda.is_available():
             device = device_of("cuda")  # tensors are on "cuda:0", which is not equal to "cuda"
-        object.__setattr__(self, "device", device)
-        object.__setattr__(self, "shard", groups["shard"])
-        object.__setattr__(self, "replicate", groups["replicate"])
         larger_axes = [(axis, group) for axis, group in reversed(groups.items()) if group.size > 1]
-        object.__setattr__(self, "axes", tuple(larger_axes))
-        # Why here: every unit asks for it in every call.
-        object.__setattr__(self, "world_size", math.prod(axis_sizes.values()))
+        fields = {
+            "groups": groups,
+            "device": device,
+            "shard": groups["shard"],
+            "replicate": groups["replicate"],
+            "axes": tuple(larger_axes),
+            # Why here: every unit asks for it in every call.
+            "world_size": math.prod(axis_sizes.values()),
+        }
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
 
     @property
     def rank(self) -> int:
@@ -248,25 +253,17 @@ class Mesh:
             return self
         if self.world_size == 1:
             return Mesh(dict.fromkeys(axis_sizes, LocalGroup()), self.device)
-        group = self.axes[0][1]
-        own_shape = json.dumps(
-            [group.global_rank, {"the shape of Mesh.reshaped": axes_text(axis_sizes)}]
-        )
-        rank_rows = [
-            json.loads(shape_text)
-            for shape_text in all_gather_texts(self, own_shape, "Mesh.reshaped")
-        ]
-        global_ranks = [rank for rank, _ in rank_rows]
-        if difference := first_difference([shape for _, shape in rank_rows], range(len(rank_rows))):
+        group = self.axes[0][1]  # any of them makes groups of the job's ranks
+        facts = {"the shape of Mesh.reshaped": axes_text(axis_sizes)}
+        own_row = json.dumps([group.global_rank, facts])
+        rows = [json.loads(text) for text in all_gather_texts(self, own_row, "Mesh.reshaped")]
+        if difference := first_difference([facts for _, facts in rows], range(len(rows))):
             raise ValueError(difference)
-        ranks_along = {
-            axis: [global_ranks[rank_index] for rank_index in line_ranks]
-            for axis, line_ranks in lines_through(self.rank, axis_sizes).items()
-        }
-        groups = {
-            axis: group.subgroup(line_ranks, axis) if len(line_ranks) > 1 else LocalGroup()
-            for axis, line_ranks in ranks_along.items()
-        }
+        groups: dict[str, Group] = {}
+        for axis, line_ranks in lines_through(self.rank, axis_sizes).items():
+            groups[axis] = LocalGroup()
+            if len(line_ranks) > 1:
+                groups[axis] = group.subgroup([rows[i][0] for i in line_ranks], axis)
         return Mesh(groups, self.device)
 
     @classmethod
@@ -336,22 +333,15 @@ def neighbours(mesh: Mesh, ranks: int) -> Mesh:
     known_parts, part_key = mesh.memo.parts, (mesh.shard.size, ranks)
     if part_key not in known_parts:
         label = f"the parts of {ranks} ranks"
-        row_ranks = [
-            int(rank_text)
-            for rank_text in mesh.shard.all_gather_text(str(mesh.shard.global_rank), label=label)
-        ]
+        rank_texts = mesh.shard.all_gather_text(str(mesh.shard.global_rank), label=label)
+        # Parts are neighbours: the first ``ranks`` ranks of the row, the next ones, and so on.
         first_rank = mesh.shard.rank // ranks * ranks
-        group = mesh.shard.subgroup(row_ranks[first_rank : first_rank + ranks], "shard")
-        while isinstance(group, WrappedGroup):
-            group = group.inner
-        known_parts[part_key] = Mesh({"shard": group}, mesh.device)
-    plain_group = known_parts[part_key].shard
-    group = mesh.shard.around(plain_group) if isinstance(mesh.shard, WrappedGroup) else plain_group
-    return (
-        known_parts[part_key]
-        if group is plain_group
-        else remade(known_parts[part_key], {"shard": group})
-    )
+        part_ranks = [*map(int, rank_texts[first_rank : first_rank + ranks])]
+        plain_group = mesh.shard.subgroup(part_ranks, "shard").plain
+        known_parts[part_key] = Mesh({"shard": plain_group}, mesh.device)
+    plain_part = known_parts[part_key]
+    group = mesh.shard.around(plain_part.shard)
+    return plain_part if group is plain_part.shard else remade(plain_part, {"shard": group})
 
 
 def remade(mesh: Mesh, groups: Mapping[str, Group]) -> Mesh:
@@ -360,6 +350,7 @@ def remade(mesh: Mesh, groups: Mapping[str, Group]) -> Mesh:
     It shares what the ranks of ``mesh`` have done together. So some ranks alone may use it in place
     of ``mesh``, and none of them makes or compares again what the others have.
     """
+    # Why only these: a module's DTensors may lie on axes that the new mesh does not have.
     known_axes = {name: axis for name, axis in mesh.device_axes.items() if axis in groups}
     device_mesh = mesh.device_mesh if known_axes or len(groups) == len(mesh.groups) else None
     return Mesh(groups, mesh.device, device_mesh, known_axes, memo=mesh.memo)
@@ -431,6 +422,7 @@ def init_mesh(
         return simulated_mesh if shape is None else simulated_mesh.reshaped(shape)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    # Each process chooses the GPU by its own number, so the index of ``device`` does not count.
     device_kind = check_device(device).type
     started = is_started()
     check_gpu(device_kind)
@@ -506,9 +498,8 @@ def find_lost_rank(mesh: Mesh) -> str:
     of this rank, and reads what all others have found.
     """
     for _, axis_group in mesh.axes:
-        while isinstance(axis_group, WrappedGroup):
-            axis_group = axis_group.inner
-        if isinstance(axis_group, TorchGroup) and (lost_text := axis_group.desync.find_lost()):
+        plain_group = axis_group.plain
+        if isinstance(plain_group, TorchGroup) and (lost_text := plain_group.desync.find_lost()):
             return lost_text
     return ""
 
@@ -523,22 +514,21 @@ def ranks_of_job() -> int:
 
 def _sizes(shape: Mapping[str, int], world: int) -> dict[str, int]:
     if not isinstance(shape, Mapping):
-        remedy = (
-            "leave it out for one axis"
-            if isinstance(shape, int)
-            else "name each axis, or leave it out for one axis"
-        )
-        if isinstance(shape, str | torch.device):
+        remedy = "name each axis, or leave it out for one axis"
+        if isinstance(shape, int):
+            remedy = "leave it out for one axis"
+        elif isinstance(shape, str | torch.device):
             remedy = f"pass the device by keyword, as in init_mesh(device={str(shape)!r})"
         raise TypeError(
-            f'a mesh shape must be {{"replicate": R, "shard": S}}, for {world} ranks in all; found {shape!r}: {remedy}'
+            f'a mesh shape must be {{"replicate": R, "shard": S}}, for {world} ranks in all; '
+            f"found {shape!r}: {remedy}"
         )
     axis_sizes = mesh_axes_of(shape or {"shard": 1}, "a mesh shape:")
     if math.prod(axis_sizes.values()) != world:
         raise ValueError(
             f"mesh shape {dict(shape)} must have as many ranks as the world: {world}; found "
-            f"{axes_text(axis_sizes)}: pass whole numbers whose product is {world}, or no shape for one "
-            "axis"
+            f"{axes_text(axis_sizes)}: pass whole numbers whose product is {world}, or no shape "
+            "for one axis"
         )
     return axis_sizes
 
@@ -549,17 +539,14 @@ def _names_of(device_mesh: DeviceMesh, names: Mapping[str, str] | None) -> list[
         AXES[-device_mesh.ndim :] if device_mesh.ndim <= 2 else ()
     )
     given_names = dict(names or {})
-    axis_names = [
-        given_names.get(
-            name, name.removeprefix("dp_") if name.removeprefix("dp_") in AXES else name
-        )
-        for name in device_names
-    ]
+    # Why: "dp_shard" and "dp_replicate" are what torchtitan and others call the data axes.
+    data_names = {f"dp_{axis}": axis for axis in AXES}
+    axis_names = [given_names.get(name, data_names.get(name, name)) for name in device_names]
     if len(device_names) == 1 and not given_names:
         axis_names = ["shard"]
     rule = ""
-    if given_names.keys() - set(device_names):
-        rule = f"names must be of its axes; found {sorted(given_names.keys() - set(device_names))[0]!r} in names"
+    if unknown_names := sorted(given_names.keys() - set(device_names)):
+        rule = f"names must be of its axes; found {unknown_names[0]!r} in names"
     elif not device_names:
         rule = "three axes or more need names"
     elif len(set(axis_names)) < len(axis_names):

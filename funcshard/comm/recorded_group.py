@@ -164,6 +164,7 @@ class RecordedGroup(WrappedGroup):
     def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
         if shard.ndim > 1:  # the operation gathers along dim 0
             return all_gather_last(self, shard, label=label)
+        # Whether memory is shared is decided when the graph runs.
         pending = torch.ops.funcshard.all_gather(shard, True, *self._where(label))
         return DeferredWork(lambda: torch.ops.funcshard.wait(pending))
 
@@ -213,5 +214,6 @@ def at_own_rank(value: torch.Tensor, mesh: Mesh) -> torch.Tensor:
             rank_number = rank_number * group.size + torch.ops.funcshard.coordinate(
                 axis, group.size
             )
+    # Why no index: a rank's number must not become a constant of the graph.
     is_own = torch.arange(mesh.world_size, device=value.device) == rank_number.to(value.device)
     return torch.where(is_own, value, of_ranks)

@@ -156,6 +156,7 @@ def simulate(
     grad_enabled, random_before = torch.is_grad_enabled(), RandomState.take(python=True)
     rank_threads = [
         threading.Thread(
+            # The rank sees what the caller has set, such as a recording of events.
             target=contextvars.copy_context().run,
             args=(run, rank),
             name=f"rank {rank}",
@@ -276,6 +277,7 @@ class _World:
         collective.arguments |= joined.arguments
         if len(collective.arguments) == len(ranks):
             del self._open[ranks, number]
+            # The last rank to join runs it for all: the others wait, so nothing is computed twice.
             collective.run_once()
         return collective
 
@@ -298,8 +300,8 @@ class _World:
             )
             raise RuntimeError(
                 "a simulated mesh belongs to one rank of one simulation; found the mesh of rank "
-                f"{rank}, and {misuse_text}: use the mesh that simulate passes to the function, and what "
-                "that function made with it"
+                f"{rank}, and {misuse_text}: use the mesh that simulate passes to the function, and "
+                "what that function made with it"
             )
 
     def wait(self, rank: int, collective: _Collective) -> None:
@@ -308,6 +310,7 @@ class _World:
             raise _EndedError
         if collective.done:
             return
+        # The next rank continues with its own generators.
         self._random[rank] = RandomState.take(python=True)
         with self._changed:
             self._waits[rank] = collective
@@ -328,6 +331,7 @@ class _World:
         if present_ranks and not ready_ranks:
             self.fail(None, RuntimeError(self._deadlock()))
             ready_ranks = present_ranks
+        # Note: the order is the same in every run, as it depends on the program alone.
         self._turn = ready_ranks[0] if ready_ranks else None
         if ready_ranks:
             self._waits.pop(ready_ranks[0], None)
@@ -341,8 +345,11 @@ class _World:
             else f"rank {other_rank} waits in {self._waits[other_rank].describe()}"
             for other_rank in range(self.size)
         ]
-        rule = "every rank has to call the same functions in the same order, even if one rank alone uses a result"
-        return f"simulated ranks wait for each other and none can go on: {'; '.join(rank_lines)}; {rule}"
+        return (
+            f"simulated ranks wait for each other and none can go on: {'; '.join(rank_lines)}; every "
+            "rank has to call the same functions in the same order, even if one rank alone uses a "
+            "result"
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -372,13 +379,14 @@ class _Collective:
         with torch.no_grad():
             self.run([self.arguments[position] for position in range(len(self.ranks))])
         self.done = True
+        # The tensors of ranks that are done must not stay alive.
         self.arguments.clear()
 
     def describe(self) -> str:
         joined_text = ", ".join(str(self.ranks[position]) for position in sorted(self.arguments))
         return (
-            f"{self.title} (number {self.number} on mesh axis {self.axis!r}), which ranks {joined_text} "
-            "have joined"
+            f"{self.title} (number {self.number} on mesh axis {self.axis!r}), which ranks "
+            f"{joined_text} have joined"
         )
 
 
@@ -413,6 +421,7 @@ class _SimulatedGroup(Group):
 
     def start(self, op: Op) -> Work:
         title, tensors = op.kind, [op.out, op.data]
+        # A rank's part may be empty here, and it takes part all the same.
         if op.kind == "all_to_all":  # its shapes differ between ranks
             return self._join(f"all_to_all of {_dtype(op.out)}", _all_to_all, op, op.label)
         if not op.out.numel():

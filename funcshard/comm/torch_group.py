@@ -115,6 +115,8 @@ class TorchGroup(Group):
             separate_reductions = is_native
         timeout, axis_text = group_timeout(group), f"mesh axis {axis!r}"
         journal = journal_of_job()
+        # Why a group for comparisons alone: they must not queue behind data, and go past a
+        # collective that hangs.
         control = connected(global_ranks, "gloo", timeout, axis_text, limits)
         heart = journal.heart
         assert heart is not None, "the journal of a job has one"
@@ -174,6 +176,7 @@ class TorchGroup(Group):
             shared_memory=self.shared_memory,
             separate_reductions=self.backend.reductions is not self.group,
         )
+        # Device meshes know nothing of this group, so the detector is its only user.
         give_back(sub_group.group, sub_group.desync)
         return sub_group
 
@@ -184,6 +187,7 @@ class TorchGroup(Group):
 
     def start(self, op: Op) -> Work:
         recorded_kind, out, needed_ranks = op.kind, op.out, None
+        # Shared memory does all but the all-to-all.
         carrier: Gloo | Native | SharedMemoryBackend = self.shm or self.backend
         recorded_tensor = out
         if recorded_kind == "all_to_all":
@@ -198,6 +202,7 @@ class TorchGroup(Group):
             recorded_kind = f"broadcast from rank {op.src}"
             needed_ranks = [op.src] if self.shm is None else None
         elif recorded_kind == "reduce_scatter":
+            # What is recorded is the whole buffer, as of an all-gather; no memory is taken.
             recorded_tensor = out.reshape(1, -1).expand(self.size, -1)
         checks_itself = carrier is self.shm
         number = self.desync.record(
@@ -209,9 +214,10 @@ class TorchGroup(Group):
         )
         if recorded_kind == "reduce_scatter" and not checks_itself:
             full = op.data[0]
+            # A single part is sent as it is, and not copied.
             if len(op.data) > 1:
                 full = concatenate(op.data, self.empty(self.size * out.numel(), out))
-            op = op._replace(data=full)
+            op = Op(op.kind, op.label, out, full)
         start: Callable[[Op, int], Work] = getattr(carrier, op.kind)
         return start(op, number)
 

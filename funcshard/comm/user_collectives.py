@@ -186,13 +186,13 @@ def with_collectives(
     for collective_kind, start in user_functions.items():
         if start is not None and not callable(start):
             raise TypeError(
-                f"{collective_kind} must be a function start(tensor, collectives), or None for the plain "
-                f"collective; found {start!r}"
+                f"{collective_kind} must be a function start(tensor, collectives), or None for the "
+                f"plain collective; found {start!r}"
             )
         if start is not None and axis != "shard" and collective_kind != "all_reduce":
             raise ValueError(
-                f"units run all_gather and reduce_scatter along 'shard' only; found {collective_kind} for "
-                f"{axis!r}: pass all_reduce for this axis"
+                "units run all_gather and reduce_scatter along 'shard' only; found "
+                f"{collective_kind} for {axis!r}: pass all_reduce for this axis"
             )
     axis_group = mesh.groups[axis]
     if isinstance(axis_group, LocalGroup):
@@ -260,6 +260,7 @@ class CustomGroup(WrappedGroup):
         """Call a function of the user's; return a function that waits, and checks the result."""
         call_text = f"{kind} of with_collectives along {self.axis!r}, for {label or 'a tensor'},"
         with torch.no_grad():
+            # The unit's autograd Function has the gradient, so none is recorded here.
             user_wait = start(tensor, Collectives(self.inner, label))
         if not callable(user_wait):
             raise TypeError(
@@ -280,8 +281,8 @@ class CustomGroup(WrappedGroup):
                 if isinstance(wait_result, torch.Tensor):
                     result_text = f"{tuple(wait_result.shape)} and {wait_result.dtype}"
                 raise ValueError(
-                    f"{call_text} must give a tensor of shape ({numel},) and {dtype}; found {result_text}: "
-                    "cast it back"
+                    f"{call_text} must give a tensor of shape ({numel},) and {dtype}; found "
+                    f"{result_text}: cast it back"
                 )
             return wait_result
 

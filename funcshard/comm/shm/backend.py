@@ -85,6 +85,7 @@ class SharedMemoryBackend:
         self._output_tensors[number] = 0
         if not self._rank:
             output_bytes = shard.nbytes * self._size
+            # Under minus the number, because the block outlives the collective.
             exchange.contributions[-number] = (
                 self.blocks.take_or_wait(output_bytes, self._busy_outputs, exchange.receive),
                 0,
@@ -109,6 +110,7 @@ class SharedMemoryBackend:
     def reduce_scatter(self, op: Op, number: int) -> Work:
         """See ``Group``."""
         own_output, rank, exchange = op.out.view(-1), self._rank, self.exchange
+        # Before it reserves memory, so that what peers have released is used again.
         key = self._begin(number)
         own_numel = own_output.numel()
         peers_numel = own_numel * (self._size - 1)
@@ -159,6 +161,7 @@ class SharedMemoryBackend:
 
         rank_parts = flat.tensor_split(self._size)  # sizes may differ by one
         own_part = rank_parts[self._rank]
+        # Contributions are whole tensors, from which this rank reads its part.
         own_begin = sum(map(torch.Tensor.numel, rank_parts[: self._rank]))
 
         def read_in_two_phases() -> None:
@@ -256,6 +259,7 @@ class SharedMemoryBackend:
         peers, output = exchange.peers.all, self._output(key)
         if output is None:
             exchange.desync.raise_desync(number, 0, peers[0].latest)
+        # One more tensor is alive in it; ``tracked_view`` says when it is gone.
         self._output_tensors[number] += 1
         gathered = tracked_view(
             output, self._size * numel, dtype, lambda _: freed_tensors.append(number)
@@ -361,6 +365,7 @@ class _CollectiveWork:
             self._result = read()
             self._read = None
         except BaseException:
+            # Other reads only copy, and may run again.
             self._broken = self._adds_in_place
             raise
         self._backend.finish(self._key >> 1)

@@ -119,7 +119,8 @@ class Exchange:
         """Send the peers a message about ``key``, if it is given, with up to two releases."""
         block_index, file = (0, None) if block is None else (block.number, block.file)
         dropped = self.blocks.dropped.pop() if self.blocks.dropped else 0
-        released = [self._unannounced.pop(0) if self._unannounced else 0 for _ in range(2)]
+        released, self._unannounced = self._unannounced[:2], self._unannounced[2:]
+        # Releases that do not fit in go with the next messages.
         message = Message(
             key, self.in_progress.get(key >> 1, 0), block_index, offset, dropped, *released
         )
@@ -179,6 +180,7 @@ class Exchange:
         if rank == self.rank:
             block, offset = self.contributions[key]
             return block.tensor(numel, dtype, offset=offset)
+        # This rank itself is not among its peers.
         peer = self.peers.all[rank - (rank > self.rank)]
         message = peer.received[key]
         # An all_gather_shared has the same history as an all_gather. If only the peer issues the

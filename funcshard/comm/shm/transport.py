@@ -222,8 +222,8 @@ _REFUSALS = {
     errno.ENOMEM: (
         "this process has no room for it in memory or in its address space",
         (
-            "raise the limit of address space (ulimit -v) or of mappings (sysctl vm.max_map_count), "
-            "or run fewer ranks"
+            "raise the limit of address space (ulimit -v) or of mappings (sysctl "
+            "vm.max_map_count), or run fewer ranks"
         ),
     ),
     errno.ENOENT: (
