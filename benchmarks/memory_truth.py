@@ -30,7 +30,7 @@ from benchmarks.fake_ranks import fake_mesh
 from benchmarks.memory_models import MODELS, Model
 from benchmarks.show import progress, show
 from benchmarks.storages import Storages
-from funcshard._utils import is_fake
+from funcshard._utils.torch_private import is_fake
 
 __all__ = [
     "CASES",

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 import funcshard as fs
 from benchmarks.dry.steps import batch_of, made
 from benchmarks.fake_ranks import FakeGroup
-from funcshard._utils import cuda_sleep
+from funcshard._utils.torch_private import cuda_sleep
 from funcshard.comm import AllGatherWork, Group, Work, all_gather_private
 
 __all__ = ["Poison", "StreamGroup", "bits_of", "stream_mesh", "table"]

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcshard._utils import graph_task_id, tensors_in
+from funcshard._utils.tensors import tensors_in
+from funcshard._utils.torch_private import graph_task_id
 
 __all__ = ["Peak", "Storages"]
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from funcshard._utils import check_number, cuda_sleep
+from funcshard._utils.options import check_number
+from funcshard._utils.torch_private import cuda_sleep
 from funcshard.comm import (
     AllGatherWork,
     CustomGroup,

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from benchmarks.dry.stream_order import StreamOrder
-from funcshard._utils import RandomState, recording_graph
+from funcshard._utils.random_state import RandomState
+from funcshard._utils.torch_private import recording_graph
 from funcshard.comm import DONE, native, torch_group
 from funcshard.core import buffer_comm
 from funcshard.graph import tidying

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 import funcshard
 from benchmarks.dry.allowed import ALLOWED, Allowed
 from benchmarks.dry.stand_ins import Generator, stand_ins
-from funcshard._utils import recording_graph
+from funcshard._utils.torch_private import recording_graph
 
 __all__ = ["DryCuda", "Wait", "current_mode", "dry_cuda", "is_dry"]
 

@@ -12,7 +12,7 @@ from benchmarks.dry.faults import FAULTS
 from benchmarks.dry.mode import dry_cuda
 from benchmarks.dry.steps import dry_mesh
 from benchmarks.dry.stream_order import StreamOrder
-from funcshard._utils import recording_tensors
+from funcshard._utils.torch_private import recording_tensors
 
 __all__ = ["run_all", "run_case"]
 

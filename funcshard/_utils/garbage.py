@@ -27,7 +27,7 @@ def without_collection() -> Iterator[None]:
 
     Example:
         >>> import gc
-        >>> from funcshard._utils import without_collection
+        >>> from funcshard._utils.garbage import without_collection
         >>> with without_collection():
         ...     gc.isenabled()
         False

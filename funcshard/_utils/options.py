@@ -227,7 +227,7 @@ def did_you_mean(value: str, names: Iterable[str], *, otherwise: str) -> str:
         otherwise: what to do if none is like it.
 
     Example:
-        >>> from funcshard._utils import did_you_mean
+        >>> from funcshard._utils.options import did_you_mean
         >>> did_you_mean("Adam", ["adamw", "sgd"], otherwise="pass one of these")
         "did you mean 'adamw'?"
     """
@@ -246,7 +246,7 @@ def absent(title: str, name: str, remedies: Mapping[str, str]) -> AttributeError
         remedies: what to do for each attribute that torch's object of this kind has.
 
     Example:
-        >>> from funcshard._utils import absent
+        >>> from funcshard._utils.options import absent
         >>> str(absent("a step", "zero_grad", {"zero_grad": "leave it out"}))
         "a step has no attribute 'zero_grad': leave it out"
     """
@@ -261,7 +261,7 @@ def outline(value: Any) -> str:
 
     Example:
         >>> import torch
-        >>> from funcshard._utils import outline
+        >>> from funcshard._utils.options import outline
         >>> outline({"a": 1}), outline(torch.ones(2)), outline(3)
         ("['a']", 'a tensor of shape (2,)', 'int')
     """

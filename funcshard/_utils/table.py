@@ -27,7 +27,7 @@ class Table(NamedTuple):
         total: a last row, separated from the rest by a line.
 
     Example:
-        >>> from funcshard._utils import Table
+        >>> from funcshard._utils.table import Table
         >>> print(Table("Fruit", ["kind", "n"], [["apple", "2"], ["fig", "10"]]))
         Fruit
         ─────────
@@ -110,7 +110,7 @@ class Shown(abc.ABC):
     """Base of classes that show themselves; ``_parts`` returns the tables, lists and sentences.
 
     Example:
-        >>> from funcshard._utils import Shown, Table
+        >>> from funcshard._utils.table import Shown, Table
         >>> class Fruit(Shown):
         ...     def _parts(self):
         ...         return [Table("Fruit", ["kind", "n"], [["apple", "2"]]), "One kind."]

@@ -17,7 +17,8 @@ from types import TracebackType
 
 import torch
 
-from funcshard._utils import byte_view, io_memory
+from funcshard._utils.pages import io_memory
+from funcshard._utils.tensors import byte_view
 
 BLOCK = 4 << 20  # bytes; on one NVMe disk, 1 MiB was 15 % slower and 16 MiB 40 %
 # Bytes that have one checksum: they are summed up while they are still in the processor's cache.

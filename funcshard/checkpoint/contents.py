@@ -19,16 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from funcshard._utils import (
-    Shown,
-    Table,
-    check_flag,
-    check_path,
-    file_data,
-    open_regular,
-    table,
-    without_collection,
-)
+from funcshard._utils import file_data, table
+from funcshard._utils.garbage import without_collection
+from funcshard._utils.options import check_flag, check_path
+from funcshard._utils.regular_files import open_regular
+from funcshard._utils.table import Shown, Table
 from funcshard.checkpoint.folders import TRIES, StrPath, folders, has_our_index, pause
 from funcshard.checkpoint.foreign_folders import foreign_remedy
 from funcshard.checkpoint.rank_files import (

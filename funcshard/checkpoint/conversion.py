@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils import check_path
+from funcshard._utils.options import check_path
 from funcshard.checkpoint.contents import Contents, Watch, read_contents, unwatched
 from funcshard.checkpoint.folders import StrPath
 from funcshard.checkpoint.hugging_face import build_on_meta, stored, write_config

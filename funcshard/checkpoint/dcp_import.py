@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import check_flag, check_path, open_regular, read_regular
+from funcshard._utils.options import check_flag, check_path
+from funcshard._utils.regular_files import open_regular, read_regular
 from funcshard.checkpoint.dcp_metadata import METADATA, Chunk, StoredTensor, read_metadata
 from funcshard.checkpoint.every_rank import on_every_rank
 from funcshard.checkpoint.folders import StrPath, has_our_index

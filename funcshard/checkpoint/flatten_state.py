@@ -25,7 +25,9 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import byte_memory, byte_view, check_not_donated, tree
+from funcshard._utils import tree
+from funcshard._utils.donation import check_not_donated
+from funcshard._utils.tensors import byte_memory, byte_view
 from funcshard.checkpoint.resharding import turn_of
 from funcshard.checkpoint.stored_state import (
     NO_UNIT,

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from funcshard._utils import open_regular
+from funcshard._utils.regular_files import open_regular
 from funcshard.checkpoint.rank_files import FORMAT, INDEX
 
 StrPath = str | os.PathLike[str]

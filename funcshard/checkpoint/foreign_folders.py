@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from funcshard._utils import file_data, read_regular
+from funcshard._utils import file_data
+from funcshard._utils.regular_files import read_regular
 from funcshard.checkpoint.folders import foreign_names, has_our_index
 
 _SHARDS = "shards = from_state_dict(state_dict, plan, mesh)"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils import regular_size
+from funcshard._utils.regular_files import regular_size
 from funcshard.checkpoint.adapters import base_model, file_names
 from funcshard.checkpoint.foreign_folders import what_it_holds
 

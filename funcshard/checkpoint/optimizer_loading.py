@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import check_count
+from funcshard._utils.options import check_count
 from funcshard.checkpoint.every_rank import on_every_rank
 from funcshard.checkpoint.functional_optimizer import ByBuffer, map_state, partition_state
 from funcshard.checkpoint.optimizer_message import broadcast_text, decode_state, encode_state

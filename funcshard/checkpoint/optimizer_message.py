@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import byte_view
+from funcshard._utils.tensors import byte_view
 from funcshard.checkpoint.optimizer_state import LeafState
 from funcshard.checkpoint.state_dict import is_full
 from funcshard.comm import Mesh

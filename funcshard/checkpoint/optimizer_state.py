@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import check_not_donated
+from funcshard._utils.donation import check_not_donated
 from funcshard.checkpoint.functional_optimizer import ByBuffer, partition_state
 from funcshard.checkpoint.state_dict import (
     check_flags,

@@ -17,14 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from funcshard._utils import (
-    callers_level,
-    check_bytes,
-    check_flag,
-    check_path,
-    did_you_mean,
-    release_pages,
-)
+from funcshard._utils.options import check_bytes, check_flag, check_path, did_you_mean
+from funcshard._utils.pages import release_pages
+from funcshard._utils.torch_private import callers_level
 from funcshard.checkpoint.adapters import adapter_reset, file_names
 from funcshard.checkpoint.every_rank import on_every_rank
 from funcshard.checkpoint.folders import StrPath

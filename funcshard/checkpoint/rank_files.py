@@ -21,15 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils import (
-    byte_view,
-    decode,
-    file_data,
-    open_regular,
-    read_regular,
-    regular_size,
-    tree,
-)
+from funcshard._utils import file_data, tree
+from funcshard._utils.codec import decode
+from funcshard._utils.regular_files import open_regular, read_regular, regular_size
+from funcshard._utils.tensors import byte_view
 from funcshard.checkpoint.block_files import CHECKED, BlockWriter
 from funcshard.checkpoint.stored_state import FlatState, Stored, TreeSpec, is_json
 from funcshard.plan import dtype_of

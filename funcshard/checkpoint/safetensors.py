@@ -20,16 +20,11 @@ from typing import Any, BinaryIO
 import torch
 from filelock import FileLock, Timeout
 
-from funcshard._utils import (
-    byte_memory,
-    check_bytes,
-    check_flag,
-    check_path,
-    file_data,
-    open_regular,
-    read_regular,
-    release_pages,
-)
+from funcshard._utils import file_data
+from funcshard._utils.options import check_bytes, check_flag, check_path
+from funcshard._utils.pages import release_pages
+from funcshard._utils.regular_files import open_regular, read_regular
+from funcshard._utils.tensors import byte_memory
 from funcshard.checkpoint.every_rank import on_every_rank
 from funcshard.checkpoint.folders import StrPath, sync
 from funcshard.checkpoint.foreign_folders import what_it_holds

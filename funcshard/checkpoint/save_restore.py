@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from funcshard._utils import check_count, check_flag, check_number, check_path
+from funcshard._utils.options import check_count, check_flag, check_number, check_path
 from funcshard.checkpoint.contents import Contents, read_contents, read_from, save_at
 from funcshard.checkpoint.every_rank import on_every_rank
 from funcshard.checkpoint.flatten_state import flatten_state

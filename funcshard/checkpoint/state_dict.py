@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils import callers_level, check_flag, is_tree_of_shards
+from funcshard._utils.options import check_flag, is_tree_of_shards
+from funcshard._utils.torch_private import callers_level
 from funcshard.checkpoint.every_rank import on_every_rank
 from funcshard.checkpoint.pieces import as_pieces, check_pieces, copy_pieces, own_pieces
 from funcshard.checkpoint.stored_state import by_buffer, each_leaf, first_of, name_in

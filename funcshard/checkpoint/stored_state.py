@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from funcshard._utils import loaded_class, public_class_name
+from funcshard._utils.stored_trees import loaded_class, public_class_name
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
 
 T = TypeVar("T")

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils import byte_view, tree
+from funcshard._utils import tree
+from funcshard._utils.tensors import byte_view
 from funcshard.checkpoint.flatten_state import flatten_state
 from funcshard.checkpoint.resharding import (
     ByAxis,

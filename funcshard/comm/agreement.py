@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from funcshard._utils import unseen
+from funcshard._utils.torch_private import unseen
 from funcshard.comm.group import Group
 from funcshard.comm.step_recording import current_recording
 

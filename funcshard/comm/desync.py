@@ -55,7 +55,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from funcshard._utils import abort_group, has_ended
+from funcshard._utils.torch_groups import abort_group, has_ended
 from funcshard.comm.journal import Comparison, Journal, Unused, Wait, compact
 from funcshard.comm.liveness import LIMITS, MOST_READ, Heart, Limits, check_process, read, some_of
 from funcshard.comm.native import gather_single

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from funcshard._utils import group_timeout
+from funcshard._utils.torch_groups import group_timeout
 from funcshard.comm.liveness import Limits, LostError
 from funcshard.comm.meeting import meet
 from funcshard.comm.torch_group import connected, journal_of_job, start_job

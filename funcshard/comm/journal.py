@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils import destroy_group, has_ended
+from funcshard._utils.torch_groups import destroy_group, has_ended
 from funcshard.comm.liveness import Detector, Heart, read, some_of
 
 # Number of ranks that an error describes, and number of ranks of the longest circle that is found.

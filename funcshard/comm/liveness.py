@@ -45,7 +45,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from funcshard._utils import reconnected, store_for_thread, store_is_gone
+from funcshard._utils.torch_groups import reconnected, store_for_thread, store_is_gone
 
 T = TypeVar("T")
 

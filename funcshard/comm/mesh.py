@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from funcshard._utils import absent, check_device, check_flag, check_number
+from funcshard._utils.options import absent, check_device, check_flag, check_number
 from funcshard.comm.agreement import all_gather_texts, first_difference
 from funcshard.comm.group import Group, LocalGroup
 from funcshard.comm.job import (

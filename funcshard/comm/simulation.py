@@ -20,13 +20,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from funcshard._utils import (
-    RandomState,
-    check_count,
-    check_device,
-    one_forward_level,
-    transforms_active,
-)
+from funcshard._utils.options import check_count, check_device
+from funcshard._utils.random_state import RandomState
+from funcshard._utils.torch_private import one_forward_level, transforms_active
 from funcshard.comm.group import (
     DONE,
     DeferredWork,

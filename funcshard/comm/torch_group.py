@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from funcshard._utils import default_store, group_timeout, new_group
+from funcshard._utils.torch_groups import default_store, group_timeout, new_group
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.gloo import Gloo
 from funcshard.comm.group import (

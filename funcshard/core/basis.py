@@ -24,7 +24,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from funcshard._utils import BasisLoop, basis_loops, transform_level, unwrapped_bytes
+from funcshard._utils.torch_private import BasisLoop, basis_loops, transform_level, unwrapped_bytes
 from funcshard.comm import all_gather_texts
 from funcshard.core.buffer_comm import BufferComm
 

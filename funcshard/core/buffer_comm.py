@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import BasisLoop, is_legacy_batched, recording_graph, version
+from funcshard._utils.torch_private import BasisLoop, is_legacy_batched, recording_graph, version
 from funcshard.comm import (
     DONE,
     AllGatherWork,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import module_remedy, outline
+from funcshard._utils.options import module_remedy, outline
 from funcshard.comm import Mesh, all_gather_texts, check_all_same
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, axes_text, dtype_of
 

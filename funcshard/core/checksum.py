@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import byte_view, tree
+from funcshard._utils import tree
+from funcshard._utils.tensors import byte_view
 from funcshard.comm import Mesh, all_gather_texts
 from funcshard.core.checks import raise_on_every_rank
 from funcshard.plan import AXES, LeafSpec, position_of

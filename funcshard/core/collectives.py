@@ -19,7 +19,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from funcshard._utils import check_flag, signed, transforms_active, tree, unseen, untraced
+from funcshard._utils import tree
+from funcshard._utils.options import check_flag
+from funcshard._utils.torch_private import signed, transforms_active, unseen, untraced
 from funcshard.comm import Mesh, Topology
 from funcshard.core.basis import noted, refuse_mixed_ranks
 from funcshard.core.grad_reducer import current_reducer, note_collective

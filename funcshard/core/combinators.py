@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from funcshard._utils import module_remedy
+from funcshard._utils.options import module_remedy
 from funcshard.comm import Mesh
 from funcshard.core.buffer_comm import BufferComm
 from funcshard.core.checks import same_axes

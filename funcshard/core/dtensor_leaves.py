@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from funcshard._utils import is_dtensor, local_part, transforms_active
+from funcshard._utils.tensors import is_dtensor
+from funcshard._utils.torch_private import local_part, transforms_active
 from funcshard.comm import Mesh
 from funcshard.plan import LeafSpec
 

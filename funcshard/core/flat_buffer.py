@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import dispatch_modes, signed, transforms_active, unseen
+from funcshard._utils.torch_private import dispatch_modes, signed, transforms_active, unseen
 from funcshard.comm import Mesh, Topology
 from funcshard.core.basis import noted, noted_outer, refuse_cut, refuse_mixed_sum
 from funcshard.core.buffer_comm import (

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from funcshard._utils import graph_task_id, unwrapped, version
+from funcshard._utils.torch_private import graph_task_id, unwrapped, version
 from funcshard.comm import DONE, Mesh
 from funcshard.core.buffer_comm import (
     BufferComm,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import check_flag, check_number, outline
+from funcshard._utils.options import check_flag, check_number, outline
 from funcshard.comm import Mesh, check_once, text_of
 from funcshard.core.flat_buffer import views
 from funcshard.core.grad_reducer import OnGrad

@@ -24,15 +24,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from funcshard._utils import (
-    Warned,
-    is_dtensor,
-    outline,
-    transforms_active,
-    tree,
-    untraced,
-    untraced_with_warning,
-)
+from funcshard._utils import tree
+from funcshard._utils.compiled_outside import Warned, untraced_with_warning
+from funcshard._utils.options import outline
+from funcshard._utils.tensors import is_dtensor
+from funcshard._utils.torch_private import transforms_active, untraced
 from funcshard.comm import Mesh, current_recording, ranks_of_job
 from funcshard.core.accumulation import micro_batch_calls
 from funcshard.core.collectives import psum_world

@@ -19,7 +19,7 @@ from typing import ClassVar
 
 import torch
 
-from funcshard._utils import BasisLoop
+from funcshard._utils.torch_private import BasisLoop
 from funcshard.comm import Group, Mesh, all_gather_private
 from funcshard.core.buffer_comm import BufferComm, recorded_group, start_reduce
 from funcshard.core.grad_reducer import note_collective

@@ -41,7 +41,8 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from funcshard._utils import (
+from funcshard._utils.tensors import is_dtensor
+from funcshard._utils.torch_private import (
     address,
     callers_level,
     cast_of,
@@ -49,7 +50,6 @@ from funcshard._utils import (
     graph_task_id,
     hide_from_selective_checkpoints,
     in_selective_checkpoint,
-    is_dtensor,
     local_part,
     outer_saved_tensors_hooks,
     runs_in_backward,

@@ -24,19 +24,19 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from funcshard._utils import (
+from funcshard._utils import tree
+from funcshard._utils.closures import captured
+from funcshard._utils.random_state import RandomState
+from funcshard._utils.tensors import tensors_in
+from funcshard._utils.torch_private import (
     BasisLoop,
-    RandomState,
     belongs_to_transform_above,
-    captured,
     is_transformed,
     recording_graph,
     signed,
     storage_id,
-    tensors_in,
     transform_level,
     transforms_active,
-    tree,
 )
 from funcshard.core.basis import (
     Loops,

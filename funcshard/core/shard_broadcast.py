@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import signed, tree, untraced
+from funcshard._utils import tree
+from funcshard._utils.torch_private import signed, untraced
 from funcshard.comm import Mesh, Topology
 from funcshard.core.checks import check_fits, other_leaves
 from funcshard.core.collectives import pmean

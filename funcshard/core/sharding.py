@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import check_flag, module_remedy, tree, untraced
+from funcshard._utils import tree
+from funcshard._utils.options import check_flag, module_remedy
+from funcshard._utils.torch_private import untraced
 from funcshard.comm import Mesh, without_collectives
 from funcshard.core.checks import (
     check_leaf,

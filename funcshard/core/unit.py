@@ -22,19 +22,17 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from funcshard._utils import (
+from funcshard._utils import tree
+from funcshard._utils.tensors import cast_tree, map_tensors, tensors_in
+from funcshard._utils.torch_modules import forget_parametrized
+from funcshard._utils.torch_private import (
     TorchDispatchMode,
-    cast_tree,
     dispatch_modes,
-    forget_parametrized,
     graph_task_id,
     in_selective_checkpoint,
-    map_tensors,
     storage_id,
     stored_parts,
-    tensors_in,
     transforms_active,
-    tree,
     unseen,
     untraced,
     unwrapped,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from funcshard._utils import Table, table
+from funcshard._utils import table
+from funcshard._utils.table import Table
 from funcshard.demo.arguments import at_least
 from funcshard.demo.machine_limits import check_fits
 from funcshard.estimate import Hardware, calibrate

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import funcshard as fs
-from funcshard._utils import did_you_mean, outline, read_regular
+from funcshard._utils.options import did_you_mean, outline
+from funcshard._utils.regular_files import read_regular
 from funcshard.demo.arguments import (
     add_mesh,
     add_number,

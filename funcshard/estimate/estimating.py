@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from funcshard._utils import check_bytes, check_choice, check_count, without_collection
+from funcshard._utils.garbage import without_collection
+from funcshard._utils.options import check_bytes, check_choice, check_count
 from funcshard.estimate.machine import (
     Hardware,
     load_hardware,

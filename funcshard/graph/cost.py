@@ -8,17 +8,11 @@ from typing import Any
 
 from torch import fx
 
-from funcshard._utils import (
-    Shown,
-    Table,
-    count_flops,
-    moved_bytes,
-    operator_name,
-    storage_id,
-    table,
-    tensors_in,
-    writes_inputs,
-)
+from funcshard._utils import table
+from funcshard._utils.table import Shown, Table
+from funcshard._utils.tensors import tensors_in
+from funcshard._utils.torch_operators import count_flops, moved_bytes, operator_name, writes_inputs
+from funcshard._utils.torch_private import storage_id
 from funcshard.graph.step_graph import StepGraph, collective_of
 from funcshard.plan import Event
 

@@ -10,7 +10,8 @@ from itertools import groupby
 
 from torch import fx
 
-from funcshard._utils import Bullets, Part, Shown, Table, table
+from funcshard._utils import table
+from funcshard._utils.table import Bullets, Part, Shown, Table
 from funcshard.graph.memory import memory_of
 from funcshard.graph.show import line_without_names
 from funcshard.graph.step_graph import STARTS, StepGraph

@@ -6,7 +6,12 @@ from collections import defaultdict
 
 from torch import fx
 
-from funcshard._utils import is_random, operator_name, writes_inputs, written_arguments
+from funcshard._utils.torch_operators import (
+    is_random,
+    operator_name,
+    writes_inputs,
+    written_arguments,
+)
 from funcshard.graph.step_graph import STARTS, collective_of
 from funcshard.graph.storages import GraphStorages, held_until
 

@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from funcshard._utils import operator_name, recording_tensors, storage_id, tensors_in, tree
+from funcshard._utils import tree
+from funcshard._utils.tensors import tensors_in
+from funcshard._utils.torch_operators import operator_name
+from funcshard._utils.torch_private import recording_tensors, storage_id
 from funcshard.graph.signatures import sized
 from funcshard.graph.step_graph import StepGraph, collective_of
 

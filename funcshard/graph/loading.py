@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import check_path
+from funcshard._utils.options import check_path
 from funcshard.comm import Mesh, all_gather_texts
 from funcshard.graph.entries import Entry
 from funcshard.graph.named_sizes import NamedSizes

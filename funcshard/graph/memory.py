@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from funcshard._utils import Part, Shown, Table, table
+from funcshard._utils import table
+from funcshard._utils.table import Part, Shown, Table
 from funcshard.graph.step_graph import StepGraph, is_unit_gather
 from funcshard.graph.storages import GraphStorages
 

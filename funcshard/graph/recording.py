@@ -17,22 +17,21 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from funcshard._utils import (
-    DONATED_STATE,
+from funcshard._utils import tree
+from funcshard._utils.closures import captured
+from funcshard._utils.donation import DONATED_STATE, is_donated
+from funcshard._utils.tensors import is_dtensor
+from funcshard._utils.torch_operators import is_random
+from funcshard._utils.torch_private import (
     TorchDispatchMode,
     ValueReadError,
-    captured,
     check_thread,
     graph_task_id,
-    is_donated,
-    is_dtensor,
     is_fake,
-    is_random,
     is_zero_tensor,
     record_graph,
-    record_sized_graph,
-    tree,
 )
+from funcshard._utils.torch_symbols import record_sized_graph
 from funcshard.comm import StepRecording, record_step
 from funcshard.graph.filling import fill_in, input_memory
 from funcshard.graph.named_sizes import Conditions, sizes_of

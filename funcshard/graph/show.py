@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from funcshard._utils import operator_name, table, tree
+from funcshard._utils import table, tree
+from funcshard._utils.torch_operators import operator_name
 from funcshard.graph.entries import sizes_text
 from funcshard.graph.sections import Section, sections_of
 from funcshard.graph.step_graph import StepGraph, collective_of

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from funcshard._utils import operator_name
+from funcshard._utils.torch_operators import operator_name
 from funcshard.graph.named_sizes import Conditions
 from funcshard.graph.signatures import Signature
 from funcshard.plan import Event

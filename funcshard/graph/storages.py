@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from funcshard._utils import storage_id, tensors_in
+from funcshard._utils.tensors import tensors_in
+from funcshard._utils.torch_private import storage_id
 from funcshard.graph.step_graph import collective_of
 
 

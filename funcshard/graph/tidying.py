@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from funcshard._utils import is_random, operator_name, storage_id, tensors_in, writes_inputs
+from funcshard._utils.tensors import tensors_in
+from funcshard._utils.torch_operators import is_random, operator_name, writes_inputs
+from funcshard._utils.torch_private import storage_id
 from funcshard.graph.step_graph import collective_of
 from funcshard.graph.storages import GraphStorages
 

@@ -12,16 +12,10 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import (
-    DONATED_STATE,
-    Warned,
-    check_count,
-    check_flag,
-    check_path,
-    donate,
-    tree,
-    untraced_with_warning,
-)
+from funcshard._utils import tree
+from funcshard._utils.compiled_outside import Warned, untraced_with_warning
+from funcshard._utils.donation import DONATED_STATE, donate
+from funcshard._utils.options import check_count, check_flag, check_path
 from funcshard.comm import Mesh
 from funcshard.graph.checking import check_graph
 from funcshard.graph.compiling import Backend, CompilingBind

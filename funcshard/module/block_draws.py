@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import no_torch_function, tree, wrapper_subclass
+from funcshard._utils import tree
+from funcshard._utils.torch_private import no_torch_function, wrapper_subclass
 from funcshard.comm import Mesh
 from funcshard.module.resets import blank_tensor
 from funcshard.plan import BufferPlan, LeafSpec, boxes, slice_offsets

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils import byte_view, callers_level, recording_or_transforming, version
+from funcshard._utils.tensors import byte_view
+from funcshard._utils.torch_private import callers_level, recording_or_transforming, version
 from funcshard.module.copying import TORCH_ATTRIBUTES, NamedTensors
 from funcshard.module.skeleton import ModuleSpec, Skeleton
 

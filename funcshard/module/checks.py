@@ -8,7 +8,9 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import nn
 
-from funcshard._utils import absent, callers_level, check_plain, is_compiled_in_place
+from funcshard._utils.options import absent
+from funcshard._utils.tensors import check_plain
+from funcshard._utils.torch_private import callers_level, is_compiled_in_place
 from funcshard.module.copying import NamedTensors
 
 Modules = Sequence[tuple[str, nn.Module]]  # path and module

@@ -29,7 +29,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from funcshard._utils import reachable
+from funcshard._utils.closures import reachable
 from funcshard.comm import Mesh
 
 Tensors = dict[str, torch.Tensor]

@@ -12,16 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from funcshard._utils import (
-    Warned,
-    callers_level,
-    module_remedy,
-    sequence_number,
-    tensors_in,
-    tree,
-    untraced_with_warning,
-    without_collection,
-)
+from funcshard._utils import tree
+from funcshard._utils.compiled_outside import Warned, untraced_with_warning
+from funcshard._utils.garbage import without_collection
+from funcshard._utils.options import module_remedy
+from funcshard._utils.tensors import tensors_in
+from funcshard._utils.torch_private import callers_level, sequence_number
 from funcshard.comm import Mesh, text_of
 from funcshard.core import (
     Prefetcher,

@@ -10,15 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from funcshard._utils import (
-    LARGE,
-    check_flag,
-    is_tree_of_shards,
-    late_copy,
-    module_remedy,
-    recording_or_transforming,
-    without_collection,
-)
+from funcshard._utils.garbage import without_collection
+from funcshard._utils.options import check_flag, is_tree_of_shards, module_remedy
+from funcshard._utils.torch_kernels import LARGE, late_copy
+from funcshard._utils.torch_private import recording_or_transforming
 from funcshard.module.changes import DiscardedChanges, LateChanges, unchanged
 from funcshard.module.checks import absent_attribute
 from funcshard.module.copying import NamedTensors, Tensors

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from funcshard._utils import check_choice, outline
+from funcshard._utils.options import check_choice, outline
 from funcshard.comm import Mesh, check_same
 from funcshard.core import (
     LeafChecksums,

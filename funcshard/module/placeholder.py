@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import graph_task_id, no_torch_function, tree, wrapper_subclass
+from funcshard._utils import tree
+from funcshard._utils.torch_private import graph_task_id, no_torch_function, wrapper_subclass
 from funcshard.plan import BufferPlan, LeafSpec, UnitPlan
 
 

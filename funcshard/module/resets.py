@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils import version
+from funcshard._utils.torch_private import version
 from funcshard.core import LeafChecksums
 from funcshard.module.copying import NamedTensors, Tensors
 

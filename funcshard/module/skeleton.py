@@ -26,16 +26,11 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
-from funcshard._utils import (
-    LARGE,
-    class_for_calls,
-    late_copy,
-    reachable,
-    recording_or_transforming,
-    state_names,
-    storage_id,
-    tree,
-)
+from funcshard._utils import tree
+from funcshard._utils.closures import reachable
+from funcshard._utils.torch_kernels import LARGE, late_copy
+from funcshard._utils.torch_modules import class_for_calls, state_names
+from funcshard._utils.torch_private import recording_or_transforming, storage_id
 from funcshard.comm import Mesh
 from funcshard.module.checks import check_module
 from funcshard.module.copying import (

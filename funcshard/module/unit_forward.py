@@ -26,14 +26,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils import (
+from funcshard._utils import tree
+from funcshard._utils.tensors import tensors_in
+from funcshard._utils.torch_modules import forget_parametrized
+from funcshard._utils.torch_private import (
     address,
-    forget_parametrized,
     is_transformed,
-    tensors_in,
     transform_level,
     transforms_active,
-    tree,
     untraced,
     version,
 )

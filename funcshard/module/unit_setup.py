@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils import check_thread, outline, recording_graph, transforms_active, tree
+from funcshard._utils import tree
+from funcshard._utils.options import outline
+from funcshard._utils.torch_private import check_thread, recording_graph, transforms_active
 from funcshard.module.copying import NamedTensors, Tensors
 from funcshard.module.functional import Functional
 from funcshard.module.skeleton import Skeleton

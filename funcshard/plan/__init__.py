@@ -25,7 +25,7 @@
 
 from __future__ import annotations
 
-from funcshard._utils import dtype_name, dtype_of, has_numbers
+from funcshard._utils.tensors import dtype_name, dtype_of, has_numbers
 from funcshard.plan import wrap
 from funcshard.plan.cast import Cast, ChooseCast, cast_of
 from funcshard.plan.equal_units import (

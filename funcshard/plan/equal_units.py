@@ -14,7 +14,9 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from funcshard._utils import Table, dtype_name, dtype_of, table
+from funcshard._utils import table
+from funcshard._utils.table import Table
+from funcshard._utils.tensors import dtype_name, dtype_of
 from funcshard.plan.mesh_axes import AXES, mesh_text
 from funcshard.plan.unit_plan import BufferPlan, UnitPlan
 

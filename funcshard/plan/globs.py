@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import did_you_mean, tree
+from funcshard._utils import tree
+from funcshard._utils.options import did_you_mean
 
 _PATTERNS = {"**.": r"(?:.*\.)?", ".**": r"(?:\..*)?", "**": ".*", "*": "[^.]*"}
 

@@ -12,7 +12,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from funcshard._utils import cutter, tree
+from funcshard._utils import tree
+from funcshard._utils.cutting import cutter
 from funcshard.plan.leaves import Leaf
 from funcshard.plan.mesh_axes import AXES
 from funcshard.plan.unit_plan import BufferPlan, LeafSpec, owners_of

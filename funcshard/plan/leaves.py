@@ -13,14 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils import (
-    check_plain,
-    dtype_name,
-    file_data,
-    has_numbers,
-    module_remedy,
-    tree,
-)
+from funcshard._utils import file_data, tree
+from funcshard._utils.options import module_remedy
+from funcshard._utils.tensors import check_plain, dtype_name, has_numbers
 from funcshard.plan.globs import some
 from funcshard.plan.unit_plan import LeafCut, Placements
 

@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from funcshard._utils import is_dtensor, tree
+from funcshard._utils import tree
+from funcshard._utils.tensors import is_dtensor
 from funcshard.plan.globs import match
 from funcshard.plan.leaves import Leaf
 from funcshard.plan.mesh_axes import AXES

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from funcshard._utils import tensors_in
+from funcshard._utils.tensors import tensors_in
 
 
 def read_outside(module: nn.Module, inputs: Any) -> set[int]:

@@ -15,16 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from funcshard._utils import (
-    Shown,
-    Table,
-    check_structure,
-    decode,
-    dtype_name,
-    encode,
-    file_data,
-    tree,
-)
+from funcshard._utils import file_data, tree
+from funcshard._utils.codec import decode, encode
+from funcshard._utils.stored_trees import check_structure
+from funcshard._utils.table import Shown, Table
+from funcshard._utils.tensors import dtype_name
 from funcshard.plan.equal_units import plan_table
 from funcshard.plan.mesh_axes import AXES, Axes, mesh_axes_of, model_axes_of, world_size_of
 from funcshard.plan.precision import MixedPrecision

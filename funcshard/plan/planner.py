@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import callers_level, table, tree, without_collection
+from funcshard._utils import table, tree
+from funcshard._utils.garbage import without_collection
+from funcshard._utils.torch_private import callers_level
 from funcshard.plan.globs import nodes_of, some
 from funcshard.plan.layout import lay_out
 from funcshard.plan.leaves import Leaf, module_classes, names_in_order, prefix_of, read_leaves

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import check_flag
+from funcshard._utils.options import check_flag
 
 _DTYPES = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
 _FLAGS = (

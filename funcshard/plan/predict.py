@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from funcshard._utils import check_count, dtype_name, dtype_of, tree
+from funcshard._utils import tree
+from funcshard._utils.options import check_count
+from funcshard._utils.tensors import dtype_name, dtype_of
 from funcshard.plan.cast import ChooseCast, cast_of
 from funcshard.plan.events import Event
 from funcshard.plan.execution_order import BackwardOrder, ForwardOrder

@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from funcshard._utils import Shown, Table, check_choice, check_count, check_flag
+from funcshard._utils.options import check_choice, check_count, check_flag
+from funcshard._utils.table import Shown, Table
 from funcshard.plan.plan import Plan, check_plan
 
 BACKWARD = ("pre", "post", None)

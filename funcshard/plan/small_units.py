@@ -10,7 +10,8 @@ import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from funcshard._utils import check_count, tree
+from funcshard._utils import tree
+from funcshard._utils.options import check_count
 from funcshard.plan.unit_plan import UnitPlan
 
 _TO = "…"  # between the first and the last unit in the name of a group

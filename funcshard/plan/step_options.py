@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from funcshard._utils import check_choice, check_count
+from funcshard._utils.options import check_choice, check_count
 from funcshard.plan.globs import matches, some
 from funcshard.plan.plan import Plan
 from funcshard.plan.small_units import ends_of

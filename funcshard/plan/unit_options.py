@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from funcshard._utils import check_count, check_flag, tree
+from funcshard._utils import tree
+from funcshard._utils.options import check_count, check_flag
 from funcshard.plan.globs import found_by, list_of_globs, nodes_of, some
 from funcshard.plan.precision import MixedPrecision
 from funcshard.plan.unit_plan import check_strategy

@@ -15,7 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from funcshard._utils import check_choice, dtype_of, tree
+from funcshard._utils import tree
+from funcshard._utils.options import check_choice
+from funcshard._utils.tensors import dtype_of
 from funcshard.plan.mesh_axes import AXES, Axes
 from funcshard.plan.precision import MixedPrecision
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from funcshard._utils import check_count
+from funcshard._utils.options import check_count
 from funcshard.plan.parameter_reads import read_outside
 
 __all__ = ["Policy", "Units", "always", "any_of", "by_class", "by_function", "by_size"]

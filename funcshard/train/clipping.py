@@ -6,8 +6,10 @@ import functools
 
 import torch
 
-from funcshard._utils import check_flag, check_number, tree, untraced
-from funcshard._utils import donate as donated
+from funcshard._utils import tree
+from funcshard._utils.donation import donate as donated
+from funcshard._utils.options import check_flag, check_number
+from funcshard._utils.torch_private import untraced
 from funcshard.comm import Mesh, Topology, at_own_rank
 from funcshard.core import Shards, all_gather_flat, check_cut, check_fits, psum_world
 from funcshard.plan import BufferPlan, Plan

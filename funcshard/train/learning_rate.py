@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import lr_scheduler
 
-from funcshard._utils import absent, check_count, check_number
+from funcshard._utils.options import absent, check_count, check_number
 
 
 def torch_schedule(make: Callable[..., Any], /, *, lr: float, **options: Any) -> TorchSchedule:

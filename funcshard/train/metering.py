@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import check_count
+from funcshard._utils.options import check_count
 from funcshard.comm import Mesh
 from funcshard.plan import AXES
 from funcshard.train.train_state import TrainState

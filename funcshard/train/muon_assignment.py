@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from funcshard._utils import Shown, Table, table
+from funcshard._utils import table
+from funcshard._utils.table import Shown, Table
 from funcshard.plan import (
     Axes,
     BufferPlan,

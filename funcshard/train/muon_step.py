@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import DONATED_STATE, check_not_donated, outline, tree
+from funcshard._utils import tree
+from funcshard._utils.donation import DONATED_STATE, check_not_donated
+from funcshard._utils.options import outline
 from funcshard.comm import Mesh, current_recording, in_graph
 from funcshard.core import check_fits, check_shards
 from funcshard.plan import Plan, emit, recording

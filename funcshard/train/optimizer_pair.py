@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils import absent
+from funcshard._utils.options import absent
 from funcshard.plan import Plan
 
 # Why only these classes: a flat shard keeps nothing of its leaves' shapes. Each of these classes

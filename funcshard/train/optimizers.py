@@ -12,15 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils import (
-    DONATED_STATE,
-    address,
-    check_flag,
-    check_not_donated,
-    donate,
-    outline,
-    tree,
-)
+from funcshard._utils import tree
+from funcshard._utils.donation import DONATED_STATE, check_not_donated, donate
+from funcshard._utils.options import check_flag, outline
+from funcshard._utils.torch_private import address
 from funcshard.comm import Mesh, current_recording
 from funcshard.core import check_fits
 from funcshard.plan import Plan

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import check_count, check_number, untraced
+from funcshard._utils.options import check_count, check_number
+from funcshard._utils.torch_private import untraced
 from funcshard.comm import Mesh, Topology, check_same
 from funcshard.core import (
     BufferComm,

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils import tree, version
+from funcshard._utils import tree
+from funcshard._utils.torch_private import version
 from funcshard.comm import Mesh, all_gather_texts
 from funcshard.core import (
     BufferComm,

@@ -7,17 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from funcshard._utils import (
-    absent,
-    check_count,
-    check_flag,
-    check_number,
-    has_unscale_kernel,
-    transforms_active,
-    tree,
-    unscale_in_place,
-)
-from funcshard._utils import donate as donated
+from funcshard._utils import tree
+from funcshard._utils.donation import donate as donated
+from funcshard._utils.options import absent, check_count, check_flag, check_number
+from funcshard._utils.torch_kernels import has_unscale_kernel, unscale_in_place
+from funcshard._utils.torch_private import transforms_active
 from funcshard.comm import Mesh, current_recording
 from funcshard.core import check_cut, check_fits, psum_world
 from funcshard.plan import Plan

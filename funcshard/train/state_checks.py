@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import check_number, outline, tree
+from funcshard._utils import tree
+from funcshard._utils.options import check_number, outline
 from funcshard.train.optimizer_pair import ELEMENTWISE
 
 # What to do about a state that does not fit.

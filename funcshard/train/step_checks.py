@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import outline
+from funcshard._utils.options import outline
 from funcshard.comm import text_of
 from funcshard.train.muon_step import MuonStep
 from funcshard.train.optimizers import TorchStep

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from funcshard._utils import absent, check_not_donated, tree
+from funcshard._utils import tree
+from funcshard._utils.donation import check_not_donated
+from funcshard._utils.options import absent
 from funcshard.core import Shards
 from funcshard.train.scaler import ScalerState
 

@@ -15,17 +15,11 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
 
-from funcshard._utils import (
-    Warned,
-    absent,
-    check_flag,
-    check_number,
-    is_dtensor,
-    local_part,
-    outline,
-    tree,
-    untraced_with_warning,
-)
+from funcshard._utils import tree
+from funcshard._utils.compiled_outside import Warned, untraced_with_warning
+from funcshard._utils.options import absent, check_flag, check_number, outline
+from funcshard._utils.tensors import is_dtensor
+from funcshard._utils.torch_private import local_part
 from funcshard.comm import Mesh, at_own_rank, check_all_same, current_recording, in_graph, text_of
 from funcshard.core import (
     GradientFunction,

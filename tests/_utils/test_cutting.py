@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from funcshard._utils import cutter, tree
 from funcshard._utils import cutting as cutting_file
+from funcshard._utils import tree
+from funcshard._utils.cutting import cutter
 
 
 class Leaf:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from funcshard._utils import io_memory, pages, release_pages
+from funcshard._utils import pages
+from funcshard._utils.pages import io_memory, release_pages
 
 MIB = 1 << 20
 PAGE = 4096

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import funcshard as fs
-from funcshard._utils import open_regular, read_regular, regular_size
+from funcshard._utils.regular_files import open_regular, read_regular, regular_size
 from funcshard.estimate import load_hardware
 
 MESH = fs.Mesh()

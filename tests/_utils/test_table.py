@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from funcshard._utils import Bullets, Part, Shown, Table, table
+from funcshard._utils import table
+from funcshard._utils.table import Bullets, Part, Shown, Table
 
 FRUIT = Table("Fruit", ["kind", "n"], [["fig", "2"]], ["all", "2"])
 LIST = Bullets("Sorts", ["a <b>", "c"])

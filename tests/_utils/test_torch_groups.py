@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import funcshard as fs
-from funcshard._utils import has_ended
+from funcshard._utils.torch_groups import has_ended
 from tests.ranks import run_ranks
 
 

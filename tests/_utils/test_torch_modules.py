@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from funcshard._utils import state_names
+from funcshard._utils.torch_modules import state_names
 
 
 class Extra(nn.Linear):

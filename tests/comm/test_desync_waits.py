@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import funcshard as fs
-from funcshard._utils import default_store
+from funcshard._utils.torch_groups import default_store
 from funcshard.comm import desync
 from funcshard.comm.liveness import Limits
 from funcshard.comm.mesh import neighbours

@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 import funcshard as fs
-from funcshard._utils import group_timeout
+from funcshard._utils.torch_groups import group_timeout
 from funcshard.comm.journal import Journal
 from funcshard.comm.liveness import Heart, Limits, LostError
 from funcshard.comm.meeting import meet, name_of, watched

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
-from funcshard._utils import recording_graph
+from funcshard._utils.torch_private import recording_graph
 from tests.comm.test_user_collectives import EIGHT_BITS, add, with_own
 from tests.graph.test_traced import same
 

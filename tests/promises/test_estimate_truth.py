@@ -14,7 +14,7 @@ from benchmarks.memory_gloo import measure_ranks
 from benchmarks.memory_models import MODELS
 from benchmarks.memory_truth import CASES, Case, Setup, measure, prepare
 from benchmarks.storages import Storages
-from funcshard._utils import Table
+from funcshard._utils.table import Table
 from funcshard.estimate import OPTIMIZERS, OptimizerMemory, Runtime, profile
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "memory_truth.json"

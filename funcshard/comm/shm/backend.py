@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import recording_or_transforming
+from funcshard._utils.torch_private import recording_or_transforming
 from funcshard.comm import (
     AllGatherWork,
     Op,

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from funcshard._utils import check_count, check_flag, check_path
+from funcshard._utils.options import check_count, check_flag, check_path
 from funcshard.comm import init_mesh
 from funcshard.estimate.machine.hardware import Hardware, Link
 from funcshard.estimate.machine.measuring import PASSES, PRODUCTS, ROUNDS, TENSORS, cores, measure

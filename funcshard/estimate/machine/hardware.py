@@ -15,14 +15,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from funcshard._utils import (
-    check_choice,
-    check_count,
-    check_number,
-    did_you_mean,
-    file_data,
-    read_regular,
-)
+from funcshard._utils import file_data
+from funcshard._utils.options import check_choice, check_count, check_number, did_you_mean
+from funcshard._utils.regular_files import read_regular
 from funcshard.estimate.machine.sources import Source
 
 ALL_KINDS = "any"  # a Link of this kind serves every kind of collective

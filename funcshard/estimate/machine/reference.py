@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from funcshard._utils import TorchDispatchMode, count_flops, storage_id, tensors_in, writes_inputs
+from funcshard._utils.tensors import tensors_in
+from funcshard._utils.torch_operators import count_flops, writes_inputs
+from funcshard._utils.torch_private import TorchDispatchMode, storage_id
 
 # Processor time, so that other programs do not count; on Windows it is too coarse for a kernel.
 CLOCK = (

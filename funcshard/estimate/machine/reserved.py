@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from funcshard._utils import check_count
+from funcshard._utils.options import check_count
 
 
 @dataclass(frozen=True, slots=True)

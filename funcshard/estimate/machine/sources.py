@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from funcshard._utils import check_choice
+from funcshard._utils.options import check_choice
 
 SOURCES = ("exact", "traced", "calibrated", "extrapolated")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from funcshard._utils import check_choice, check_count, check_number
+from funcshard._utils.options import check_choice, check_count, check_number
 from funcshard.estimate.machine.hardware import ALL_KINDS, Hardware, Link
 from funcshard.estimate.machine.sources import SOURCES, weakest
 from funcshard.plan import dtype_name

@@ -7,7 +7,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from funcshard._utils import Bullets, Part, Shown, Table, table
+from funcshard._utils import table
+from funcshard._utils.table import Bullets, Part, Shown, Table
 from funcshard.estimate.reports.differences import differences_between
 from funcshard.estimate.reports.report import Report, moment_text
 from funcshard.estimate.reports.unit_use import (

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from funcshard._utils import Shown, Table, table
+from funcshard._utils import table
+from funcshard._utils.table import Shown, Table
 from funcshard.plan import (
     BufferPlan,
     LeafPart,

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from funcshard._utils import Part, Shown, Table, table
+from funcshard._utils import table
+from funcshard._utils.table import Part, Shown, Table
 from funcshard.estimate.machine import source_of_sum, weakest
 from funcshard.estimate.reports.perfetto import to_perfetto, tracks_of
 from funcshard.estimate.reports.unit_use import COLUMNS, by_unit

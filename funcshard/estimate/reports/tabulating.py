@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from funcshard._utils import Shown, Table, table
+from funcshard._utils import table
+from funcshard._utils.table import Shown, Table
 from funcshard.estimate.reports.report import Report, left_text, moment_text, rate_text
 from funcshard.plan import mesh_text
 

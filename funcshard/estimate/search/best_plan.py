@@ -21,7 +21,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from funcshard._utils import Part, Shown, Table, check_count, table
+from funcshard._utils import table
+from funcshard._utils.options import check_count
+from funcshard._utils.table import Part, Shown, Table
 from funcshard.estimate.estimating import budget_on, estimate, optimizer_memory
 from funcshard.estimate.machine import Hardware, load_hardware
 from funcshard.estimate.reports import Report, left_text

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
-from funcshard._utils import Part, Shown, Table, table
+from funcshard._utils import table
+from funcshard._utils.table import Part, Shown, Table
 from funcshard.estimate.estimating import estimate
 from funcshard.estimate.machine import Hardware
 from funcshard.estimate.reports import Report, left_text, memory_table, moment_text

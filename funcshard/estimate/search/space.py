@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from funcshard._utils import check_choice, check_count, check_flag
+from funcshard._utils.options import check_choice, check_count, check_flag
 from funcshard.estimate.search.splicing import MARGIN
 from funcshard.estimate.trace import Program, Run
 from funcshard.plan import Plan, UnitPlan, fold_units

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from funcshard._utils import TorchDispatchMode, storage_id, tensors_in
+from funcshard._utils.tensors import tensors_in
+from funcshard._utils.torch_private import TorchDispatchMode, storage_id
 
 # Operations that compilers fuse, though torch does not tag them as pointwise.
 _FUSED = frozenset({

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from funcshard._utils import operator_by_name
+from funcshard._utils.torch_operators import operator_by_name
 
 _HALF = (torch.float16, torch.bfloat16)
 _flash = operator_by_name("aten", "_scaled_dot_product_flash_attention", "default")

@@ -12,17 +12,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from funcshard._utils import (
-    Shown,
-    Table,
-    asks_for_data,
-    check_flag,
-    is_dtensor,
-    stored_parts,
-    tensors_in,
-    tree,
-    without_collection,
-)
+from funcshard._utils import tree
+from funcshard._utils.garbage import without_collection
+from funcshard._utils.options import check_flag
+from funcshard._utils.table import Shown, Table
+from funcshard._utils.tensors import is_dtensor, tensors_in
+from funcshard._utils.torch_private import asks_for_data, stored_parts
 from funcshard.estimate.trace.program import Program, Run, make_program
 from funcshard.estimate.trace.tape import Tape
 from funcshard.estimate.trace.tracing import leaf_dtypes, trace_model

@@ -20,16 +20,14 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import (
+from funcshard._utils.tensors import tensors_in
+from funcshard._utils.torch_operators import count_flops, moved_bytes, writes_inputs
+from funcshard._utils.torch_private import (
     TorchDispatchMode,
-    count_flops,
-    moved_bytes,
     next_sequence_number,
     running_sequence_number,
     storage_id,
     stored_parts,
-    tensors_in,
-    writes_inputs,
 )
 from funcshard.estimate.trace.compiled import is_fused, is_reduction
 from funcshard.estimate.trace.tape import Alloc, Ask, At, Event, Free, Grad, Op, Save, UseParam

@@ -24,14 +24,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from funcshard._utils import (
+from funcshard._utils import tree
+from funcshard._utils.tensors import map_tensors, tensors_in
+from funcshard._utils.torch_private import (
     fake_tensors,
-    map_tensors,
     outer_saved_tensors_hooks,
     refresh_flat_weights,
     storage_id,
-    tensors_in,
-    tree,
     version,
 )
 from funcshard.core import cast_inputs, cast_outputs, remat, run_in_full_precision

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from funcshard._utils import check_choice, check_count, check_flag
+from funcshard._utils.options import check_choice, check_count, check_flag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

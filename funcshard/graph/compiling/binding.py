@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from funcshard._utils import Boxed, compile_with, find_backend, inductor, put_number
+from funcshard._utils.torch_compilers import Boxed, compile_with, find_backend, inductor
+from funcshard._utils.torch_symbols import put_number
 from funcshard.comm import Mesh
 from funcshard.graph.compiling.regions import Cut, Region, region_graph, region_text
 from funcshard.graph.compiling.schedule import CompiledRegion, as_function

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from funcshard._utils import operator_name, tree
+from funcshard._utils import tree
+from funcshard._utils.torch_operators import operator_name
 from funcshard.graph.effects import is_view, written_by
 from funcshard.graph.sections import sections_of
 from funcshard.graph.storages import GraphStorages

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from funcshard._utils import Boxed, operator_name
+from funcshard._utils.torch_compilers import Boxed
+from funcshard._utils.torch_operators import operator_name
 
 
 class CompiledRegion:

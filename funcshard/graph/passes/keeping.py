@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from funcshard._utils import check_bytes
+from funcshard._utils.options import check_bytes
 from funcshard.graph.effects import is_pure, writers_of
 from funcshard.graph.passes.applying import applied
 from funcshard.graph.step_graph import (

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import fx
 
-from funcshard._utils import check_bytes, check_count
+from funcshard._utils.options import check_bytes, check_count
 from funcshard.graph.effects import communicates, dependencies, is_pure, is_view
 from funcshard.graph.memory import memory_of
 from funcshard.graph.passes.applying import applied

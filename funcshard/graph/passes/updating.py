@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from funcshard._utils import list_arguments, operator_arguments, operator_name, tree
+from funcshard._utils import tree
+from funcshard._utils.torch_operators import list_arguments, operator_arguments, operator_name
 from funcshard.graph.effects import communicates, dependencies, written_storages
 from funcshard.graph.passes.applying import applied
 from funcshard.graph.step_graph import Place, StepGraph, starts_and_waits

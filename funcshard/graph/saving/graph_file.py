@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from funcshard._utils import file_data, read_regular
+from funcshard._utils import file_data
+from funcshard._utils.regular_files import read_regular
 from funcshard.comm import Mesh, all_gather_texts
 from funcshard.plan import Plan, plan_from_data
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from funcshard._utils import operator_by_name, operator_full_name
+from funcshard._utils.torch_operators import operator_by_name, operator_full_name
 from funcshard.plan import dtype_name, dtype_of
 
 _SPACES = ("aten", "prims", "funcshard")

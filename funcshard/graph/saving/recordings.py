@@ -13,14 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from funcshard._utils import (
-    argument_names,
-    byte_memory,
-    byte_view,
-    file_data,
-    operator_arguments,
-    tensors_in,
-)
+from funcshard._utils import file_data
+from funcshard._utils.tensors import byte_memory, byte_view, tensors_in
+from funcshard._utils.torch_operators import argument_names, operator_arguments
 from funcshard.graph.filling import fill_in, input_memory, is_number_item
 from funcshard.graph.named_sizes import Conditions
 from funcshard.graph.saving.forms import form_from, form_to, signature_from, signature_to

@@ -21,7 +21,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import funcshard as fs
-from funcshard._utils import default_store
+from funcshard._utils.torch_groups import default_store
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.group import Op
 from funcshard.comm.liveness import Limits

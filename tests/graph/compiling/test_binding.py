@@ -16,7 +16,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcshard as fs
-from funcshard._utils import operator_name
+from funcshard._utils.torch_operators import operator_name
 from funcshard.graph import StepGraph, Traced
 from funcshard.graph.compiling.regions import Cut, region_text
 from funcshard.graph.step_graph import collective_of, starts_and_waits
