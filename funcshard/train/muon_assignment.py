@@ -10,13 +10,13 @@ it.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-
-import torch
 
 from funcshard._utils import table
 from funcshard._utils.table import Shown, Table
@@ -72,44 +72,72 @@ def assign_owners(plan: Plan, matrices: Iterable[str] | None = None) -> Owners:
         [('all_to_all', 36), ('all_to_all', 36)]
     """
     check_plan(plan)
+    chosen_paths = None if matrices is None else set(leaves_under(plan, matrices, "matrix path"))
     matrix_leaves = [
         (unit, buffer, leaf)
         for unit, buffer in trainable_buffers(plan)
         for leaf in buffer.leaves
-        if len(leaf.shape) == 2 and leaf.numel
+        if len(leaf.shape) == 2
+        and leaf.numel
+        and (chosen_paths is None or leaf.path in chosen_paths)
     ]
-    if matrices is not None:
-        chosen_paths = set(leaves_under(plan, matrices, "matrix path"))
-        matrix_leaves = [entry for entry in matrix_leaves if entry[2].path in chosen_paths]
-        if not matrix_leaves:
-            raise ValueError(
-                "matrices must name trainable leaves of two dimensions, or nodes that hold such "
-                f"leaves; found none among {sorted(chosen_paths)[:4]}: choose other paths, or "
-                "leave matrices out to take every matrix"
-            )
+    if chosen_paths is not None and not matrix_leaves:
+        raise ValueError(
+            "matrices must name trainable leaves of two dimensions, or nodes that hold such "
+            f"leaves; found none among {sorted(chosen_paths)[:4]}: choose other paths, or leave matrices "
+            "out to take every matrix"
+        )
     cut_axes = {cut.axis for _, _, leaf in matrix_leaves for cut in leaf.cuts if cut.ranks > 1}
     axes = {
         axis: size for axis, size in plan.mesh_axes.items() if axis == "shard" or axis in cut_axes
     }
-    # The work of each rank so far, on a grid of these axes; ranks along other axes repeat it.
-    load_grid = torch.zeros(*axes.values(), dtype=torch.int64, device="cpu")
-    assigned_matrices = []
-    # Heaviest first: the light ones then fill what the heavy ones left uneven.
-    matrix_leaves.sort(key=lambda entry: (-_work(entry[2]), entry[2].index))
-    for unit, buffer, leaf in matrix_leaves:
+    positions = _positions(axes)
+    load = [0] * len(positions)  # of the ranks along these axes; ranks along others repeat it
+    heaps: dict[tuple[str, ...], list[_Candidate]] = {}
+    assigned = []
+    for unit, buffer, leaf in sorted(
+        matrix_leaves, key=lambda entry: (-_work(entry[2]), entry[2].index)
+    ):
         stages: list[Stage] = [] if "shard" in buffer.local else [None]
         stages += [cut.axis for cut in reversed(leaf.cuts) if cut.ranks > 1]
-        stage_axes = {stage or "shard" for stage in stages}
-        owner_axes = {axis: size for axis, size in axes.items() if axis in stage_axes}
-        # Note: an owner works once for each rank along the axes that its matrix is not cut along,
-        # so what counts is the busiest of these.
-        repeated_dims = [dim for dim, axis in enumerate(axes) if axis not in stage_axes]
-        busiest_load = load_grid.amax(repeated_dims) if repeated_dims else load_grid
-        owner_place = position_of(int(busiest_load.argmin()), owner_axes)
-        load_grid[tuple(owner_place.get(axis, slice(None)) for axis in axes)] += _work(leaf)
-        owners = tuple((stage, owner_place[stage or "shard"]) for stage in stages)
-        assigned_matrices.append(Matrix(unit.name, buffer, leaf, owners))
-    return Owners(tuple(sorted(assigned_matrices, key=lambda m: m.leaf.index)), tuple(axes.items()))
+        along = tuple(axis for axis in axes if axis in [stage or "shard" for stage in stages])
+        if along not in heaps:
+            ranks_by_index: dict[tuple[int, ...], list[int]] = defaultdict(list)
+            for rank, position in enumerate(positions):
+                ranks_by_index[tuple(position[axis] for axis in along)].append(rank)
+            heaps[along] = [(0, *entry) for entry in enumerate(ranks_by_index.items())]
+        best, ranks = _least_loaded(heaps[along], load)
+        for rank in ranks if along else ():
+            load[rank] += _work(leaf)
+        index_along = dict(zip(along, best, strict=True))
+        owners = tuple((stage, index_along[stage or "shard"]) for stage in stages)
+        assigned.append(Matrix(unit.name, buffer, leaf, owners))
+    return Owners(tuple(sorted(assigned, key=lambda m: m.leaf.index)), tuple(axes.items()))
+
+
+# Its load when seen last, its number, index and ranks.
+_Candidate = tuple[int, int, tuple[tuple[int, ...], list[int]]]
+
+
+def _least_loaded(
+    candidates: list[_Candidate], load: Sequence[int]
+) -> tuple[tuple[int, ...], list[int]]:
+    """Return the first group of ranks with the least load, from a heap.
+
+    Loads only grow, so the load that the heap has for a group is never too large. The first group
+    for which it is right has the least load of all.
+    """
+    while True:
+        seen_load, order, (index, ranks) = candidates[0]
+        current_load = max(load[rank] for rank in ranks)
+        if current_load == seen_load:
+            return index, ranks
+        heapq.heapreplace(candidates, (current_load, order, (index, ranks)))
+
+
+def _positions(axes: Mapping[str, int]) -> list[dict[str, int]]:
+    """Return the index along each axis of every rank of a grid, in the order of ranks."""
+    return [position_of(rank, axes) for rank in range(math.prod(axes.values()))]
 
 
 def _work(leaf: LeafSpec) -> int:
@@ -139,8 +167,8 @@ class Matrix:
 
         Without a stage, it is that of the ranks that own the whole matrix.
         """
-        earlier_owners = itertools.takewhile(lambda owner: owner[0] != stage, self.owners)
-        return {axis or "shard": index for axis, index in earlier_owners}
+        before = itertools.takewhile(lambda owner: owner[0] != stage, self.owners)
+        return {axis or "shard": index for axis, index in before}
 
     def shape(self, stage: Stage = "") -> tuple[int, ...]:
         """Return the shape of the slices that meet in ``stage``, or of the whole matrix."""
@@ -150,50 +178,61 @@ class Matrix:
     def part(self, stage: Stage, index: int, peer: int) -> Part:
         """Return the part of the rank at ``index`` along the axis, to swap with ``peer``."""
         if stage is None:
-            in_leaf = self.buffer.part(self.leaf, index)
-            return Part(self.leaf.path, peer, 0, in_leaf.begin, (in_leaf.numel,))
-        # A slice: it lies at its rank's place along the dim that the axis cuts.
+            flat = self.buffer.part(self.leaf, index)
+            return Part(self, peer, 0, flat.begin, (flat.numel,))
         shape = self.shape(stage)
         dim = next(cut.dim for cut in self.leaf.cuts if cut.axis == stage)
-        return Part(self.leaf.path, peer, dim, index * shape[dim], shape)
+        return Part(self, peer, dim, index * shape[dim], shape)
 
-    def sent(self, stage: Stage, ranks: int, back: bool) -> torch.Tensor:
-        """Return the number of elements that each rank along the stage's axis sends its owner.
+    def runs(self, stage: Stage, ranks: int, back: bool) -> list[tuple[range, int]]:
+        """Return the ranks along the stage's axis whose parts are sent, in runs of equal parts.
 
         Arguments:
             stage: the stage.
             ranks: number of ranks along its axis.
-            back: whether the owner sends them back.
+            back: whether the parts are sent back by the owner.
+
+        Returns:
+            Ranks, and the number of elements of the part of each of them.
         """
         if stage is not None:
-            return torch.full((ranks,), math.prod(self.shape(stage)), device="cpu")
-        if self.buffer.shards == 1:
-            # Every rank holds the whole matrix: the owner needs nothing, and all need its update.
+            return [(range(ranks), math.prod(self.shape(stage)))]
+        size, begin = self.buffer.shard_numel, self.leaf.offset
+        end = begin + self.leaf.numel
+        if self.buffer.shards == 1:  # an owner that holds the whole matrix needs nothing
             _, owner = self.owners[0]
-            sent_numels = torch.zeros(ranks, dtype=torch.int64, device="cpu")
-            sent_numels[slice(None) if back else owner] = self.leaf.numel
-            return sent_numels
-        begin = self.leaf.offset
-        shard_edges = torch.arange(ranks + 1, device="cpu") * self.buffer.shard_numel
-        return shard_edges.clamp(begin, begin + self.leaf.numel).diff()
+            return [(range(ranks) if back else range(owner, owner + 1), self.leaf.numel)]
+        first, last = begin // size, (end - 1) // size
+        if first == last:
+            return [(range(first, last + 1), self.leaf.numel)]
+        return [
+            (range(first, first + 1), (first + 1) * size - begin),
+            (range(first + 1, last), size),
+            (range(last, last + 1), end - last * size),
+        ]
 
 
 class Part(NamedTuple):
     """A part of a matrix that a rank sends or receives in a stage.
 
     Attributes:
-        path: path of the matrix.
+        matrix: the matrix.
         peer: the rank along the stage's axis that it goes to, or comes from.
         dim: the dimension along which the parts follow one another.
         begin: where it begins along this dimension.
         shape: its shape; that of elements of a flat shard has one dimension.
     """
 
-    path: str
+    matrix: Matrix
     peer: int
     dim: int
     begin: int
     shape: tuple[int, ...]
+
+    @property
+    def path(self) -> str:
+        """Path of the matrix."""
+        return self.matrix.leaf.path
 
     @property
     def numel(self) -> int:
@@ -259,33 +298,34 @@ class Owners(Shown):
         slices of matrices: to join the slices, and to return them. An all-to-all in which no
         rank sends anything to another one does not run.
         """
-        step_events = [self._event(stage, back=False) for stage in self.stages]
-        step_events += [self._event(stage, back=True) for stage in reversed(self.stages)]
+        stages = self.stages
+        step_events = [
+            *(self._event(stage, back=False) for stage in stages),
+            *(self._event(stage, back=True) for stage in reversed(stages)),
+        ]
         return tuple(event for event in step_events if event is not None)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The stages in which parts meet, in order."""
-        used_stages = {stage for matrix in self.matrices for stage, _ in matrix.owners}
-        # The shard axis first, then the model axes from the innermost, as cuts are undone.
-        return tuple(stage for stage in (None, *reversed(dict(self.axes))) if stage in used_stages)
+        used = {stage for matrix in self.matrices for stage, _ in matrix.owners}
+        return tuple(stage for stage in (None, *reversed(dict(self.axes))) if stage in used)
 
     def all_to_all(self, stage: Stage, position: Mapping[str, int], back: bool) -> AllToAll:
         """Return the part of the rank at ``position`` in a stage, on the way there or back."""
-        axis, ranks = stage or "shard", dict(self.axes)[stage or "shard"]
-        own_index = position[axis]
+        axis = stage or "shard"
+        mine, ranks = position[axis], dict(self.axes)[axis]
         held: list[Part] = []
         owned: list[Part] = []
         for matrix in self.matrices:
             owner = dict(matrix.owners).get(stage)
-            # Ranks off the place of the earlier stages hold nothing of the matrix any more.
             if owner is None or not matrix.place(stage).items() <= position.items():
                 continue
-            holders = matrix.sent(stage, ranks, back).nonzero().flatten().tolist()
-            if own_index in holders:
-                held.append(matrix.part(stage, own_index, owner))
-            if own_index == owner:
-                owned += [matrix.part(stage, rank, rank) for rank in holders]
+            runs = [run for run, _ in matrix.runs(stage, ranks, back)]
+            if any(mine in run for run in runs):
+                held.append(matrix.part(stage, mine, owner))
+            if mine == owner:
+                owned += [matrix.part(stage, rank, rank) for run in runs for rank in run]
         sent, received = (owned, held) if back else (held, owned)
         return AllToAll(
             axis, *_in_order(sent, ranks), *_in_order(received, ranks), self._event(stage, back)
@@ -293,34 +333,39 @@ class Owners(Shown):
 
     def _event(self, stage: Stage, back: bool) -> Event | None:
         """Return the all-to-all of a stage; it counts the busiest rank."""
-        axis, other_axes = stage or "shard", dict(self.axes)
-        ranks = other_axes.pop(axis)
-        # The elements that cross at each rank: as an owner of matrices, and as a holder of parts.
-        # Why tensors: Python would take minutes for the pairs of a thousand ranks.
-        owned, held = torch.zeros(2, *other_axes.values(), ranks, dtype=torch.int64, device="cpu")
-        for matrix in self.matrices:
-            owner, place = dict(matrix.owners).get(stage), matrix.place(stage)
-            if owner is None:
-                continue
-            crossing = matrix.sent(stage, ranks, back)
-            crossing[owner] = 0  # its own part does not cross
-            member_ranks = tuple(place.get(other_axis, slice(None)) for other_axis in other_axes)
-            held[member_ranks] += crossing
-            owned[*member_ranks, owner] += crossing.sum()
-        crossing_bytes = int(torch.maximum(owned, held).max()) * dtype_of(_SENT_DTYPE).itemsize
-        if not crossing_bytes:
-            return None
-        return Event("all_to_all", None, "", _SENT_DTYPE, crossing_bytes, axis, ranks)
+        axis = stage or "shard"
+        ranks = dict(self.axes)[axis]
+        members = [matrix for matrix in self.matrices if stage in dict(matrix.owners)]
+        other_axes = {axis for matrix in members for axis in matrix.place(stage)}
+        # What crosses at a rank, by its place along the other axes: as an owner, and as a holder.
+        owned: Counter[tuple[tuple[int, ...], int]] = Counter()
+        # Why steps from one rank to the next: many ranks in a row hold parts of one size.
+        steps: dict[tuple[int, ...], list[int]] = defaultdict(lambda: [0] * (ranks + 1))
+        for matrix in members:
+            owner, place = dict(matrix.owners)[stage], matrix.place(stage)
+            runs = matrix.runs(stage, ranks, back)
+            kept = sum(numel for run, numel in runs if owner in run)
+            crossing = sum(len(run) * numel for run, numel in runs) - kept
+            own_run = (range(owner, owner + 1), -kept)
+            for key in itertools.product(
+                *([place[a]] if a in place else range(n) for a, n in self.axes if a in other_axes)
+            ):
+                owned[key, owner] += crossing
+                for run, numel in (*runs, own_run):
+                    steps[key][run.start] += numel
+                    steps[key][run.stop] -= numel
+        held = (max(itertools.accumulate(changes)) for changes in steps.values())
+        size = max(*owned.values(), *held, 0, 0) * dtype_of(_SENT_DTYPE).itemsize
+        return Event("all_to_all", None, "", _SENT_DTYPE, size, axis, ranks) if size else None
 
     def _parts(self) -> list[Table]:
         axes = dict(self.axes)
         rows = []
-        for rank in range(math.prod(axes.values())):
-            position = position_of(rank, axes)
-            owned_leaves = [m.leaf for m in self.matrices if m.place().items() <= position.items()]
-            numel = sum(math.prod(leaf.whole_shape) for leaf in owned_leaves)
-            row_counts = map(table.count, [len(owned_leaves), numel, sum(map(_work, owned_leaves))])
-            rows.append([" × ".join(map(str, position.values())), *row_counts])
+        for position in _positions(axes):
+            owned = [m.leaf for m in self.matrices if m.place().items() <= position.items()]
+            numel = sum(math.prod(leaf.whole_shape) for leaf in owned)
+            counts = map(table.count, [len(owned), numel, sum(map(_work, owned))])
+            rows.append([" × ".join(map(str, position.values())), *counts])
         traffic = table.size(sum(event.traffic for event in self.events))
         header = ["rank" if len(axes) == 1 else " × ".join(axes), "matrices", "numel", "work"]
         return [Table(f"Owners of {len(self.matrices)} matrices, {traffic} a step", header, rows)]

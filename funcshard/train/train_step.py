@@ -527,10 +527,13 @@ def _has_data(weight: torch.Tensor) -> bool:
 
 def _first_rank_with(weight: float, mesh: Mesh) -> int:
     """Return the first rank whose ``weight`` is not zero; at least one rank's must not be."""
-    has_data = torch.full((), float(weight > 0), dtype=torch.float32, device=mesh.device)
+    # Note: a recorded weight has no value, so its comparison can be a condition but no number.
+    has_data = torch.full((), 1.0 if weight > 0 else 0.0, dtype=torch.float32, device=mesh.device)
     # One element for each rank, so that the sum holds what an all-gather would.
     data_by_rank = all_reduce_flat(at_own_rank(has_data, mesh), mesh)
-    return int(data_by_rank.argmax().item())
+    # Note: no int(...), because a graph that is recorded has a symbol here.
+    first_rank: int = data_by_rank.argmax().item()  # type: ignore[assignment]
+    return first_rank
 
 
 def _broadcast(buffers: dict[str, torch.Tensor], mesh: Mesh, rank: int) -> dict[str, torch.Tensor]:

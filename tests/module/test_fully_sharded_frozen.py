@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -60,6 +61,12 @@ def test_copies_of_a_sharded_function_are_the_function_itself() -> None:
     f = sharded()
     assert copy.copy(f) is f
     assert copy.deepcopy({"f": [f]})["f"][0] is f
+
+
+def test_a_sharded_function_cannot_be_pickled_and_says_what_can() -> None:
+    words = "it holds the connections of its mesh: .* call fs.save.*; for another process pickle the function of make_func"
+    with pytest.raises(TypeError, match=words):
+        pickle.dumps(sharded())
 
 
 def test_a_sharded_function_can_be_printed() -> None:

@@ -16,7 +16,7 @@ class Tree:
     """The parts of a module tree that kinds are made from."""
 
     def __init__(self, skeleton: Any) -> None:
-        for name in ("specs", "parameters", "paths", "template", "module_indices"):
+        for name in ("specs", "parameters", "paths", "modules"):
             setattr(self, name, getattr(skeleton, name))
 
 
