@@ -29,7 +29,7 @@ from funcshard.comm.shm import transport
 from funcshard.comm.shm.backend import SharedMemoryBackend
 from funcshard.comm.shm.exchange import Exchange
 from tests.collective_oracle import sum_in_order
-from tests.comm.shm.leftovers import memory_in_use, open_files
+from tests.comm.shm.leftovers import memory_in_use
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has memory files and abstract addresses")
@@ -184,27 +184,6 @@ def test_waiting_twice_is_waiting_once() -> None:
             started = [getattr(rank, kind)(some(rank.rank, LARGE)) for rank in world]
             once = [result.clone() for result in finish(started)]
             assert all(map(torch.equal, finish(started), once))
-
-
-@pytest.mark.slow
-def test_hundreds_are_started_before_any_is_waited_for() -> None:
-    with ranks() as world:
-        before, results = open_files(), []
-
-        def start_and_wait(rank: Rank) -> None:
-            started = [rank.all_gather(some(rank.rank, 8, salt)) for salt in range(700)]
-            results.append([(work.wait(), out)[1] for work, out in reversed(started)])
-
-        threads = [threading.Thread(target=start_and_wait, args=(rank,)) for rank in world]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
-        assert len(results) == 2
-        for salt, outs in enumerate(zip(*map(reversed, results), strict=True)):
-            assert all(torch.equal(out, torch.cat([some(0, 8, salt), some(1, 8, salt)])) for out in outs)
-        assert world[0].backend.blocks.pool.made == 1  # one slab
-        assert open_files() - before <= 2
 
 
 CUTS = {

@@ -16,18 +16,6 @@ REPORTS = {
 }
 
 
-def test_each_report_is_a_row_with_its_numbers() -> None:
-    ((title, header, rows, _),) = tabulate(REPORTS)._parts()
-    assert title == "3 reports of one rank and step, h100-8x400gbps"
-    found = {row[0]: dict(zip(header, row, strict=True)) for row in rows}
-    assert found.keys() == REPORTS.keys()
-    assert found["many"]["mesh"] == "8 ranks"
-    assert found["few"]["mesh"] == "8 ranks = 2 replicate × 4 shard"
-    assert found["many"]["budget"].endswith(" MiB left")
-    assert found["few"]["budget"].endswith(" MiB too little")
-    assert [found["no tokens"][key] for key in ("budget", "tokens per second", "MFU")] == ["", "", ""]
-
-
 def test_it_is_shown_as_text_and_as_html() -> None:
     found = tabulate(REPORTS)
     assert str(found) == repr(found)

@@ -168,18 +168,6 @@ def test_of_different_units_those_are_computed_again_first_that_take_the_least_t
     assert chosen == [("u1",), ("u1", "u3", "u2"), ("u1", "u3", "u2", "u0")]
 
 
-def test_one_class_is_offloaded_before_all_are() -> None:
-    model = [Unit(2**22, 2**16, 2**16, 2**16, 10**10)] * 4 + [Unit(2**10, 2**16, 2**16, 2**16, 10**10)]
-    space = Space(meshes=((1, 8),), strategies=("full_shard",), remat=0, kept=1, offload=(False, True))
-    offloaded = {}
-    for budget in ("100MiB", "80MiB"):
-        best = best_of(model, ranks=8, budget=budget, space=space)
-        offloaded[budget] = [unit.name for unit in best.plan.unit_list if unit.offload]
-        assert ("offload all 4 u*" in best.text) == (budget == "80MiB")
-        assert "offload u4" in best.text
-    assert offloaded == {"100MiB": ["u4"], "80MiB": ["u0", "u1", "u2", "u3", "u4"]}
-
-
 def test_neighbours_hold_units_if_the_network_is_slow_and_memory_is_left() -> None:
     model = [Unit(2**24, 2**16, 2**16, 2**16, 10**10)] * 4
     options = {"meshes": ((1, 64),), "strategies": ("full_shard",), "remat": 0, "kept": 0}
