@@ -349,9 +349,11 @@ def _write(
             os.replace(part_folder / name, folder / name)
         if not single:
             # Note: after an export of fewer files, the old ones would be read as parts of it.
-            numbered_names = {file.name for file in folder.glob(_NUMBERED)}
-            for name in {_INDEX, _SINGLE, *numbered_names}.difference(written_names):
-                (folder / name).unlink(missing_ok=True)
+            # The index goes first, because no program may find it without its files.
+            old_names = [_INDEX, _SINGLE, *(file.name for file in folder.glob(_NUMBERED))]
+            for name in old_names:
+                if name not in written_names:
+                    (folder / name).unlink(missing_ok=True)
         sync(folder)
 
 
