@@ -11,6 +11,7 @@ same label.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -56,8 +57,8 @@ class Op(NamedTuple):
 class Group:
     """Ranks that communicate: a process group, an axis of a simulation, or one local rank.
 
-    A kind of group defines ``start``, which takes every collective but the two that have no output
-    yet: ``all_gather_shared`` and ``all_gather_text``.
+    ``start`` takes every collective but the two that have no output yet, ``all_gather_shared`` and
+    ``all_gather_text``.
 
     Attributes:
         rank: position of this rank in the group.
@@ -68,16 +69,34 @@ class Group:
 
     __slots__ = ()
 
-    if TYPE_CHECKING:  # at run time they would be default values of a data class's fields
+    # What every kind of group defines. Why for type checkers alone: at run time the properties
+    # would be default values of a data class's fields, and isinstance is slower with an abstract
+    # base.
+    if TYPE_CHECKING:
 
         @property
+        @abstractmethod
         def rank(self) -> int: ...
 
         @property
+        @abstractmethod
         def size(self) -> int: ...
 
         @property
+        @abstractmethod
         def global_rank(self) -> int: ...
+
+        @abstractmethod
+        def start(self, op: Op) -> Work:
+            """Start a collective."""
+
+        @abstractmethod
+        def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
+            """Return the group of these ranks; they, and no other ranks, have to call this."""
+
+        @abstractmethod
+        def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
+            """Return every rank's ``text``, in order of ranks; waits for all of them."""
 
     @property
     def plain(self) -> Group:
@@ -87,18 +106,6 @@ class Group:
     def around(self, group: Group) -> Group:
         """Return ``group``, a part of this group, with those changes that parts have too."""
         return group
-
-    def start(self, op: Op) -> Work:
-        """Start a collective."""
-        raise NotImplementedError
-
-    def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
-        """Return the group of these ranks; each of them, and no other rank, has to call this."""
-        raise NotImplementedError
-
-    def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
-        """Return every rank's ``text``, in order of ranks; waits for all of them."""
-        raise NotImplementedError
 
     def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """Return an empty 1-D tensor to communicate with, of the dtype and device of ``like``."""
