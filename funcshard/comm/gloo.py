@@ -79,10 +79,7 @@ class Gloo:
         slice_sizes = [len(out)] * self.size
         slice_sizes[self.rank] -= len(full_tensor) - len(sent_slices)
         received_slices = torch.empty_like(sent_slices)
-        elements_each = (
-            _as_known(full_tensor).shape[0] // full_tensor.shape[0]
-        )  # gloo's elements per element of ours
-        split_sizes = [elements_each * slice_size for slice_size in slice_sizes]
+        split_sizes = [_element_width(full_tensor) * slice_size for slice_size in slice_sizes]
         work = dist.all_to_all_single(
             _as_known(received_slices),
             _as_known(sent_slices),
@@ -139,10 +136,8 @@ class Gloo:
 
     def all_to_all(self, op: Op, number: int) -> Work:
         out, full = op.out, op.data
-        # gloo's elements per element of ours
-        element_width = 1 if out.dtype in _DTYPES else out.element_size()
         receive_sizes, send_sizes = (
-            [element_width * size for size in sizes] for sizes in (op.out_sizes, op.sizes)
+            [_element_width(out) * size for size in sizes] for sizes in (op.out_sizes, op.sizes)
         )
         work = dist.all_to_all_single(
             _as_known(out),
@@ -160,6 +155,11 @@ class Gloo:
 
     def _start_broadcast(self, tensor: torch.Tensor, src: int, group: Any) -> Any:
         return dist.broadcast(_as_known(tensor), group=group, group_src=src, async_op=True)
+
+
+def _element_width(tensor: torch.Tensor) -> int:
+    """Return how many elements ``_as_known`` makes of one."""
+    return 1 if tensor.dtype in _DTYPES else tensor.element_size()
 
 
 def _as_known(tensor: torch.Tensor) -> torch.Tensor:
