@@ -304,9 +304,11 @@ def check_held(
 ) -> None:
     """Raise ``ValueError`` unless a file holds every byte of the tensors of a kind."""
     for name, facts in stored.items():
+        if facts.kind != kind:
+            continue
         nbytes = math.prod(facts.shape) * dtype_of(facts.dtype).itemsize
         held_bytes = places.get(name, _NOWHERE).nbytes
-        if facts.kind == kind and held_bytes != nbytes:
+        if held_bytes != nbytes:
             raise ValueError(f"{folder} holds {held_bytes} of {nbytes} needed bytes of {name!r}")
 
 
