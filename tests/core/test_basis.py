@@ -102,12 +102,23 @@ def gradient_by_x(w):
     return [rows.t() for rows in w.columns(jacrev(lambda x: grad(whole_loss)(FLAT, x))(w.x).t())]
 
 
+def gradient_of_rows(w):
+    shards = tuple(shard.detach().requires_grad_() for shard in w.shards)
+    rows = functional.jacobian(lambda *s: w.out(s, w.x), shards, create_graph=True)
+    return torch.autograd.grad(sum(row.square().sum() for row in rows), shards)
+
+
+def gradient_of_all_rows(w):
+    return w.columns(grad(lambda p: total(lambda x: jacrev(whole)(p, x)).square().sum())(FLAT))
+
+
 # What torch is asked for, and the true object, or None if there is none. tests/promises/test_transforms.py has single
 # loops of torch.func; here they loop over each other, over jvp and grad, and inside torch.autograd.functional.
 CASES = {
     "jacrev of grad": (lambda w: jacrev(grad(w.loss))(w.shards, w.x), second_derivatives),
     "functional.jacobian": (lambda w: functional.jacobian(lambda *s: w.out(s, w.x), w.shards), rows_of_all),
     "functional.hessian": (lambda w: functional.hessian(lambda *s: w.loss(s, w.x), w.shards), second_derivatives),
+    "a gradient of functional.jacobian": (gradient_of_rows, gradient_of_all_rows),
     "functional.jacobian by inputs": (
         lambda w: functional.jacobian(lambda x: w.out(w.shards, x), w.x), lambda w: jacrev(whole, 1)(FLAT, w.x),
     ),

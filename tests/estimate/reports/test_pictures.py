@@ -102,17 +102,6 @@ def test_a_pareto_picture_needs_a_report() -> None:
         draw_pareto({})
 
 
-def test_ranks_that_hold_the_same_part_have_the_same_colour() -> None:
-    figure = draw_holdings(plan_of(126, {"replicate": 2, "shard": 4}))
-    (axes,) = figure.axes
-    shades = axes.collections[0].get_array()
-    assert shades.shape == (2, 8)
-    assert (shades[:, :4] == shades[:, 4:]).all()
-    assert len(set(shades[0, :4])) == 4
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["(root)", "126 × blocks.*"]
-    assert axes.texts[1].get_text() == "512.0 KiB a rank, 4 parts × 2 copies"
-
-
 def test_the_map_of_many_ranks_draws_the_first_or_the_given_ones() -> None:
     plan = plan_of(2, 4096)
     (axes,) = draw_holdings(plan).axes
