@@ -76,8 +76,9 @@ def test_a_folder_that_is_deleted_while_a_save_begins_is_made_again(tmp_path: Pa
 
     def late(lock: FileLock) -> Any:
         monkeypatch.undo()
+        taken = acquire(lock)
         shutil.rmtree(path)
-        return acquire(lock)
+        return taken
 
     monkeypatch.setattr(FileLock, "acquire", late)
     begin(path).release()
