@@ -40,6 +40,8 @@ CASES += [
      lambda mesh: profile(APPLY, PARAMS, DATA)),
     ("profile", "a loss as a number of Python", ValueError("must not read values of tensors, because a trace has none"),
      lambda mesh: profile(loss=lambda out: out.sum().item())),
+    ("profile", "a loss of every sample", ValueError("the loss must be a scalar; found a tensor of shape [8, 1]"),
+     lambda mesh: profile(loss=lambda out: out.square())),
     ("profile", "a dtype instead of a precision",
      TypeError("precision must be a MixedPrecision, a plan or None; found torch.bfloat16"),
      lambda mesh: profile(precision=torch.bfloat16)),
