@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import forkserver
 
@@ -20,6 +21,26 @@ def pytest_configure(config: pytest.Config) -> None:
     # when it is ready.
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         import tests.ranks  # noqa: F401  # torch, before warnings are errors
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="run every case of long tables, and the longest tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what runs at night, unless you name a test by its id."""
+    left_out, cases = [], Counter[str]()
+    for item in items:
+        if mark := item.get_closest_marker("nightly"):
+            item.add_marker(pytest.mark.slow)
+            table, one_in = item.nodeid.partition("[")[0], mark.kwargs.get("one_in")
+            if one_in is None or cases[table] % one_in:
+                left_out.append(item)
+            cases[table] += 1
+    if not config.getoption("--nightly") and not any("::" in arg for arg in config.args):
+        config.hook.pytest_deselected(items=left_out)
+        names = {item.nodeid for item in left_out}
+        items[:] = [item for item in items if item.nodeid not in names]
 
 
 gc.disable()  # until the collection has ended: modules and tests are all kept, and are many

@@ -30,6 +30,6 @@ def ask_until_they_end(mesh: fs.Mesh) -> int:
     return ended
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_profiled_work_that_ends_while_it_is_asked_does_not_hang() -> None:
     assert run_ranks(ask_until_they_end, 2, timeout=60) == [200, 200]

@@ -98,7 +98,7 @@ for batch in batches:
 
 
 @needs_linux
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_private_names_of_torch_the_library_is_imported_and_trains() -> None:
     names, count = [*NAMES], 3
     # Why not neighbours together: some of them stand in for each other.

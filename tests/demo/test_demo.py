@@ -171,7 +171,7 @@ runpy.run_module("funcshard", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_joins_the_world_of_torchrun_which_starts_it_again_after_a_rank_was_killed(tmp_path: Path, text: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     (tmp_path / "killed_once.py").write_text(KILLED_ONCE)
@@ -192,7 +192,7 @@ SIGNALS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize(("ranks", "mesh", "number", "everyone"), SIGNALS.values(), ids=SIGNALS)
 def test_a_signal_ends_it_after_the_step_and_saves(
     ranks: list[str], mesh: tuple[int, int], number: signal.Signals, everyone: bool, tmp_path: Path, text: Path
@@ -213,7 +213,7 @@ def test_a_signal_ends_it_after_the_step_and_saves(
     assert "Traceback" not in before + out + err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_second_ctrl_c_ends_it_at_once() -> None:
     code = "from tests.demo.test_demo import launch, deaf; raise SystemExit(launch(deaf, ranks=2))"
     process = start("-c", code, forked=True)

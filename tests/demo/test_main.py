@@ -146,7 +146,7 @@ def test_help_describes_every_flag(command: str, flags: str, capsys: pytest.Capt
         assert len(text.split()) >= 4, f"--{flag} is not described: {text}"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_works_without_rich(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("a line like any other\n" * 200)

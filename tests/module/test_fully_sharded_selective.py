@@ -136,7 +136,7 @@ def check(place, policy, *, remat=(), **options):
             assert call.events == call.predicted(**PREDICTED[place])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @crossed(place=list(PLACES), strategy=["full_shard", "shard_grad_op", "no_shard"], policy=list(POLICIES))
 def test_every_policy_in_every_place_changes_no_bit_and_no_collective(place, strategy, policy):
     check(place, policy, strategy=strategy)

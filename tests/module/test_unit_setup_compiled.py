@@ -196,7 +196,7 @@ def test_a_module_in_full_precision_without_parameters_keeps_its_unit_from_being
 
 
 @OF_OURS
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize(
     "kind", ["unshard", "reshard", "fully_shard", "psum", "pmean", "global_norm", "clip_by_global_norm", "shard", "gather"]
 )

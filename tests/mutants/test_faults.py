@@ -46,7 +46,7 @@ def test_every_fault_has_its_place_in_the_library_and_changes_it() -> None:
     assert not gone, f"their code has changed: `python -m tests.mutants draw --missing` draws others; edit {REVERTS.name}"
 
 
-@pytest.mark.slow  # it starts pytest
+@pytest.mark.nightly  # it starts pytest
 def test_a_test_that_was_renamed_since_the_coverage_catches_nothing(tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir()

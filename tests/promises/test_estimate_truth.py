@@ -80,13 +80,13 @@ def test_the_simulated_peak_is_the_measured_one():
     assert len(check(FAST)) > 80
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_simulated_peak_is_the_measured_one_for_every_model_strategy_precision_remat_and_offload():
     rest = [name for name in SIMULATED if name not in FAST]  # the test above has checked those
     assert len(check(rest)) + len(FAST) == len(SIMULATED) > 270
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "slices"])
 @pytest.mark.parametrize("remat", ["none", "remat"])
 def test_the_simulated_peak_is_the_measured_one_with_frozen_units(monkeypatch, strategy, remat):
@@ -118,7 +118,7 @@ def test_every_case_is_in_the_file():
     assert MEASURED["cases"].keys() == CASES.keys()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("server_of_forks")
 def test_a_rank_alone_takes_the_memory_that_the_allocator_gives_to_a_rank_over_gloo():
     names, shape = ["gpt no_shard bf16", "gpt full_shard bf16 remat", "moe full_shard"], {"shard": 2}

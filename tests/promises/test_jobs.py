@@ -39,7 +39,7 @@ def check(job: Job, folder: Path) -> None:
         assert outcome.losses == twin.losses
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_a_job_trains_as_the_plain_module_to_the_bits_of_its_plain_twin_which_was_restored(job: Job, tmp_path: Path) -> None:
     check(job, tmp_path)

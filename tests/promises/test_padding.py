@@ -155,7 +155,7 @@ FUNCTIONS: dict[str, Callable[[Setting], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_nan_on_the_padding_changes_no_result(function: Callable[[Setting], Any], tmp_path: Path) -> None:
     if function is traced and torch.__version__ < "2.13":

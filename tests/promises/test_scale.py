@@ -46,7 +46,7 @@ def without_digits(text: str) -> str:
     return re.sub(r"\d+", "0", text)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_rank_of_16384_holds_and_sends_what_one_of_8_does() -> None:
     few = smallest(FEW)
     check_runs(few, smallest(MANY))

@@ -172,6 +172,7 @@ def difference(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor
 
 
 def on_four_ranks(mesh: fs.Mesh) -> dict[str, float]:
+    assert with_buffers(mesh)[-1] == [1.0]  # of the first data rank
     found = {}
     losses, reference = train_unsharded(torch.float64)
     peer = train_fsdp2(mesh, torch.float64)
@@ -241,27 +242,33 @@ class Scaled(nn.Module):
         return x * self.weight * self.scale
 
 
-def with_buffers(mesh: fs.Mesh) -> tuple[float, list[float], list[float]]:
-    """Return loss, gradient and the changed buffer of two calls; the loss is a DTensor that is still to be added up."""
+def with_buffers(mesh: fs.Mesh) -> tuple[float, list[float], list[float], list[float]]:
+    """Return loss, gradient and the changed buffer of two calls, and the buffer of a step of ranks that differ.
+
+    The loss is a DTensor that is still to be added up.
+    """
     model = parallelize_module(nn.Sequential(Scaled()), mesh.device_mesh["tensor"], {"0": SequenceParallel()})
     apply, params, buffers = fs.make_functional(model, mutable=True)
     plan = fs.make_plan(params, mesh)
     sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
     x = torch.full((2, 3, WIDTH), float(1 + mesh.rank))  # this rank's part of the sequence
 
-    def loss_fn(shards: Any, buffers: Any) -> tuple[torch.Tensor, Any]:
+    def loss_fn(shards: Any, buffers: Any, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
         out, new_buffers = sharded(shards, buffers, x)
         return out.sum(), new_buffers
 
     for _ in range(2):
-        (loss, buffers), grads = fs.value_and_grad(loss_fn, has_aux=True)(shards, buffers)
+        (loss, buffers), grads = fs.value_and_grad(loss_fn, has_aux=True)(shards, buffers, x)
     assert isinstance(buffers["0.calls"], DTensor)
-    return loss.item(), grads[""]["float32"].tolist(), buffers["0.calls"].full_tensor().tolist()
+    step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.SGD), plan, mesh, mutable=True)
+    state, _ = step(step.init(shards, {**buffers, "0.calls": buffers["0.calls"] * mesh.shard.rank}), x)
+    calls = [each["0.calls"].full_tensor().tolist() for each in (buffers, state.buffers)]
+    return loss.item(), grads[""]["float32"].tolist(), *calls
 
 
 def on_two_ranks(mesh: fs.Mesh) -> list[float]:
     assert difference(initialised(mesh), whole(dict(build(torch.float32).named_parameters()))) == 0
-    assert with_buffers(mesh) == (2 * 3 * WIDTH * 2.0 * (1 + 2), [2 * 3 * 2.0 * (1 + 2)] * WIDTH, [2.0])
+    assert with_buffers(mesh) == (2 * 3 * WIDTH * 2.0 * (1 + 2), [2 * 3 * 2.0 * (1 + 2)] * WIDTH, [2.0], [1.0])
     _, reference = train_unsharded(torch.float64)
     kept, (losses, repeated) = (train(mesh, torch.float64, strategy=how) for how in ("full_shard", "no_shard"))
     # Collectives of DTensors are operations of the graph.

@@ -411,7 +411,7 @@ def run_all(run, strategy, world, *args):
     run(check, 4 if shape else world, strategy, *args, shape=shape, timeout=150)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize(("strategy", "world"), CASES, ids=lambda x: str(x).replace("'", ""))
 def test_transforms_of_shards_are_those_of_the_whole(strategy, world):
     run_all(run_simulated, strategy, world)

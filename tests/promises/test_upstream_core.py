@@ -158,6 +158,7 @@ def train_every_way(mesh: fs.Mesh, name: str) -> dict[str, torch.Tensor]:
     return params
 
 
+@pytest.mark.nightly(one_in=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_training_equals_ddp_to_the_bit_and_communicates_as_predicted(name):
     first, second = run_ranks(train_every_way, 2, name, timeout=200)

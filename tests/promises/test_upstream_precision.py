@@ -201,7 +201,7 @@ TABLE = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("named", "full", "scaled"), TABLE)
 def test_every_way_moves_the_dtypes_of_its_precision_and_equals_plain_torch(named, full, scaled, strategy):

@@ -44,7 +44,7 @@ def subjects_of(info: Any) -> list[Subject]:
     return subjects
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_module_of_torch_equals_itself(part):

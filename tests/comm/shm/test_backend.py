@@ -161,7 +161,7 @@ FORMS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_collective_of_every_kind_of_tensor(size, dtype) -> None:
@@ -321,7 +321,7 @@ ALL_WAIT, SOME_DROP = (), ((0,), (1,), (0, 1))
 DROPPED = [(name, ALL_WAIT) for name in REPEATED] + [(name, d) for name in REPEATED if name != "sums" for d in SOME_DROP]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize(("name", "dropping"), DROPPED, ids=str)
 def test_memory_is_used_again_also_of_collectives_that_ranks_do_not_wait_for(name, dropping) -> None:
     collectives, most = REPEATED[name]

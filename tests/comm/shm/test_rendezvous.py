@@ -195,6 +195,7 @@ STRANGERS: dict[str, Callable[[str], list[socket.socket]]] = {
 }
 
 
+@pytest.mark.slow
 @leaves_nothing
 @pytest.mark.parametrize("name", STRANGERS)
 def test_a_stranger_is_hung_up_and_keeps_no_rank_from_being_connected(name) -> None:

@@ -16,7 +16,7 @@ HERE = Source("a test")
 TINY = Reference(width=16, heads=2, layers=1, batch=2, length=8, vocabulary=11)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_measures_in_processes_and_writes_a_file_that_loads(tmp_path):
     path, lines = tmp_path / "here.json", []
     hardware = calibrate(path, sizes=(1 << 10, 1 << 18), seconds=0.002, reference=TINY, progress=lines.append)

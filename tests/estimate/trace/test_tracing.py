@@ -218,7 +218,7 @@ def summary(tape):
     }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_folded_trace_says_what_the_whole_one_says_and_every_parameter_gets_a_gradient(name):
     params, folded = {path for path, _ in MODELS[name]()[1].named_parameters()}, summary(tape_of(name))
@@ -483,7 +483,7 @@ ALIKE = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("name", ALIKE)
 def test_one_module_stands_for_others_only_if_they_trace_alike(name):
     folded, whole = (summary(trace(ALIKE[name](), torch.zeros(8, 4, 16), fold=fold)) for fold in (True, False))

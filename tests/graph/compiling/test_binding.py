@@ -63,7 +63,7 @@ def test_no_compiler_gets_a_sum_in_the_order_of_an_index(name: str) -> None:
     assert f"aten::{name}" in alone
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("case", BITS)
 def test_regions_that_run_as_they_are_give_the_bits_and_the_collectives_of_the_step(case: str) -> None:
     ranks, options = CASES[case]

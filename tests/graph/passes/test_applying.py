@@ -71,7 +71,7 @@ def compare(mesh: fs.Mesh, passes: dict[str, Pass], **options: Any) -> dict[str,
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=2)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_all_passes_in_a_row_keep_the_bits(setting: str) -> None:
     ranks, options = SETTINGS[setting]
