@@ -7,7 +7,7 @@
 - ``leaf_slices``: leaves that are slices of whole tensors, and boxes of tensors.
 - ``mesh_axes``: the axes of a mesh, and the position of each rank.
 - ``planner``: ``make_plan``. ``leaves``: the leaves of a tree, and their ties. ``globs``: the nodes
-  of a tree that globs name. ``unit_options``: the units that the user names, and their options.
+  that globs name. ``unit_options``: the units that the user names, and their options.
   ``local_leaves``: leaves whose values differ along mesh axes. ``layout``: which unit owns each
   leaf, and where the leaf lies in its buffers. ``small_units``: which small units become one group.
 - ``stacked``: ``stack`` and ``unstack``, layers whose leaves have the shape ``[L, ...]``.
@@ -18,8 +18,7 @@
 - ``events``: ``Event``, ``record_events``: the collectives that ran.
 - ``schedule``: ``Schedule``: when units are gathered ahead of their use.
 - ``execution_order``: the gathers of a call, in order, for prediction and runtime.
-- ``step_options``: when the gradients of micro-batches are reduced, and which modules backward
-  computes again.
+- ``step_options``: the options ``reduce`` and ``remat``.
 - ``predict``: ``predict_events``: the collectives of a step.
 """
 

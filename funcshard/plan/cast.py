@@ -13,19 +13,18 @@ from funcshard.plan.unit_plan import BufferPlan, UnitPlan
 class Cast(NamedTuple):
     """A pair of pure functions around the all-gather of a flat buffer.
 
-    The pair replaces the cast to ``param_dtype``. It applies to parameters only: tangents, and all
-    other data that is gathered in the way of a shard, use the plain cast.
+    The pair replaces the cast to ``param_dtype``, of parameters only: tangents use the plain cast.
 
-    Gradients ignore the pair. They are gradients with respect to the gathered values, and they are
-    reduced in ``reduce_dtype``. If the pair rounds, this is a straight-through estimate.
+    Gradients ignore the pair: they are gradients by the gathered values, reduced in
+    ``reduce_dtype``. If your pair rounds, they are straight-through estimates.
 
     Attributes:
-        pre_all_gather: function from this rank's shard, 1-D, to the data sent: a 1-D tensor of any
-            dtype that has the same size on every rank. Backward may gather a unit again, so within
-            a step the function must return the same data for the same shard.
-        post_all_gather: function from the data received to the flat buffer in the dtype to compute
-            in. The data has the shape ``[ranks, size]``, one row from each rank. The result is a
-            1-D tensor of at least ``ranks * shard.numel()`` elements; further elements are ignored.
+        pre_all_gather: function from this rank's 1-D shard to the data sent: a 1-D tensor of any
+            dtype, of the same size on every rank. Backward may gather again, so within a step
+            return the same data for the same shard.
+        post_all_gather: function from the data received, of shape ``[ranks, size]``, to the flat
+            buffer in the dtype to compute in: a 1-D tensor of at least ``ranks * shard.numel()``
+            elements, of which the others are ignored.
 
     Example:
         >>> import torch, funcshard as fs

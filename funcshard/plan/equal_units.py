@@ -1,9 +1,7 @@
 """Equal units as one: the groups that tables, pictures and comparisons show as one row.
 
-``plan_table`` is the table of a printed plan.
-
-Two units are equal if they differ in numbers in their names alone: leaves of the same paths, shapes
-and dtypes, and the same options. A model of 126 equal blocks is one group, "126 × blocks.*".
+Two units are equal if they differ in the numbers in their names alone: a model of 126 equal blocks
+is one group, "126 × blocks.*".
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ class UnitGroup:
     """Equal units of a plan, in plan order.
 
     Attributes:
-        title: name of the group for tables: ``"126 × blocks.*"``, or a unit's own title if the
-            group has one unit.
+        title: name for tables: ``"126 × blocks.*"``, or the title of the only unit.
         units: the units.
     """
 
@@ -59,9 +56,6 @@ def fold_units(
         units: the units, in plan order.
         key: a function of a unit; units for which it differs are not equal.
 
-    Returns:
-        The groups; each unit is in exactly one.
-
     Example:
         >>> import torch, funcshard as fs
         >>> from funcshard.plan import fold_units
@@ -88,8 +82,7 @@ def fold_units(
 def representatives(units: Iterable[UnitPlan]) -> dict[str, UnitPlan]:
     """Return, by name of each unit, the first unit of the same sizes and the same collectives.
 
-    Such units agree in all but names and the leaves inside their buffers. A large model has few of
-    them, so what depends on sizes alone is worked out once for each.
+    A large model has few of them, so what depends on sizes alone is worked out once for each.
 
     Example:
         >>> import torch, funcshard as fs
@@ -168,10 +161,7 @@ def _glob(names: Sequence[str]) -> str:
 
 
 def plan_table(fingerprint: str, mesh_axes: Mapping[str, int], units: Sequence[UnitPlan]) -> Table:
-    """Return the table of a plan.
-
-    Equal units are one row, with the numbers of one of them; the total counts them all.
-    """
+    """Return the table of a plan, with equal units as one row and a total of all."""
     unit_groups = fold_units(units)
     header = ["unit", "buffer", "leaves", "numel", "padding", "bytes a rank", "strategy"]
     rows = [
@@ -187,7 +177,7 @@ def plan_table(fingerprint: str, mesh_axes: Mapping[str, int], units: Sequence[U
 
 
 def _sums(buffers: Sequence[BufferPlan]) -> list[str]:
-    """Return the number of leaves, elements, padding elements and bytes a rank of some buffers."""
+    """Return the number of leaves, elements, padding elements and bytes a rank."""
     leaves = sum(len(buffer.leaves) for buffer in buffers)
     numel = sum(buffer.numel for buffer in buffers)
     padding = sum(buffer.padded_numel for buffer in buffers) - numel
@@ -196,7 +186,7 @@ def _sums(buffers: Sequence[BufferPlan]) -> list[str]:
 
 
 def _strategy(unit: UnitPlan, buffer: BufferPlan) -> str:
-    """Return the strategy of a buffer, followed by its offload and dtypes if they are special."""
+    """Return the strategy of a buffer, with its offload and dtypes if they are special."""
     strategy_words = [unit.strategy]
     if buffer.local == AXES:
         strategy_words = ["local to a rank"]

@@ -1,4 +1,4 @@
-"""The collectives that a rank issues: recorded as events, and logged by ``funcshard.comm``."""
+"""The collectives that a rank issues: recorded as events, and logged as ``funcshard.comm``."""
 
 from __future__ import annotations
 
@@ -24,13 +24,11 @@ class Event:
     Attributes:
         kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"`` or
             ``"ppermute"``.
-        unit: name of the unit; ``None`` for a collective that belongs to no unit (``psum``,
-            ``muon``).
-        buffer: key of the unit's flat buffer; ``""`` for a collective that belongs to no unit.
+        unit: name of the unit; ``None`` for collectives of no unit (``psum``, ``muon``).
+        buffer: key of the unit's flat buffer; ``""`` for collectives of no unit.
         dtype: name of the dtype of the data sent.
-        bytes: size of the whole buffer: the output of an all-gather, the input of a reduction. An
-            all-to-all and a ``ppermute`` have no such buffer: here it is the most that one rank
-            sends to other ranks, or receives from them.
+        bytes: size of the whole buffer: the output of an all-gather, the input of a reduction. For
+            an all-to-all or a ``ppermute``: the most that one rank sends or receives.
         axis: the mesh axis of the collective, such as ``"shard"``.
         ranks: number of ranks on that axis.
 
@@ -53,7 +51,7 @@ class Event:
 
     @property
     def traffic(self) -> int:
-        """Least number of bytes that a rank must send; in an exchange, of the busiest rank."""
+        """Least number of bytes that a rank, or the busiest rank of an exchange, must send."""
         # An exchange counts what the busiest rank sends, which is its bytes already.
         if self.kind in ("all_to_all", "ppermute"):
             return self.bytes
@@ -65,7 +63,7 @@ class Event:
 def record_events() -> Iterator[list[Event]]:
     """Record the collectives that the ``with`` block issues on this rank, in order.
 
-    A backward inside the block runs in the thread that calls it, on CUDA too.
+    A backward that you run in the block stays in your thread, on CUDA too.
 
     Yields:
         A list of ``Event`` that grows while the block runs.
@@ -85,7 +83,7 @@ def record_events() -> Iterator[list[Event]]:
 
 @contextlib.contextmanager
 def record_events_apart() -> Iterator[list[Event]]:
-    """Record collectives as ``record_events`` does, hidden from ``with`` blocks around it."""
+    """Record collectives as ``record_events`` does, hidden from blocks around it."""
     with _recorded_by(()) as recorded_events:
         yield recorded_events
 
@@ -124,5 +122,5 @@ def emit(event: Event) -> None:
 
 
 def recording() -> bool:
-    """Return whether events are recorded or logged; hot paths build events only then."""
+    """Return whether events are recorded or logged."""
     return bool(_recorders.get()) or _log.isEnabledFor(logging.DEBUG)

@@ -1,9 +1,8 @@
 """The order of a call: which units are gathered, and when.
 
 Two small state machines without tensors. The prefetcher of ``core`` drives them with the calls of a
-real program; ``predict_events`` drives them with the calls that the schedule lists. So a prediction
-and a run cannot disagree about a rule. A program that leaves the schedule needs no second set of
-rules: the machines answer any order of calls.
+real program, ``predict_events`` with those of the schedule. So a run and its prediction share each
+rule, and a program may leave the schedule.
 
 - ``ForwardOrder``: the gathers of forward.
 - ``BackwardOrder``: the gathers of backward, of units that were resharded after forward.
@@ -21,11 +20,11 @@ class ForwardOrder:
     """Decide which units forward gathers, and when.
 
     Arguments:
-        schedule: the order in which forward is expected to call units, and how far to gather ahead.
+        schedule: the expected order of calls, and how far to gather ahead.
         known: whether the order of the schedule is more than a guess.
 
     Attributes:
-        ran: names of the units that forward has called so far.
+        ran: the units that forward has called so far.
     """
 
     def __init__(self, schedule: Schedule, *, known: bool = True) -> None:
@@ -37,21 +36,18 @@ class ForwardOrder:
         self._last = {name: order_position for order_position, name in enumerate(schedule.order)}
 
     def gather(self, name: str) -> bool:
-        """Return whether to gather a unit as forward calls it: no if its gather has started."""
+        """Return whether to gather a unit now that forward calls it."""
         if name in self._gathered:
             return False
         self._gathered.add(name)
         return True
 
     def call(self, name: str, *, stays: bool) -> bool:
-        """Note that forward calls a unit.
+        """Note that forward calls a unit; return whether it stays gathered for its next call.
 
         Arguments:
             name: the unit.
             stays: whether the unit stays gathered after forward.
-
-        Returns:
-            Whether its gathered buffers are kept for the next call of this unit.
         """
         schedule_order, order_position = self._schedule.order, len(self.ran)
         # Once forward has left the schedule, it gathers on demand for the rest of the call.
@@ -89,13 +85,12 @@ class BackwardOrder:
     """Decide which units backward gathers again, and when.
 
     A *use* is one call of a unit whose gathered leaves backward needs. Uses are numbered, and each
-    has a moment: an integer that grows in the order in which backward reaches the uses.
+    has a moment: an integer that grows as backward proceeds.
 
     Arguments:
         schedule: how far to gather ahead.
         units: the name of the unit of each use, by number.
-        reaches: whether the backward that runs may reach a use, by number. Every rank has to give
-            the same answer, so it must not depend on what is in the memory of a rank.
+        reaches: whether the backward that runs may reach a use, by number.
     """
 
     def __init__(
@@ -106,17 +101,19 @@ class BackwardOrder:
     ) -> None:
         self._schedule = schedule
         self._units = units
+        # Note: every rank has to give the same answer, or gathers would differ; so it must not
+        # depend on what is in a rank's memory.
         self._reaches = reaches
         self._uses: Sequence[tuple[int, int]] = ()
         self._started: set[int] = set()
         self._gathered: set[int] = set()
 
     def expect(self, uses: Sequence[tuple[int, int]]) -> None:
-        """Set the uses that backward will reach: ``(moment, number)`` of each, by moment."""
+        """Set the uses that backward will reach: ``(moment, number)``, by moment."""
         self._uses = uses
 
     def gather(self, number: int) -> bool:
-        """Return whether to gather a use as backward needs it: no if its gather has started."""
+        """Return whether to gather a use now that backward needs it."""
         if number in self._started:
             return False
         self._started.add(number)
@@ -132,12 +129,7 @@ class BackwardOrder:
         self._gathered.discard(number)
 
     def prefetch(self, moment: int, *, most: int | None = None) -> list[int]:
-        """Return the uses after ``moment`` to gather ahead now.
-
-        Arguments:
-            moment: the moment that backward has reached.
-            most: the number of uses ahead; by default the schedule's limit.
-        """
+        """Return the uses after ``moment`` to gather ahead now, at most ``most`` or the limit."""
         ahead_uses = []
         uses_left = self._schedule.limit if most is None else most
         for order_position in range(

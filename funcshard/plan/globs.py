@@ -21,7 +21,7 @@ _PATTERNS = {"**.": r"(?:.*\.)?", ".**": r"(?:\..*)?", "**": ".*", "*": "[^.]*"}
 
 @functools.lru_cache(maxsize=256)
 def matcher(glob: str) -> Callable[[str], object]:
-    """Return a function from a path to a true value if the path or glob matches it.
+    """Return a function that is true of the paths that a path or glob matches.
 
     Example:
         >>> from funcshard.plan.globs import matcher
@@ -46,8 +46,8 @@ def match(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str) -> d
 
     Arguments:
         globs: paths or globs.
-        uses: the paths of each leaf of the tree; a tied leaf has several.
-        noun: the word for a glob in error messages, such as ``"unit"``.
+        uses: the paths of each leaf; a tied leaf has several.
+        noun: the word for a glob in errors, such as ``"unit"``.
 
     Raises:
         TypeError: ``globs`` is not a list of strings.
@@ -73,16 +73,7 @@ def last_match(globs: Collection[str], name: str) -> str | None:
 
 
 def names_under(globs: Any, names: Sequence[str], option: str) -> list[str]:
-    """Return the names at or below a node that one of ``globs`` matches; there may be none.
-
-    Arguments:
-        globs: paths or globs.
-        names: dotted names.
-        option: the option that holds the globs, for errors.
-
-    Raises:
-        TypeError: ``globs`` is not a list of strings.
-    """
+    """Return the names at or below a node that one of ``globs`` matches; there may be none."""
     tree_nodes = dict.fromkeys(nodes_of((name,) for name in names))
     matched_nodes = {
         node_path
@@ -113,7 +104,7 @@ def _nodes_of(uses: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
 
 
 def list_of_globs(globs: Any, option: str) -> list[Any]:
-    """Return the elements of a list of paths or globs, or raise ``TypeError`` if it is none."""
+    """Return a list of paths or globs as a list; ``TypeError`` if it is none."""
     # Why tensors: they are iterable, and their elements are no better.
     if isinstance(globs, str | torch.Tensor) or not isinstance(globs, Iterable):
         raise _no_globs(option, globs)
@@ -121,7 +112,6 @@ def list_of_globs(globs: Any, option: str) -> list[Any]:
 
 
 def _no_globs(option: str, value: Any, place: str = "") -> TypeError:
-    """Return the error for a value that is no list of paths or globs, or no path in one."""
     remedy = ""
     if isinstance(value, str):
         remedy = f": write [{value!r}]"
@@ -138,14 +128,12 @@ def _matched(glob: Any, nodes: Collection[str], option: str) -> list[str]:
         raise _no_globs(option, glob, " in it")
     if "*" in glob:
         return list(filter(matcher(glob), nodes))
+    # Note: callers pass dictionaries as ``nodes``, so that this is no search.
     return [glob] * (glob in nodes)
 
 
 def found_by(glob: Any, nodes: Collection[str], noun: str) -> list[str]:
-    """Return the nodes that one glob matches; raise if there is none. The root matches itself.
-
-    ``nodes`` is a dictionary of nodes, or another collection that finds one without a search.
-    """
+    """Return the nodes that one glob matches; raise if there is none. The root matches itself."""
     matched_nodes = _matched(glob, nodes, f"{noun}s")
     if not matched_nodes and glob != "":
         raise ValueError(
@@ -156,7 +144,6 @@ def found_by(glob: Any, nodes: Collection[str], noun: str) -> list[str]:
 
 
 def _remedy(glob: str, nodes: Collection[str]) -> str:
-    """Return the end of the error for a glob that matches nothing."""
     above, _, last = glob.rpartition(".")
     # The usual mistake with layers as lax.scan has them: there is one leaf, not L.
     if last.isdecimal() and above in nodes:
@@ -173,7 +160,7 @@ def _remedy(glob: str, nodes: Collection[str]) -> str:
 
 
 def some(paths: Sequence[str], most: int = 4) -> str:
-    """Return the first few paths and the number of the rest, as text for an error message."""
+    """Return the first few paths and the number of the rest, for an error message."""
     shown_paths = ", ".join(map(repr, paths[:most]))
     if len(paths) > most:
         shown_paths += f" and {len(paths) - most} more"

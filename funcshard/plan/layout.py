@@ -1,8 +1,4 @@
-"""``lay_out``: which unit owns each leaf, and where the leaf lies in the unit's flat buffers.
-
-A layout depends on the tree and on the paths of the units alone. Plans of one model for other
-meshes and strategies share it, so a sweep over thousands of plans works it out once.
-"""
+"""``lay_out``: which unit owns each leaf, and where the leaf lies in the unit's flat buffers."""
 
 from __future__ import annotations
 
@@ -36,17 +32,12 @@ class Layout(NamedTuple):
 def lay_out(
     structure: tree.Structure, leaves: Sequence[Leaf], paths: Mapping[str, tuple[str, ...]]
 ) -> dict[str, Layout]:
-    """Return the layout of each unit that owns a leaf, by name.
-
-    Arguments:
-        structure: the structure of the whole tree.
-        leaves: all leaves.
-        paths: the paths of each unit by name, the root among them.
-    """
+    """Return the layout of each unit that owns a leaf, by name."""
     return dict(_laid_out(structure, tuple(leaves), tuple(paths.items())))
 
 
 # Why few: a layout holds every leaf of its model.
+# Why a cache: plans for other meshes and strategies share a layout, so a sweep works it out once.
 @functools.lru_cache(maxsize=4)
 def _laid_out(
     structure: tree.Structure,
@@ -123,6 +114,7 @@ def _buffer(local: tuple[str, ...], frozen: bool, dtype: str, leaves: Sequence[L
             )
         )
         offset += math.prod(leaf.shape)
+    # Note: plans on disk hold these keys, and fingerprints depend on them, so they may not change.
     buffer_key = dtype + ".frozen" * frozen
     if local:
         buffer_key += ".local" if local == AXES else f".local_{'_'.join(local)}"

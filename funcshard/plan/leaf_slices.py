@@ -1,7 +1,6 @@
 """Which box of a whole tensor a rank's slice of a leaf is, and of which boxes a run consists.
 
-A leaf that is cut along mesh axes is a slice of a larger tensor, the *whole tensor*. State dicts
-and checkpoints hold whole tensors. Everything here is arithmetic on shapes.
+State dicts and checkpoints hold the *whole tensor* of a leaf that is cut along mesh axes.
 """
 
 from __future__ import annotations
@@ -51,12 +50,7 @@ class Box(NamedTuple):
 
 
 def own_axes(local: Iterable[str], cuts: Iterable[LeafCut]) -> tuple[str, ...]:
-    """Return the axes along which a leaf differs and no whole tensor joins the ranks' values.
-
-    Arguments:
-        local: the axes along which the leaf differs, ``BufferPlan.local``.
-        cuts: how the leaf is a slice of a whole tensor, ``LeafSpec.cuts``.
-    """
+    """Return the axes along which a leaf differs without being a slice of a whole tensor."""
     cut_axes = {cut.axis for cut in cuts}
     return tuple(axis for axis in local if axis not in cut_axes)
 
@@ -68,7 +62,7 @@ def slice_offsets(
 
     Arguments:
         shape: shape of the slice.
-        cuts: the cuts that made it, the outermost one first.
+        cuts: the cuts that made it, outermost first.
         position: index of the rank along each mesh axis; 0 along axes that are left out.
 
     Example:
@@ -85,7 +79,7 @@ def slice_offsets(
 
 
 def boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
-    """Split the elements ``begin : end`` of a raveled tensor into boxes, in that order.
+    """Split the elements ``begin : end`` of a raveled tensor into boxes, in order.
 
     Example:
         >>> [tuple(box) for box in boxes((3, 4), 2, 9)]
@@ -95,6 +89,8 @@ def boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
         return []
     if len(shape) <= 1:
         return [Box((begin,), (end - begin,))] if shape else [Box((), ())]
+    # Note: a run is the tail of a row, whole rows, and the head of a row. Head and tail have one
+    # dimension fewer, so they are split likewise.
     row_numel = math.prod(shape[1:])
     row, head_elements = divmod(begin, row_numel)
     last_row, tail_elements = divmod(end, row_numel)

@@ -1,9 +1,4 @@
-"""The leaves of a parameter tree: each tensor once, with all paths at which the model uses it.
-
-A plan is data. The keys of dictionaries and the metadata of custom nodes are in it as they are, and
-JSON would give back text in place of bytes, of members of an enum or of dtypes: another plan. So
-such keys are refused.
-"""
+"""The leaves of a parameter tree: each tensor once, with all paths at which the model uses it."""
 
 from __future__ import annotations
 
@@ -28,13 +23,12 @@ class Leaf(NamedTuple):
 
     Attributes:
         leaf_index: number of the tensor in the tree's order of leaves.
-        paths: the paths at which the tensor is used. The first one becomes the leaf's path in the
-            plan.
+        paths: where the tensor is used; the first path becomes the leaf's path in the plan.
         shape: shape of the part that each rank holds.
         dtype: name of its dtype.
         trainable: whether the leaf gets a gradient.
         local: the mesh axes along which its values differ.
-        cuts: how it is a slice of a larger tensor along such axes, if that is known.
+        cuts: how it is a slice of a larger tensor along these axes, if that is known.
         placements: how it is placed, if it is a DTensor.
     """
 
@@ -51,10 +45,7 @@ class Leaf(NamedTuple):
 def read_leaves(
     params: Any, ties: Iterable[Sequence[str]]
 ) -> tuple[tree.Structure, list[Leaf], list[torch.Tensor]]:
-    """Return the structure of a parameter tree, its leaves and their tensors, each tied one once.
-
-    No leaf is local yet. The docstring of ``make_plan`` describes the arguments and the errors.
-    """
+    """Return the structure of a parameter tree, its leaves and their tensors, tied ones once."""
     structure, leaf_tensors, paths = tree.describe(params, _check_container)
     tied_paths = _read_ties(ties, dict(zip(paths, leaf_tensors, strict=True)))
     tensor_uses: dict[int, dict[str, None]] = {}  # the paths of each tensor by its id
@@ -93,28 +84,18 @@ def read_leaves(
 
 
 def module_classes(leaf: Any) -> dict[str, tuple[type, ...]]:
-    """Return the marks of ``make_functional``: by name of each use, the classes of the modules.
-
-    The modules are those that contain the parameter, the outermost first. Other tensors have none.
-    """
+    """Return the marks of ``make_functional``: by name of use, the modules' classes, outside in."""
     marks: dict[str, tuple[type, ...]] = getattr(leaf, "funcshard_modules", {})
     return marks
 
 
 def prefix_of(path: str, name: str) -> str | None:
-    """Return what comes before the name of a module's parameter in its path in a larger tree.
-
-    It is ``None`` if the parameter has another name in the tree than in the module.
-    """
+    """Return what a larger tree puts before a module's name of a parameter, if it keeps it."""
     return path[: len(path) - len(name)] if f".{path}".endswith(f".{name}") else None
 
 
 def names_in_order(params: Any, leaves: Sequence[Leaf]) -> tuple[str, ...]:
-    """Return the paths of all uses of leaves in the order of the tree as it was given.
-
-    Parameters from ``make_functional`` come in the order of the module's state dict, and the names
-    of its buffers are among them.
-    """
+    """Return the paths of all uses of leaves, and a module's buffers, in the order of the tree."""
     names: dict[str, None] = {}
     for leaf_path, leaf in tree.insertion_order(params):
         state_names: tuple[str, ...] = getattr(leaf, "funcshard_names", ())
@@ -129,7 +110,7 @@ def names_in_order(params: Any, leaves: Sequence[Leaf]) -> tuple[str, ...]:
 
 
 def _read_ties(ties: Any, leaves: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return, for each path in ``ties``, the group that names it; raise unless they are valid."""
+    """Return, for each path in ``ties``, the group that names it."""
     groups: list[Any] = [None]
     if isinstance(ties, Iterable) and not isinstance(ties, str | bytes | Mapping | torch.Tensor):
         groups = list(ties)
@@ -175,7 +156,6 @@ def _renumbered(structure: tree.Structure, numbers: Sequence[int]) -> tree.Struc
 
 
 def _trainable(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Return, for each tensor, whether it gets a gradient; see ``make_plan``."""
     # Why not one rule for all: a module whose parameters are all frozen says so by requires_grad,
     # and plain tensors, as in JAX, say nothing by it unless one of them requires a gradient.
     plain_tensors = [
@@ -225,19 +205,10 @@ def _check_leaf(leaf: Any, path: str) -> None:
 
 
 def _check_container(kind: str, meta: Any, entries: Sequence[Any], path: str) -> None:
-    """Raise unless the keys or metadata of a container come back from JSON as they are.
-
-    Arguments:
-        kind: the kind of the container in a structure.
-        meta: its metadata there.
-        entries: the entries of its children in paths.
-        path: its path.
-
-    Raises:
-        TypeError: a key or the metadata is no plain data.
-        ValueError: a key is empty.
-    """
+    """Raise unless JSON gives the keys or metadata of a container back as they are."""
     where = f"at {path!r}" if path else "at the root of the tree"
+    # Why: JSON would give back text in place of bytes, of members of an enum or of dtypes, and so
+    # another plan.
     if kind in ("dict", "ordered_dict"):
         for dict_key in meta:
             if not _is_data(dict_key):
@@ -260,7 +231,6 @@ def _check_container(kind: str, meta: Any, entries: Sequence[Any], path: str) ->
 
 
 def _check_path(path: str) -> None:
-    """Raise ``ValueError`` if a path has an empty key, or too many keys."""
     if path.count(".") >= tree.DEEPEST:
         raise ValueError(tree.too_deep(path, "keys in one path"))
     if ".." in f".{path}." and path:

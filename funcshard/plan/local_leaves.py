@@ -1,8 +1,6 @@
 """Leaves whose values differ along mesh axes: by the option ``local``, or as DTensors.
 
-``torch.distributed.tensor.parallel`` cuts the parameters of a module along the axes of a
-``DeviceMesh``. Here such an axis is a model axis. The plan keeps the placements by the names of
-axes, so it holds no DeviceMesh; the rank's ``Mesh`` has that.
+The plan keeps placements by the names of axes; the DeviceMesh is the rank's ``Mesh``'s.
 """
 
 from __future__ import annotations
@@ -25,16 +23,11 @@ Local = Iterable[str] | Mapping[str, str | Sequence[str] | Mapping[str, int]]
 
 
 def with_local_axes(leaves: list[Leaf], local: Any, mesh_axes: Mapping[str, int]) -> list[Leaf]:
-    """Return the leaves with the mesh axes along which their values differ.
-
-    Arguments:
-        leaves: the leaves of the tree.
-        local: as in ``make_plan``.
-        mesh_axes: size of each axis of the mesh.
+    """Return the leaves with the mesh axes of ``local``, along which their values differ.
 
     Raises:
-        ValueError: an axis is not one of the mesh, a leaf lies under nodes with different axes, or
-            it has no dimension that is to be cut.
+        ValueError: the mesh has no such axis, a leaf lies under nodes with different axes, or it
+            has no dimension to cut.
     """
     nodes: dict[str, dict[str, int | None]] = {}
     for node, glob in match(local, [leaf.paths for leaf in leaves], "local node").items():
@@ -73,7 +66,7 @@ def _with_axes(
 
 
 def _read_axes(glob: str, option: Any, mesh_axes: Mapping[str, int]) -> dict[str, int | None]:
-    """Return, for each axis along which a node is local, the dimension that it cuts, if any."""
+    """Return the axes along which a node is local, each with the dimension that it cuts, if any."""
     axis_dims: dict[str, Any] = {}
     if isinstance(option, Mapping):
         axis_dims = dict(option)
@@ -106,18 +99,8 @@ def with_placements(
     mesh: Any,
     mesh_axes: Mapping[str, int],
 ) -> list[Leaf]:
-    """Return the leaves, with the placements of those whose tensors are DTensors.
-
-    Arguments:
-        leaves: the leaves of the tree.
-        tensors: the tensor of each leaf.
-        mesh: the mesh in any form. A ``Mesh`` knows which of its axes represents which axis of a
-            DeviceMesh; otherwise they have the same names.
-        mesh_axes: size of each axis of the mesh.
-
-    Raises:
-        ValueError: see ``make_plan``.
-    """
+    """Return the leaves, with the placements of those whose tensors are DTensors."""
+    # Note: a ``Mesh`` knows which of its axes is which of a DeviceMesh; otherwise the names agree.
     axis_names = getattr(mesh, "device_axes", {})
     return [
         _placed(leaf, tensor, axis_names, mesh_axes) if is_dtensor(tensor) else leaf

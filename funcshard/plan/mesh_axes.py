@@ -1,9 +1,8 @@
 """The axes of a mesh as data: their names and sizes, and the position of each rank.
 
-A mesh is a grid of ranks whose axes have names. ``replicate`` and ``shard`` are its *data axes*:
-flat buffers are cut along ``shard`` and repeated along ``replicate``. Every other axis is a *model
-axis*, such as ``tensor``, ``expert``, ``context`` or ``stage``: the model's own code communicates
-along it. Ranks are numbered row by row, so neighbours differ in their index along the last axis.
+Flat buffers are cut along ``shard`` and repeated along ``replicate``, the *data axes*. Every other
+axis is a *model axis*: the model's own code communicates along it. Ranks are numbered row by row,
+so neighbours differ in their index along the last axis.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ def mesh_axes_of(mesh: Any, name: str = "mesh") -> dict[str, int]:
     """Return the size of each axis, in the order of ranks, of a mesh in any form.
 
     Arguments:
-        mesh: a number of ranks, a mapping from the names of axes to sizes, or a ``Mesh``. A data
-            axis that is left out has one rank.
+        mesh: a number of ranks, sizes by the names of axes, or a ``Mesh``. A data axis that is left
+            out has one rank.
         name: name of the option that holds the mesh, for errors.
 
     Raises:
@@ -85,12 +84,7 @@ def rank_at(position: Mapping[str, int], axes: Mapping[str, int]) -> int:
 
 
 def axes_text(axes: Mapping[str, int], *, ones: Iterable[str] = AXES) -> str:
-    """Return axes as text, such as ``2 replicate × 4 shard``.
-
-    Arguments:
-        axes: size of each axis.
-        ones: the axes that are named even if they have one rank.
-    """
+    """Return axes as text, as in ``2 replicate × 4 shard``, with those of one rank in ``ones``."""
     named_axes = {*ones}
     axis_parts = [
         f"{axis_size} {axis_name}"
@@ -112,5 +106,5 @@ def mesh_text(mesh_axes: Mapping[str, int]) -> str:
 
 
 def world_size_of(axes: Mapping[str, int]) -> int:
-    """Return the number of ranks of a mesh."""
+    """Return the number of ranks."""
     return math.prod(axes.values())

@@ -16,16 +16,15 @@ from funcshard._utils.tensors import tensors_in
 def read_outside(module: nn.Module, inputs: Any) -> set[int]:
     """Return the ids of the modules of which a parameter is read while their forward does not run.
 
-    One forward of a copy of the module runs, which shares its parameters and nothing else.
-
     Arguments:
-        module: the module.
+        module: the module; one forward of a copy, which shares its parameters, runs.
         inputs: a tuple of arguments, a dictionary of keyword arguments, or the only argument.
     """
     holder_ids: dict[int, set[int]] = {}
     for inner_module in module.modules():
         for parameter in inner_module.parameters():
             holder_ids.setdefault(id(parameter), set()).add(id(inner_module))
+    # Why a memo: the copy shares the parameters, so their ids lead back to the module.
     clone_root = copy.deepcopy(
         module, {id(parameter): parameter for parameter in module.parameters()}
     )
@@ -47,8 +46,6 @@ def read_outside(module: nn.Module, inputs: Any) -> set[int]:
 
 
 def _noting(running: list[int], number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``forward`` that keeps ``number`` in the list while it runs."""
-
     def run(*args: Any, **kwargs: Any) -> Any:
         running.append(number)
         try:
@@ -60,7 +57,7 @@ def _noting(running: list[int], number: int, forward: Callable[..., Any]) -> Cal
 
 
 class _Reads(TorchFunctionMode):
-    """Notes the modules that hold a parameter which an operation reads while they do not run."""
+    """Notes which modules' parameters an operation reads while these modules do not run."""
 
     def __init__(self, holders: Mapping[int, set[int]], running: Iterable[int]) -> None:
         super().__init__()

@@ -1,9 +1,4 @@
-"""The plan of a whole parameter tree, as pure data.
-
-A ``Plan`` holds integers, strings and tuples, but no tensors. It is immutable, hashable and
-comparable, and it survives JSON unchanged. Execution, the collectives of a step, checkpoints and
-tables are all derived from it. ``planner.make_plan`` makes one.
-"""
+"""The plan of a whole parameter tree, as pure data: immutable, hashable, and unchanged by JSON."""
 
 from __future__ import annotations
 
@@ -38,15 +33,18 @@ _MOST_ELEMENTS = file_data.MOST // 16  # the largest elements have 16 bytes
 class Plan(Shown):
     """The division of a parameter tree into units, flat buffers and shards; made by ``make_plan``.
 
+    A plan holds integers, strings and tuples, but no tensors, so you can print, compare, hash and
+    store it.
+
     Attributes:
         mesh_shape: sizes of the data axes ``(replicate, shard)``.
-        structure: structure of the whole tree: its containers and keys, without the tensors.
-        unit_list: the units: the root first if it owns a leaf, then the others in the given order.
+        structure: the containers and keys of the whole tree, without the tensors.
+        unit_list: the units: the root first if it owns a leaf, then the others in your order.
         precision: precision of the root and of all modules outside other units.
         axes: all mesh axes in the order of ranks; ``()`` represents ``replicate`` and ``shard``.
-        names: the names of leaves, and of a module's buffers, in the order of the tree as it was
-            given, or of the module's state dict. It decides the order of keys in results, and is no
-            part of the fingerprint: plans that differ in it alone are equal.
+        names: the names of leaves, and of a module's buffers, in the order of your tree or of the
+            module's state dict. It decides the order of keys in results only, so plans that differ
+            in it alone are equal.
 
     Example:
         >>> import torch, funcshard as fs
@@ -116,7 +114,7 @@ class Plan(Shown):
 
     @property
     def ordered_structure(self) -> tree.Structure:
-        """The structure with the keys of dictionaries in the order of ``names``."""
+        """The structure, with the keys of dictionaries in the order of ``names``."""
         known_positions = {leaf_name: position for position, leaf_name in enumerate(self.names)}
         ordered_leaves = sorted(self.leaves, key=lambda leaf: leaf.index)
         # A leaf that names lack comes last, as in the structure.
@@ -127,16 +125,14 @@ class Plan(Shown):
         return tree.with_dicts_in_order(self.structure, positions)
 
     def in_order(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a dictionary of leaves or buffers in the order of ``names``, unknown keys last."""
+        """Return leaves or buffers by name in the order of ``names``, unknown keys last."""
         name_order = dict.fromkeys((*self.names, *named))
         return {leaf_name: named[leaf_name] for leaf_name in name_order if leaf_name in named}
 
     def in_full_precision(self) -> Plan:
-        """Return the same plan without a precision.
+        """Return the plan without a precision: units use the dtypes of their leaves.
 
-        Its units compute and communicate in the dtypes of their leaves.
-        Modules in evaluation mode run under this plan if ``MixedPrecision.full_precision_in_eval``
-        is set.
+        With ``MixedPrecision.full_precision_in_eval``, modules in evaluation mode run under it.
         """
         # Why the units one by one: each may have a precision of its own.
         units = tuple(unit.in_full_precision() for unit in self.unit_list)
@@ -152,7 +148,7 @@ class Plan(Shown):
 
         Raises:
             TypeError: the argument is no text.
-            ValueError: the text is not JSON, it is not a plan of a known format, or it is damaged.
+            ValueError: the text is no JSON, no plan of a known format, or damaged.
         """
         try:
             plan_data = file_data.parse(text)
@@ -164,10 +160,7 @@ class Plan(Shown):
         return plan_from_data(plan_data)
 
     def fingerprint(self) -> str:
-        """Return 16 hexadecimal digits: the same for equal plans, others for different plans.
-
-        The digits do not depend on the process or on the version of Python.
-        """
+        """Return 16 hexadecimal digits that equal plans share, in every process."""
         if not self._digest:
             # Why without names: two plans that differ in the order of keys alone shard alike.
             compared_fields = {key: value for key, value in encode(self).items() if key != "names"}
@@ -186,11 +179,7 @@ def plan_to_data(plan: Plan) -> dict[str, Any]:
 
 
 def plan_from_data(data: Any) -> Plan:
-    """Return the plan of data that was read from JSON; see ``Plan.from_json``.
-
-    Raises:
-        ValueError: it is not a plan of a known format, or it is damaged.
-    """
+    """Return the plan of data that was read from JSON; ``ValueError`` as in ``Plan.from_json``."""
     # Why first: data of another kind would fail at an odd field.
     found_format = data.get("format") if isinstance(data, dict) else type(data).__name__
     if found_format != _FORMAT:
@@ -209,7 +198,7 @@ def plan_from_data(data: Any) -> Plan:
 
 
 def _validate(plan: Plan) -> None:
-    """Raise ``ValueError`` unless the parts of a plan that was read fit each other."""
+    """Raise ``ValueError`` unless the parts of a plan fit each other."""
     paths = [leaf.path for leaf in plan.leaves]
     # A dictionary keeps one of two units of a name.
     if len(plan.units) < len(plan.unit_list) or len({*paths}) < len(paths):
@@ -237,7 +226,6 @@ def _validate(plan: Plan) -> None:
 
 
 def _check_leaf(leaf: LeafSpec, axes: Mapping[str, int]) -> None:
-    """Raise unless a leaf can be cut and placed so, from a tensor that torch can hold."""
     axis_dims = [(cut.axis, cut.dim) for cut in leaf.cuts]
     for cut_axis, dim in (*axis_dims, *leaf.placements):
         if cut_axis not in axes:

@@ -51,47 +51,40 @@ def make_plan(
 ) -> Plan:
     """Plan how a parameter tree is sharded: which leaves form a unit, and where each leaf lies.
 
-    A *unit* is a group of leaves that are gathered and freed together, typically one layer of a
-    model. Every leaf belongs to exactly one unit:
+    A *unit* is a group of leaves that are gathered and freed together, typically one layer. It owns
+    the leaves under its path, except those of a unit nested inside it. The root unit ``""`` owns
+    the rest. A tied leaf belongs to the innermost unit that holds all of its uses.
 
-    - A unit owns the leaves under its path, except those that belong to a unit nested inside it.
-    - The root unit ``""`` owns all leaves that lie under no other unit.
-    - A tied leaf belongs to the innermost unit that holds all of its uses. A group is a unit of
-      several paths.
-
-    Each unit ravels and concatenates its leaves into flat buffers. Each buffer is padded at its end
-    and cut into equal shards, one for each rank of the shard axis. Leaves that differ in dtype, or
-    in whether they are trainable, lie in different buffers.
+    Each unit ravels and concatenates its leaves into flat buffers, one for each dtype, and separate
+    ones for frozen leaves. A buffer is padded at its end and cut into equal shards, one for each
+    rank of the shard axis.
 
     An ``nn.Parameter``, or a parameter from ``make_functional``, is trainable if it requires a
     gradient. Other tensors are too, unless none of them requires one: then those that are floating
     point or complex are trainable. ``params["w"].to(dtype)`` and ``.detach()`` return such other
     tensors, so cast a module before ``make_functional``, or plan first.
 
-    Planning needs no process group and no tensor data, so it works for a mesh and a model of any
-    size.
+    You need no process group and no tensor data to plan, so you can plan for any mesh.
 
     Arguments:
-        params: a pytree of tensors, real or on the meta device. The planner reads only shapes,
-            dtypes and ``requires_grad``. Of a DTensor it also reads the placements: the leaf is
-            local along each model axis that cuts it, and the model gets a DTensor again.
+        params: a pytree of tensors, real or on the meta device. The planner reads shapes, dtypes,
+            ``requires_grad``, and the placements of DTensors: these are local along each model axis
+            that cuts them, and the model gets DTensors again.
         mesh: a number of ranks, ``{"replicate": R, "shard": S}`` with further axes of any name, or
             a ``Mesh``. Leaves are cut along ``shard``, and repeated along every other axis.
         units: paths of the units, which may be nested. A path may be a glob: ``*`` matches any part
-            of one dotted component, ``**`` matches any number of components. If several entries
-            name a module, a path counts before a glob, and a later glob before an earlier one; so
-            it is for all options that take globs. The policies in ``wrap`` choose units from a
-            module, and can override options for single units.
+            of one dotted component, ``**`` any number of components. If several entries name a
+            module, a path counts before a glob, and a later glob before an earlier one; so it is
+            for all options that take globs. The policies in ``wrap`` choose units from a module.
 
             A list or tuple of paths or globs among them is a *group*: one unit for modules that are
-            neither neighbours nor under one path, such as ``["embed", "lm_head"]``. Its leaves are
-            gathered and reduced in one collective, and its name joins what the list holds with
-            ``+``: ``"embed+lm_head"``. A group owns a tied leaf that all of its uses lie in.
+            neither neighbours nor under one path. Its name joins them with ``+``:
+            ``["embed", "lm_head"]`` is ``"embed+lm_head"``.
 
-            A mapping gives units their own options: ``{"blocks.*": {}, "blocks.0": {"strategy":
-            "no_shard"}, ("embed", "lm_head"): {"offload": True}}``, with ``""`` for the root. A
-            unit can override ``strategy``, ``offload``, ``precision``, ``reshard_after_forward``
-            and ``reshard_after_backward``.
+            A mapping gives units their own options, with ``""`` for the root: ``{"blocks.*": {},
+            "blocks.0": {"strategy": "no_shard"}, ("embed", "lm_head"): {"offload": True}}``. A unit
+            can override ``strategy``, ``offload``, ``precision``, ``reshard_after_forward`` and
+            ``reshard_after_backward``.
         strategy: how units are sharded:
 
             - ``"full_shard"``: a unit is gathered for forward, freed, and gathered again for
@@ -99,63 +92,47 @@ def make_plan(
             - ``"shard_grad_op"``: a unit is gathered for forward and kept until its backward.
             - ``"no_shard"``: every rank holds all leaves, and gradients are all-reduced.
 
-            On a mesh with a replicate axis these are hybrid strategies: units are sharded along the
-            shard axis and replicated along the replicate axis. A unit may override the strategy.
-        ties: groups of paths at which one tensor is used, for a tree that holds the tensor at only
-            one of them. The planner finds two other kinds of ties itself: one tensor at several
-            positions of the tree, and tied parameters from ``make_functional``.
+            With a replicate axis these are hybrid strategies: units are sharded along the shard
+            axis and replicated along the replicate axis.
+        ties: groups of paths at which one tensor is used, if your tree holds the tensor at only one
+            of them. The planner finds the ties of ``make_functional``, and one tensor at several
+            positions of the tree, itself.
         local: paths or globs of nodes whose leaves each rank keeps for itself, such as its own
-            experts. The library neither shards nor gathers these leaves. Their gradient is that of
-            this rank's loss, neither summed nor averaged over ranks.
+            experts. The library neither shards nor gathers them, and their gradient is that of this
+            rank's loss.
 
-            A mapping from paths or globs to mesh axes, a name or several, says along which axes the
-            values differ. Call the ranks along the shard axis a row:
-
-            - ``"replicate"``: each row has its own values, sharded over the row. The gradient is
-              the mean over the row.
-            - ``"shard"``: each rank of a row holds its own whole values. The gradient is the
-              mean over the ranks along the replicate axis, which hold the same values.
-            - ``("replicate", "shard")``: each rank has its own values.
-            - a model axis, such as ``"tensor"``: the ranks along it hold different parts of one
-              model. The gradient is that of the mean of all losses, as for leaves that are not
-              local. It is added over the ranks that hold the same values, and not along this axis.
-            - ``{"tensor": 0}``: the same, and the leaf is a slice of a larger tensor, cut along dim
-              0 into equal slices. State dicts and checkpoints then hold the whole tensor.
-
-            Without a mapping, the values differ along all axes of the mesh.
+            A mapping says along which axes the values differ. ``{"w": "replicate"}``: each row of
+            ranks along the shard axis has its own values, sharded over the row. ``{"w": "shard"}``:
+            each rank of a row holds its own whole values. ``{"w": "tensor"}``: the ranks along a
+            model axis hold different parts of one model. ``{"w": {"tensor": 0}}``: the same, and
+            the leaf is a slice of a larger tensor, cut along dim 0 into equal slices; state dicts
+            and checkpoints then hold the whole tensor. See docs/gradients.md for the gradients.
         offload: whether shards, gradients and optimizer state live on the CPU while the mesh has
-            another device. A gather first moves the shard to the device, and the reduced gradient
-            is moved back. A unit may override it.
-        precision: dtypes in which units compute and communicate. A unit may override it. If
-            ``params`` come from ``make_functional``, modules of ``precision.ignored_classes``
-            become their own units in full precision, and a warning names them.
-        bucket_bytes: makes groups of small units, whose collectives take longer to start than to
-            run. The planner joins adjacent units of the same options and dtypes while the gathered
-            buffers of the group take at most this many bytes. The name of such a group says where
-            it begins and ends: ``"blocks.0…blocks.31"``. Results are the same to the bit, except
-            with NCCL, which does not add in the order of ranks. ``0`` makes no groups.
-
-            ``"auto"`` makes groups of at most 1 MiB where at least 32 adjacent modules of at most
-            32 KiB each are units, and none elsewhere. If all of these units together take at most
-            1 MiB, those whose ``reshard_after_forward`` is ``None`` stay gathered until their
-            backward, as the root does. It only joins parameters from ``make_functional``.
+            another device. A gather first moves the shard to the device.
+        precision: dtypes in which units compute and communicate. If ``params`` come from
+            ``make_functional``, modules of ``precision.ignored_classes`` become their own units in
+            full precision, and a warning names them.
+        bucket_bytes: joins adjacent small units of the same options and dtypes into groups whose
+            gathered buffers take at most this many bytes, because their collectives take longer to
+            start than to run. Results are the same to the bit, except with NCCL, which does not add
+            in the order of ranks. ``0`` makes no groups. ``"auto"`` joins only 32 or more adjacent
+            modules of at most 32 KiB, and only parameters from ``make_functional``; see
+            docs/design.md.
         reshard_after_forward: whether units, the root included, are freed between forward and
-            backward. ``None`` leaves the decision to the strategy, as described there. A number of
-            ranks frees all but one slice of a unit: so many neighbours on the shard axis, such as
-            the ranks of one machine, hold the unit together, and backward gathers it from them
-            alone. The number divides that of the shard axis. A unit may override it.
+            backward; ``None``: as the strategy says. A number of ranks, which divides that of the
+            shard axis, frees all but one slice of a unit: so many neighbours, such as the ranks of
+            one machine, hold the unit together, and backward gathers it from them alone.
         reshard_after_backward: whether a unit that stays gathered after forward is freed after the
-            backward of every micro-batch. With ``False``, ``accumulate`` gathers the unit for the
-            first micro-batch, and frees it after the last. A unit may override it.
+            backward of every micro-batch. With ``False``, ``accumulate`` gathers it for the first
+            micro-batch, and frees it after the last.
 
     Returns:
-        The plan. ``print(plan)`` shows its units, buffers and sizes as a table; see ``Plan``.
+        The plan. ``print(plan)`` shows its units, buffers and sizes as a table.
 
     Raises:
         ValueError: a path or glob matches no leaf, or a path is written twice; a group is empty, or
             one of its paths lies inside another; a strategy or axis is unknown; the mesh or
-            ``bucket_bytes`` has no valid size; a unit should stay gathered after backward, but is
-            freed after forward, or should be freed, but has ``"no_shard"``; a
+            ``bucket_bytes`` has no valid size; the options of a unit contradict each other; a
             DTensor is placed along a data axis, along an axis that the mesh does not have, or
             otherwise than in equal slices and copies.
         TypeError: an option is of another type; a leaf is not a dense tensor, or is of a tensor
@@ -214,6 +191,8 @@ def make_plan(
                 all(tree.is_under(path, module_path) for path in unit_paths)
                 for module_path in modules_around
             )
+            # Why not: a unit inside a module of full precision is too, unless the user gave it a
+            # precision.
             if (
                 is_inside and "precision" not in overrides.get(unit_name, {})
             ) or unit_name in full_precision:
@@ -284,7 +263,7 @@ def _cut(buffer: BufferPlan, shards: int) -> BufferPlan:
 
 
 def _warn_of_one_large_unit(plan: Plan) -> None:
-    """Warn of a plan that gathers a large model at once: it has no units, or one for all layers."""
+    """Warn of a plan that gathers a large model at once."""
     gathered_bytes = {
         unit.name: sum(b.padded_numel * b.itemsize for b in unit.buffers if b.shards > 1)
         for unit in plan.unit_list
@@ -322,7 +301,7 @@ def _with_groups(
     options: dict[str, dict[str, Any]],
     nodes: Collection[str],
 ) -> dict[str, tuple[str, ...]]:
-    """Return the paths of all units, with small ones as groups; add the options of the groups."""
+    """Return the paths of all units, small ones as groups; add the options of the groups."""
     # Of the units of a group, only the first one has a place in the plan.
     group_of = {unit_name: group_names for group_names in groups for unit_name in group_names}
     joined: dict[str, tuple[str, ...]] = {}
@@ -346,14 +325,7 @@ def _full_precision_modules(
     options: Mapping[str, Mapping[str, Any]],
     paths: Mapping[str, Sequence[str]],
 ) -> dict[str, str]:
-    """Return the outermost modules whose class the precision of their unit ignores, by path.
-
-    Arguments:
-        leaves: all leaves.
-        tensors: the tensor of each leaf.
-        options: the options of each unit by name, including the root.
-        paths: the paths of each unit by name, without the root.
-    """
+    """Return the outermost modules whose class the precision of their unit ignores, by path."""
     ignored = {
         unit: unit_options["precision"].ignored_classes
         for unit, unit_options in options.items()
@@ -399,13 +371,11 @@ def _modules_around(path: str, tensor: torch.Tensor) -> Iterable[tuple[str, type
 def _with_modules(
     units: Mapping[str, tuple[str, ...]], modules: Collection[str], uses: Sequence[tuple[str, ...]]
 ) -> dict[str, tuple[str, ...]]:
-    """Return the paths of ``units`` with those of ``modules`` in the order of leaves.
-
-    Most models call their modules in this order, and plan order is the default order of the
-    schedule.
-    """
+    """Return the paths of ``units`` with those of ``modules`` in the order of leaves."""
     if not modules:
         return dict(units)
+    # Why the order of leaves: most models call their modules in it, and it is the schedule's
+    # default.
     first_leaves: dict[str, int] = {}  # by node
     for leaf_index, paths in enumerate(uses):
         for path in paths:

@@ -1,8 +1,7 @@
 """``MixedPrecision``: the dtypes in which units compute and communicate.
 
-This file holds the data and pure functions of it. The casts themselves happen elsewhere: parameters
-and gradients are cast in core's ``buffer_comm``, inputs and outputs in core's ``unit``, and buffers
-in module's ``unit_forward``.
+The casts happen elsewhere: of parameters and gradients in core's ``buffer_comm``, of inputs and
+outputs in core's ``unit``, of buffers in module's ``unit_forward``.
 """
 
 from __future__ import annotations
@@ -32,33 +31,28 @@ class MixedPrecision:
     Shards and optimizer state always keep the dtype of their leaves.
 
     Attributes:
-        param_dtype: dtype to which shards are cast before they are gathered, and so the dtype in
-            which units compute. ``None``: the dtype of the leaves. Leaves that are not
-            floating-point are never cast.
-        reduce_dtype: dtype in which gradients are reduced. ``None``: ``param_dtype``, or the dtype
-            of the leaves if that is ``None`` too.
+        param_dtype: dtype to which floating-point shards are cast before they are gathered, and so
+            the dtype in which units compute. ``None``: the dtype of the leaves.
+        reduce_dtype: dtype in which gradients are reduced. ``None``: that of the gather.
         buffer_dtype: dtype to which a module's floating-point buffers are cast for a call.
-            ``None``: buffers are not cast. The caller's buffers never change, and new buffers come
-            back in the dtypes of the caller's.
+            ``None``: no cast. Your buffers never change, and new ones come back in the dtypes of
+            yours.
         keep_low_precision_grads: whether reduced gradients stay in ``reduce_dtype``. Otherwise they
             are cast to the dtype of the shard.
         cast_forward_inputs: whether floating-point inputs of each unit are cast to its
             ``param_dtype``.
-        cast_root_forward_inputs: whether floating-point inputs of the whole model are cast to the
-            root's ``param_dtype``.
-        ignored_classes: module classes that compute in full precision, given as classes or by
-            qualified name, and stored by name. Modules of these classes and of their subclasses
-            become their own units. Their inputs are cast to the dtype of their leaves, and their
-            outputs are cast back to the dtype of their inputs. Units inside such modules are in
-            full precision too.
+        cast_root_forward_inputs: the same for the inputs of the whole model and the root's
+            ``param_dtype``.
+        ignored_classes: module classes that compute in full precision with all inside them, as
+            classes or by qualified name. Modules of these classes and of their subclasses become
+            their own units. Their inputs are cast to the dtype of their leaves, and their outputs
+            back.
         full_precision_in_eval: whether modules in evaluation mode compute and communicate in full
             precision.
-        output_dtype: dtype to which floating-point outputs are cast. In the precision of a plan,
-            these are the outputs of the whole model. In the precision that a policy gives one unit,
-            they are the outputs of that unit. ``None``: outputs are not cast.
-        divide_before_reduce: whether ``value_and_grad`` divides gradients before they are reduced
-            too, so that sums of float16 do not overflow. It divides by the least power of two whose
-            square is at least the number of ranks, and afterwards by the rest.
+        output_dtype: dtype to which floating-point outputs are cast: those of the whole model, or
+            of one unit if you override its precision. ``None``: no cast.
+        divide_before_reduce: whether ``value_and_grad`` divides gradients in two steps, before and
+            after they are reduced, so that sums of float16 do not overflow.
 
     Example:
         >>> import torch, funcshard as fs
@@ -68,9 +62,8 @@ class MixedPrecision:
         [('all_gather', 'bfloat16'), ('reduce_scatter', 'float32')]
 
     Source: ``torch.distributed.fsdp.MixedPrecision``. The defaults are the same, except that
-    PyTorch reads the default for evaluation from the environment variable
-    ``FSDP_USE_FULL_PREC_IN_EVAL``, and always divides sums of float16 in two steps. The source of
-    ``output_dtype`` is ``MixedPrecisionPolicy`` of FSDP2.
+    PyTorch reads ``FSDP_USE_FULL_PREC_IN_EVAL``, and always divides sums of float16 in two steps.
+    ``output_dtype`` is that of ``MixedPrecisionPolicy`` of FSDP2.
     """
 
     param_dtype: torch.dtype | None = None
@@ -110,10 +103,7 @@ class MixedPrecision:
 
 
 def class_name(cls: Any) -> str:
-    """Return the qualified name of a module class; a string is returned unchanged.
-
-    ``torch.nn.LayerNorm`` gives ``"torch.nn.modules.normalization.LayerNorm"``.
-    """
+    """Return the qualified name of a module class; a string is returned unchanged."""
     if isinstance(cls, str):
         # A class of a notebook has a module too, so every qualified name has a dot.
         if "." not in cls:

@@ -1,8 +1,4 @@
-"""Predict the collectives of a step from the plan and the schedule alone.
-
-The prediction drives the state machines of ``execution_order``, which the runtime drives too; tests
-compare the predicted events with the recorded ones.
-"""
+"""Predict the collectives of a step from the plan and the schedule alone."""
 
 from __future__ import annotations
 
@@ -36,9 +32,9 @@ class Reached(NamedTuple):
 
     Attributes:
         what: ``"forward"``: forward calls the unit; ``"backward"``: forward is over; ``"need"``:
-            backward needs the unit's leaves; ``"again"``: a checkpoint calls the unit again, beside
-            the leaves that backward needs; ``"reduce"``: the unit's gradients are complete;
-            ``"leave"``: backward leaves one call of a unit that has no gradients.
+            backward needs the unit's leaves; ``"again"``: a checkpoint calls the unit again;
+            ``"reduce"``: its gradients are complete; ``"leave"``: backward leaves a call without
+            gradients.
         unit: name of the unit; ``""`` at the start of backward.
     """
 
@@ -57,57 +53,50 @@ def predict_events(
     cast: ChooseCast | None = None,
     forwards: int = 1,
 ) -> tuple[Event, ...]:
-    """Return, in order, the collectives of one ``value_and_grad`` of a sharded model on a rank.
+    """Predict, in order, the collectives of one ``value_and_grad`` of a sharded model on a rank.
 
     The root is gathered first and reduced last. Forward gathers the units in ``order``. Backward
     reduces them in the opposite order, and gathers each one again if the plan reshards it after
     forward. With a schedule, units are gathered ahead as the schedule says.
 
-    - If units are called inside others, backward gathers the outer unit before the inner ones when
-      the outer unit uses its own leaves after it calls them. The schedule of a sharded function
-      that has run with gradients knows that order, and knows the units for ``not_saved``.
-    - A unit that forward calls several times is gathered and reduced as often; one that stays
-      gathered is gathered once.
+    - If your model calls units inside others, backward may gather the outer one first.
+      ``sharded.schedule`` of a function that has run with gradients knows that order, and the units
+      for ``not_saved``.
+    - A unit that forward calls several times is gathered and reduced as often.
     - A unit that stays gathered is gathered once for several forwards, and not again for a
-      recomputation. With ``reshard_after_backward=False`` it is gathered once for all
-      micro-batches.
+      recomputation; with ``reshard_after_backward=False`` once for all micro-batches.
     - An all-reduce over the replicate axis follows when the next unit's reduction has started.
-    - A unit with a number of ranks as ``reshard_after_forward`` is gathered again from so many.
     - The modules of a group are gathered with the first of them, and reduced with the last.
 
-    Three kinds of units that forward calls several times are not covered: only some of the calls
-    have gradients or are in a checkpoint; one checkpoint holds several of the calls; or one call is
-    inside another.
-    Nor are units inside a recomputed unit covered, if forward calls them several times, if a group
-    joins them with units outside of it, or if they are recomputed themselves and the outer unit
-    only adds their output to something, as a block with residuals does: backward reaches them
-    before the outer unit runs again, which stops before them.
+    Not covered are units that forward calls several times if only some of the calls have gradients
+    or are in a checkpoint, if one checkpoint holds several of the calls, or if one call is inside
+    another. Nor are units inside a recomputed unit, if forward calls them several times, if a group
+    joins them with units outside of it, or if they are recomputed too and the outer unit only adds
+    their output to something, as a block with residuals does.
 
     Arguments:
         plan: the plan.
         order: the schedule (``sharded.schedule``; for a composition by hand, a schedule without
             prefetch), or names of the units in the order in which forward calls them, for
             ``fully_shard``'s default schedule. By default plan order.
-        not_saved: units whose backward needs none of their parameters, and which are therefore not
-            gathered again: an embedding alone, or a first linear layer whose input needs no
-            gradient.
+        not_saved: units that are not gathered again because their backward needs no parameter: an
+            embedding alone, or a first linear layer whose input needs no gradient.
         recomputed: units that backward computes again, by ``fully_shard(..., remat=...)`` or
             ``torch.utils.checkpoint`` around or inside them. A tuple names the units that one
             checkpoint holds together, in the order of forward.
         micro_batches: number of micro-batches that ``accumulate`` runs.
-        reduce: as in ``accumulate``. With ``"once"`` only the backward of the last micro-batch
-            reduces, each unit once. With ``"shard_each"`` only that backward has all-reduces.
+        reduce: as in ``accumulate``.
         cast: as in ``fully_shard``.
-        forwards: how often the loss function calls the model, with the same shards and in the same
-            order of units, before its backward.
+        forwards: how often the loss function calls the model, with the same shards and order of
+            units, before its backward.
 
     Returns:
         The events, equal to those that ``record_events`` records around the step.
 
     Raises:
-        ValueError: ``order``, ``not_saved``, ``recomputed`` or ``reduce`` names a unit that the
-            plan does not have; ``micro_batches`` or ``reduce`` is not valid for ``accumulate``; or
-            ``forwards`` is not a positive whole number.
+        ValueError: an argument names a unit that the plan does not have; ``micro_batches`` or
+            ``reduce`` is not valid for ``accumulate``; or ``forwards`` is not a positive whole
+            number.
 
     Example:
         >>> import torch, funcshard as fs
@@ -141,8 +130,6 @@ def predict_step(
 ) -> list[Event | Reached]:
     """Return the events of a step whose backward is known, and the places at which they start.
 
-    Further arguments and errors are those of ``predict_events``.
-
     Arguments:
         reached: the places of one backward after its start.
     """
@@ -151,7 +138,7 @@ def predict_step(
 
 
 class _Step:
-    """One step: its arguments, what follows from them, and the state of the micro-batch that runs.
+    """One step, and the state of the micro-batch that runs.
 
     A *moment* of backward is an index into the schedule's ``backward_order``. A *use* is the moment
     of a gather that happens.
@@ -221,7 +208,7 @@ class _Step:
                 self._inner.setdefault(outer_unit, []).append(name)
 
     def run(self, reached: Sequence[Reached] | None = None) -> Iterator[Event | Reached]:
-        """Yield what the step does; with the places of a backward, if they are known."""
+        """Yield what the step does, following the places of a backward if they are known."""
         for batch_index in range(self._micro_batches):
             self._last = batch_index == self._micro_batches - 1
             # How many gradients of each unit are still to come.
@@ -313,7 +300,7 @@ class _Step:
             yield from self._recompute_all(moment_index, checkpoint_units + inner_units)
 
     def _followed(self, reached: Sequence[Reached]) -> Iterator[Event | Reached]:
-        """Yield what backward does at known places; it gathers ahead as the schedule says."""
+        """Yield what backward does at known places."""
         # By unit: the moments at which its calls are reduced.
         reduce_moments: dict[str, list[int]] = {}
         for moment_index, (moment_kind, unit_name) in enumerate(self._moments):
@@ -349,7 +336,6 @@ class _Step:
             yield from self._prefetch(use)
 
     def _reduce(self, name: str, moment: int) -> Iterator[Event]:
-        """Yield what starts when a gradient of a unit has come."""
         reductions = self._reductions(name)
         # Backward prefetch "post": the unit has computed its gradients now.
         if self._late and self._units[name].reshard_after_forward and reductions:
@@ -380,13 +366,15 @@ class _Step:
                 yield from self._gathers(unit_name)
 
     def _recompute_all(self, moment: int, names: Sequence[str]) -> Iterator[Event]:
+        # Note: no use of ``names[0]`` is reached here, so backward prefetches from the moment
+        # itself.
         yield from self._recompute(names)
         if self._early and self._units[names[0]].reshard_after_forward:
             yield from self._prefetch(moment)
 
 
 def _outer_units(units: Mapping[str, UnitPlan], names: Iterable[str]) -> dict[str, list[str]]:
-    """Return, for each of these units, those that it is inside of, from the outside inwards."""
+    """Return, for each of these units, those around it, from the outside inwards."""
     names = dict.fromkeys(names)
     # A group has several paths, each with units around it.
     unit_of = {path: unit_name for unit_name in names for path in units[unit_name].paths}
@@ -410,7 +398,6 @@ def _outer_units(units: Mapping[str, UnitPlan], names: Iterable[str]) -> dict[st
 
 
 def _gathers(unit: UnitPlan, ranks: int, cast: ChooseCast | None = None) -> list[Event]:
-    """The all-gathers of a unit from so many ranks of the shard axis."""
     events: list[Event] = []
     if ranks == 1 or not unit.sharded:
         return events
@@ -455,7 +442,6 @@ def _reductions(unit: UnitPlan, unit_choice: str) -> list[tuple[str, list[Event]
 
 
 def _reduction(unit: UnitPlan, buffer: BufferPlan) -> list[Event]:
-    """The reductions of one buffer's gradient."""
     comm_dtype, mesh_axes = unit.reduced_dtype(buffer), unit.mesh_axes
     events = []
     # Why shard first: what travels along the other axes is then a shard.

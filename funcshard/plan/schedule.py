@@ -22,18 +22,15 @@ class Schedule(Shown):
     """When units are gathered ahead of their use; made by ``make_schedule``.
 
     Attributes:
-        order: names of the units in the order in which forward calls them, the root first if it
-            owns a leaf. A unit that forward calls several times is named as often.
+        order: the units as forward calls them, each as often, the root first if it owns a leaf.
         forward_prefetch: whether forward gathers the next unit before the current one computes.
         backward_prefetch: ``"pre"``: backward gathers the next unit before it computes the current
-            unit's gradients, and the first unit before all else; ``"post"``: after it has computed
-            them; ``None``: on demand.
-        limit: largest number of units that are gathered ahead at a time.
+            one's gradients; ``"post"``: after it; ``None``: on demand.
+        limit: how many units may be gathered ahead at a time.
         on_demand: units that are never gathered ahead.
-        backward: the events of backward, in order: ``("gather", unit)`` when it first needs the
-            unit's leaves, ``("reduce", unit)`` when their gradients are complete. ``None`` means
-            the reverse of ``order``, each unit gathered and then reduced, which holds unless units
-            are called inside others, or between the modules of a group. ``fully_shard`` learns it.
+        backward: what backward does, in order: ``("gather", unit)`` when it first needs the unit's
+            leaves, ``("reduce", unit)`` when their gradients are complete. ``None``: the reverse of
+            ``order``, each unit gathered and then reduced. ``fully_shard`` learns it.
 
     Example:
         >>> import torch, funcshard as fs
@@ -93,7 +90,6 @@ class Schedule(Shown):
         return [Table(title, header, rows)]
 
     def backward_order(self) -> tuple[tuple[str, str], ...]:
-        """Return what backward reaches, in order; see ``backward``."""
         # A learned order wins; otherwise each unit is needed once, last to first.
         if self.backward is not None:
             return self.backward
@@ -105,7 +101,7 @@ class Schedule(Shown):
 
 
 def _calls(names: Sequence[str]) -> list[tuple[str, int]]:
-    """Return units as they are called, each with the number of its calls before."""
+    """Return units as they are called, each with the number of its earlier calls."""
     call_counts = Counter[str]()
     calls = []
     for unit_name in names:
@@ -123,17 +119,16 @@ def make_schedule(
     limit: int = 1,
     on_demand: Iterable[str] = (),
 ) -> Schedule:
-    """Decide when units are gathered ahead of their use, so that communication overlaps compute.
+    """Choose when units are gathered ahead of their use, so that communication overlaps compute.
 
     Arguments:
         plan: the plan.
-        order: names of the units in the order in which forward calls them, each as often as forward
-            calls it; by default plan order. ``fully_shard`` learns the real order in its first call
-            if it is given no schedule.
+        order: the units as forward calls them, each as often; by default plan order. If you give
+            ``fully_shard`` no schedule, it learns the order in its first call.
         forward_prefetch: whether forward gathers the next unit before the current one computes.
         backward_prefetch: ``"pre"``, ``"post"`` or ``None``; see ``Schedule``.
-        limit: largest number of units that are gathered ahead at a time.
-        on_demand: names of units that are never gathered ahead.
+        limit: how many units may be gathered ahead at a time.
+        on_demand: units that are never gathered ahead.
 
     Returns:
         The schedule, for ``fully_shard`` and ``predict_events``.
@@ -170,7 +165,7 @@ def make_schedule(
 
 
 def check_schedule(schedule: Any, plan: Plan) -> None:
-    """Raise unless ``schedule`` is a schedule, and names units of ``plan`` only."""
+    """Raise unless ``schedule`` is a schedule of units of ``plan``."""
     if not isinstance(schedule, Schedule):
         raise TypeError(
             "schedule must be a funcshard.Schedule, or None to learn the order; found "
@@ -182,7 +177,7 @@ def check_schedule(schedule: Any, plan: Plan) -> None:
 
 
 def unit_names(plan: Plan, option: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of units that an option holds; raise unless the plan has these units."""
+    """Return the units that an option names; raise unless the plan has them."""
     if isinstance(names, str):
         raise TypeError(
             f"{option} must be a list of unit names; found the text {names!r}: pass [{names!r}]"

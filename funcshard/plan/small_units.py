@@ -1,8 +1,4 @@
-"""Small units: which adjacent ones become one group, by a given limit or by a rule.
-
-The rule is for models of many tiny units, whose collectives take longer to start than to run. It
-reads sizes and options alone, so every rank and every process makes the same groups.
-"""
+"""Small units: which adjacent ones become one group, by a given limit or by a rule."""
 
 from __future__ import annotations
 
@@ -18,6 +14,7 @@ _TO = "…"  # between the first and the last unit in the name of a group
 
 # The rule of "auto": at least so many adjacent units of at most so many gathered bytes form
 # groups, of at most so many bytes.
+# Why sizes and options alone: every rank and every process has to make the same groups.
 _LEAST_UNITS = 32
 _GROUP_BYTES = 1 << 20
 _SMALL_UNIT = _GROUP_BYTES // _LEAST_UNITS
@@ -29,12 +26,12 @@ def joined_name(units: Sequence[str]) -> str:
 
 
 def ends_of(name: str) -> list[str]:
-    """Return the units after which a group of small units is named; for another unit, its name."""
+    """Return the ends of a group of small units; for another unit, its name."""
     return name.split(_TO)
 
 
 def check_bucket_bytes(value: Any) -> int | None:
-    """Return ``bucket_bytes`` as a number, ``None`` for ``"auto"``; raise if it is neither."""
+    """Return ``bucket_bytes`` as a number, ``None`` for ``"auto"``; raise otherwise."""
     if isinstance(value, str) and value == "auto":
         return None
     return check_count(
@@ -53,14 +50,12 @@ def small_groups(
     Arguments:
         units: the units in plan order.
         limit: the most gathered bytes of a group, 0 for no groups, ``None`` for the rule.
-        undecided: the names of the units whose ``reshard_after_forward`` no option sets. If all
-            groups of the rule together fit into one, these units stay gathered after forward.
-        modules: the indices of the leaves that ``make_functional`` returned. The rule leaves all
-            others alone, because programs by hand look their units up by name.
+        undecided: the units whose ``reshard_after_forward`` no option sets.
+        modules: the indices of the leaves that ``make_functional`` returned.
 
     Returns:
-        For the names of the units of each group, whether it stays gathered until backward although
-        its strategy frees it.
+        For the names of each group, whether it stays gathered until backward although its strategy
+        frees it.
     """
     if limit == 0:
         return {}
@@ -70,6 +65,7 @@ def small_groups(
     if limit is not None:
         return dict.fromkeys(_filled(units, unit_bytes, unit_keys, limit), False)
     for i, unit in enumerate(units):
+        # Why only modules: programs by hand look their units up by name.
         if unit_bytes[i] > _SMALL_UNIT or any(leaf.index not in modules for leaf in unit.leaves):
             unit_keys[i] = None
     key_runs = [list(run) for _, run in itertools.groupby(unit_keys)]

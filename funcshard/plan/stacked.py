@@ -1,7 +1,7 @@
 """Stacked layers, as ``lax.scan`` has them: one leaf of shape ``[L, ...]`` for L equal layers.
 
-A unit consists of whole leaves, so a stack is one unit. ``unstack`` makes a list of L layers of it,
-which can be L units; ``stack`` is the inverse.
+A unit consists of whole leaves, so a stack is one unit. ``unstack`` turns it into L layers, which
+can be L units.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ def unstack(params: Any, path: str) -> Any:
 
     Raises:
         TypeError: a leaf at ``path`` is not a tensor.
-        ValueError: there is no such node; its leaves have no first dimension, or first dimensions
-            of different sizes.
+        ValueError: there is no such node, or its leaves have no first dimension of one size.
 
     Example:
         >>> import torch, funcshard as fs
@@ -57,8 +56,8 @@ def stack(params: Any, path: str) -> Any:
         is ``None`` in all layers, such as a gradient of a frozen one, stays ``None``.
 
     Raises:
-        ValueError: there is no such list, it is empty, or its trees differ in their structure, or
-            in the shapes or dtypes of leaves.
+        ValueError: there is no such list, it is empty, or its trees differ in structure, shapes or
+            dtypes.
 
     Example:
         >>> import torch, funcshard as fs
@@ -119,7 +118,6 @@ def _stacked(node: Any, path: str) -> Any:
 
 
 def _forms(layer: Any) -> list[tuple[str, Any]]:
-    """Return path, shape and dtype of each leaf of a layer."""
     layer_forms: list[tuple[str, Any]] = []
     for leaf_name, leaf in zip(tree.paths(layer), tree.leaves(layer), strict=True):
         if isinstance(leaf, torch.Tensor):
@@ -154,7 +152,7 @@ def _changed(name: str, params: Any, path: str, change: Callable[[Any, str], Any
 
 
 def _children(node: Any) -> dict[str, tuple[Any, Any]]:
-    """Return key or index, and value, of each child of a container by its component of a path."""
+    """Return key and value of each child of a container by its component of a path."""
     pairs: Iterable[tuple[Any, Any]] = ()
     if isinstance(node, Mapping):
         pairs = node.items()

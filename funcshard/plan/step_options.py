@@ -1,10 +1,7 @@
 """The options of a step that name units: ``reduce`` and ``remat``.
 
-``reduce`` says when gradients are reduced, if a batch is split into micro-batches. It is one value
-for all units, or a mapping from globs of unit names to values. The gradient reducer of ``core`` and
-``predict_events`` both ask ``buffer_mode``, so a run and its prediction follow one rule.
-
-``remat`` names the modules that backward computes again.
+``reduce`` says when gradients of micro-batches are reduced: one value for all units, or values by
+globs of unit names. ``remat`` names the modules that backward computes again.
 """
 
 from __future__ import annotations
@@ -24,10 +21,7 @@ _MODES = ("each", "once", "shard_each")
 
 
 def check_reduce(micro_batches: Any, reduce: Any, name: str = "micro_batches") -> int:
-    """Return the number of micro-batches; raise unless it and ``reduce`` are valid.
-
-    ``name`` is that of the option which holds the number.
-    """
+    """Return the number of micro-batches; raise unless it and ``reduce`` are valid."""
     if isinstance(reduce, Mapping):
         for glob, reduce_mode in reduce.items():
             if not isinstance(glob, str):
@@ -43,7 +37,7 @@ def check_reduce(micro_batches: Any, reduce: Any, name: str = "micro_batches") -
 
 
 def check_reduce_units(reduce: Reduce, units: Iterable[str]) -> None:
-    """Raise ``ValueError`` unless every glob of ``reduce`` matches one of the units."""
+    """Raise ``ValueError`` unless every glob of ``reduce`` matches a unit."""
     if isinstance(reduce, str):
         return
     unit_names = list(units)
@@ -69,16 +63,15 @@ def unit_mode(reduce: Reduce, unit: str) -> str:
 
 
 def buffer_mode(mode: str, *, cut: bool, repeated: bool) -> str:
-    """Return when a buffer's gradient is reduced, given the value for its unit.
-
-    ``"shard_each"`` lets the reductions over the axes wait along which the buffer is repeated. A
-    buffer that is not cut has no other reductions, and one that is not repeated has none of these.
+    """Return when a buffer's gradient is reduced; a run and its prediction both ask here.
 
     Arguments:
         mode: the value for the unit.
-        cut: whether the buffer's reduction begins with a reduce-scatter.
-        repeated: whether all-reduces follow it.
+        cut: whether the reduction begins with a reduce-scatter.
+        repeated: whether all-reduces follow.
     """
+    # Why: "shard_each" only makes the all-reduces wait. A buffer that is not cut has nothing else,
+    # and one that is not repeated has none.
     if mode != "shard_each" or (cut and repeated):
         return mode
     return "each" if cut else "once"
@@ -93,11 +86,7 @@ def _chooses(glob: str, unit: str) -> bool:
 
 
 def read_remat(remat: Iterable[str] | bool) -> tuple[str, ...] | bool:
-    """Return the names and globs of ``remat`` as a tuple, and a flag unchanged.
-
-    Raises:
-        TypeError: ``remat`` is neither a list of texts nor a flag.
-    """
+    """Return the names and globs of ``remat`` as a tuple, and a flag unchanged."""
     if isinstance(remat, bool):
         return remat
     unit_names: tuple[Any, ...] = (None,)
@@ -117,8 +106,7 @@ def recomputed_modules(plan: Plan, remat: Iterable[str] | bool) -> list[str]:
 
     Arguments:
         plan: the plan.
-        remat: names or globs of units, or of modules of groups; ``True`` for all, ``False`` for
-            none. The root is not among those that ``True`` and globs represent.
+        remat: names or globs of units, or of modules of groups; ``True`` for all but the root.
 
     Raises:
         TypeError: ``remat`` is neither a list of texts nor a flag.

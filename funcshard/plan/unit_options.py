@@ -22,7 +22,7 @@ _OPTIONS = ("strategy", "offload", "precision", "reshard_after_forward", "reshar
 def read_units(
     units: UnitNames, uses: Sequence[tuple[str, ...]], strategy: str = "full_shard"
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, Mapping[str, Any]]]:
-    """Return the units that ``units`` names; the docstring of ``make_plan`` describes the forms.
+    """Return the units that ``units`` of ``make_plan`` names.
 
     Arguments:
         units: the argument of ``make_plan``.
@@ -30,13 +30,7 @@ def read_units(
         strategy: that of units which override none.
 
     Returns:
-        The paths of each unit by its name, in the order of the plan, where a group has several; and
-        the options that units override, by name.
-
-    Raises:
-        TypeError: ``units`` is not made of paths, globs and groups.
-        ValueError: a path or glob matches no node, or a path is written twice; a group is empty, or
-            one of its paths lies inside another.
+        The paths of each unit by name, in plan order; and the options that units override, by name.
     """
     entries = list_of_globs(units, "units")
     nodes = dict.fromkeys(nodes_of(uses))
@@ -115,7 +109,7 @@ def _matched_paths(entry: Any, nodes: Collection[str]) -> list[str]:
 
 
 def free_name(name: str, *taken: Collection[str]) -> str:
-    """Return the name of a group, with signs at its end until nothing else has it."""
+    """Return the name of a group, with ``+`` at its end until nothing else has it."""
     while any(name in names for names in taken):
         name += "+"
     return name
@@ -124,7 +118,6 @@ def free_name(name: str, *taken: Collection[str]) -> str:
 def _read_overrides(
     units: UnitNames, names: Mapping[Any, Sequence[str]], strategy: str
 ) -> dict[str, Mapping[str, Any]]:
-    """Return the options that single units override, by the name of the unit."""
     given_options = units if isinstance(units, Mapping) else getattr(units, "overrides", {})
     known_units = dict.fromkeys(
         unit_name for entry_units in names.values() for unit_name in entry_units
@@ -149,13 +142,7 @@ def _read_overrides(
 
 
 def check_options(options: Mapping[str, Any], strategy: str, unit: str | None = None) -> None:
-    """Raise unless options are valid.
-
-    Arguments:
-        options: those of ``make_plan``, or those that a unit overrides.
-        strategy: the strategy where the options hold none.
-        unit: the unit that overrides them; ``None`` for the options of ``make_plan``.
-    """
+    """Raise unless the options of ``make_plan``, or those that a unit overrides, are valid."""
     unknown = sorted(options.keys() - set(_OPTIONS))
     if unknown:
         raise ValueError(
@@ -190,10 +177,6 @@ def check_options(options: Mapping[str, Any], strategy: str, unit: str | None = 
 def decided_options(name: str, options: Mapping[str, Any], shards: int) -> dict[str, Any]:
     """Return the options of a unit, with the decision when its gathered leaves are freed.
 
-    ``shards`` is the number of ranks on the shard axis. A number of ranks for
-    ``reshard_after_forward`` stays one if it is neither 1, which frees nothing, nor ``shards``,
-    which frees all but the shard.
-
     Raises:
         ValueError: the unit is freed after forward, but should stay gathered after backward, or a
             number of ranks does not divide that of the shard axis.
@@ -214,6 +197,7 @@ def decided_options(name: str, options: Mapping[str, Any], shards: int) -> dict[
                 f"of the shard axis; found {freed_after} for {unit_title}: pass a divisor, such as "
                 "the ranks of one machine, or True"
             )
+        # Note: one rank frees nothing, and all of them free all but the shard, so these are flags.
         if freed_after in (1, shards):
             freed_after = freed_after > 1
     if freed_after and not options["reshard_after_backward"]:

@@ -1,8 +1,6 @@
 """The plan of one unit: its leaves, its flat buffers, and how both are sharded.
 
-A unit owns a few flat buffers. Each flat buffer holds leaves of one dtype, raveled one after
-another, with padding at its end only. The classes here hold integers, strings and tuples, but no
-tensors.
+Each flat buffer holds leaves of one dtype, raveled one after another, with padding at its end only.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ class LeafCut(NamedTuple):
     Attributes:
         axis: the mesh axis.
         dim: the tensor dimension that is cut.
-        ranks: number of ranks along the axis, and of slices.
+        ranks: number of ranks along the axis, and so of slices.
     """
 
     axis: str
@@ -63,19 +61,17 @@ Placements = tuple[tuple[str, int | None], ...]  # mesh axis, and the dim that i
 
 @dataclass(frozen=True, slots=True)
 class LeafSpec:
-    """One leaf of the parameter tree: its path, its shape and its position in a flat buffer.
+    """One leaf: its path, its shape and its position in a flat buffer.
 
     Attributes:
-        path: dotted path of the leaf in the whole tree.
-        shape: shape of the leaf, as each rank holds it.
-        offset: index of the leaf's first element in the flat buffer.
-        index: number of the leaf in the whole tree's order of leaves.
+        path: dotted path in the whole tree.
+        shape: shape as each rank holds it.
+        offset: index of its first element in the flat buffer.
+        index: its number in the whole tree's order of leaves.
         aliases: other paths at which the same tensor is used (tied parameters).
-        cuts: how the leaf is a slice of a larger tensor, outermost cut first, if it is local along
-            the axes of these cuts.
-        placements: for a leaf that the model uses as a DTensor, each axis of its device mesh, in
-            order, with the dimension that the axis cuts, or ``None`` if it cuts none; ``()`` for
-            every other leaf.
+        cuts: how it is a slice of a larger tensor, outermost cut first.
+        placements: for a DTensor, each axis of its device mesh, in order, with the dimension that
+            the axis cuts, or ``None``; ``()`` for other leaves.
     """
 
     path: str
@@ -93,17 +89,17 @@ class LeafSpec:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Shape of the tensor that the leaf is a slice of; its own shape if it is not cut."""
+        """Shape of the tensor of which the leaf is a slice; its own shape without cuts."""
         return whole_shape_of(self.shape, self.cuts)
 
 
 class LeafPart(NamedTuple):
-    """The elements of one leaf that lie in one rank's shard; empty if the shard holds none of them.
+    """The elements of one leaf that lie in one rank's shard, maybe none.
 
     Attributes:
-        begin: index of the first of these elements in the raveled leaf.
-        end: index after the last of these elements in the raveled leaf.
-        shard_begin: index of the first of these elements in the shard.
+        begin: index of the first of them in the raveled leaf.
+        end: index after the last of them in the raveled leaf.
+        shard_begin: index of the first of them in the shard.
     """
 
     begin: int
@@ -128,21 +124,18 @@ class LeafPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BufferPlan:
-    """One flat buffer of a unit: leaves of one dtype, raveled one after another.
-
-    The leaves of a buffer are all trainable or all frozen.
+    """One flat buffer of a unit: leaves of one dtype, all trainable or all frozen.
 
     Attributes:
-        key: name of the buffer in its unit: the dtype, followed by ``.frozen`` for frozen leaves,
-            and by ``.local`` for leaves that are local along both data axes, or by ``.local_`` and
-            names of axes, as in ``.local_shard`` or ``.local_tensor``, for leaves that are local
-            along these.
+        key: name of the buffer in its unit: the dtype, then ``.frozen`` for frozen leaves, then
+            ``.local`` for leaves that are local along both data axes, or ``.local_`` with the names
+            of axes, as in ``.local_tensor``.
         dtype: name of the dtype of the leaves.
         trainable: whether the leaves get gradients.
         leaves: the leaves in the order of their offsets.
-        shards: number of shards that the buffer is cut into; 1 if it is not sharded.
-        local: mesh axes along which the values differ. The library does not gather or reduce the
-            buffer along these axes. ``()``: all ranks share the values. Data axes come first.
+        shards: number of shards; 1 if the buffer is not sharded.
+        local: mesh axes along which the values differ, data axes first. Along these the library
+            neither gathers nor reduces.
     """
 
     key: str
@@ -186,10 +179,7 @@ class BufferPlan:
         return self.shard_numel * self.shards
 
     def filled(self, rank: int) -> int:
-        """Return the number of elements of the leaves in a rank's shard: those before its padding.
-
-        ``rank`` is the index of the rank along the shard axis.
-        """
+        """Return how many elements lie before the padding in the shard at index ``rank``."""
         numel = self.numel
         shard_numel = -(-numel // self.shards)
         if self.shards == 1:
@@ -202,14 +192,7 @@ class BufferPlan:
         return dtype_of(self.dtype).itemsize
 
     def part(self, leaf: LeafSpec, rank: int) -> LeafPart:
-        """Return the part of ``leaf`` that lies in the shard of one rank.
-
-        If the buffer is not sharded, every rank holds the whole leaf.
-
-        Arguments:
-            leaf: a leaf of this buffer.
-            rank: index of the rank along the shard axis.
-        """
+        """Return the part of ``leaf`` in the shard at index ``rank`` of the shard axis."""
         if self.shards == 1:
             return LeafPart(0, leaf.numel, leaf.offset)
         # The shard's first and last element as indices into the leaf, cut to those that it has.
@@ -228,28 +211,26 @@ class BufferPlan:
 class UnitPlan:
     """Leaves that are gathered together: those under its path that no nested unit owns.
 
-    A *group* is a unit of several paths. It has one flat buffer of each kind for all of them.
+    A *group* is a unit of several paths, with one flat buffer of each kind for all of them.
 
     Attributes:
-        name: path of the unit; ``""`` is the root unit. The name of a group joins its paths or
-            globs with ``+``; if the tree has a node of this path, more ``+`` follow.
+        name: path of the unit; ``""`` is the root. The name of a group joins its paths or globs
+            with ``+``.
         strategy: ``"full_shard"``, ``"shard_grad_op"`` or ``"no_shard"``.
-        reshard_after_forward: whether ``fully_shard`` frees the gathered leaves between forward and
-            backward. A number ``n`` frees all but a slice of ``1 / n``: ``n`` neighbours on the
-            shard axis hold the unit together, and backward gathers it from them.
+        reshard_after_forward: whether the gathered leaves are freed between forward and backward. A
+            number ``n`` frees all but a slice of ``1 / n``: ``n`` neighbours on the shard axis hold
+            the unit together.
         mesh_shape: sizes of the data axes ``(replicate, shard)`` that the unit was planned for.
-        structure: structure of the unit's part of the tree (see ``tree``). It numbers the leaves in
-            the order of ``leaves``.
+        structure: structure of the unit's part of the tree, which numbers the leaves in the order
+            of ``leaves``.
         buffers: the unit's flat buffers.
-        offload: whether the unit's shards live on the CPU even if the mesh has another device. Its
-            gradients and optimizer state then live there too.
-        precision: dtypes in which the unit computes and communicates; ``None``: the dtypes of its
+        offload: whether shards, gradients and optimizer state live on the CPU.
+        precision: dtypes in which the unit computes and communicates; ``None``: those of its
             leaves.
-        full_precision: whether the unit is a module of ``ignored_classes``, which computes in the
-            dtype of its leaves inside a model of lower precision. Its inputs are cast to that
-            dtype, and its outputs are cast back.
-        reshard_after_backward: whether the unit is freed after the backward of every micro-batch;
-            if not, only after that of the last one.
+        full_precision: whether the unit is a module of ``ignored_classes``, whose inputs are cast
+            to the dtype of its leaves, and whose outputs are cast back.
+        reshard_after_backward: whether the unit is freed after every micro-batch, and not only
+            after the last.
         members: the paths of a group; ``()`` for a unit of one path.
         axes: all mesh axes in the order of ranks; ``()`` represents ``replicate`` and ``shard``.
     """
@@ -262,6 +243,7 @@ class UnitPlan:
     buffers: tuple[BufferPlan, ...]
     offload: bool = False
     precision: MixedPrecision | None = None
+    # Note: the name that plans on disk have; see ``_FORMAT`` in ``plan``.
     full_precision: bool = field(default=False, metadata={"key": "island"})
     reshard_after_backward: bool = field(default=True, metadata={"later": True})
     members: tuple[str, ...] = field(default=(), metadata={"later": True})
@@ -305,13 +287,13 @@ class UnitPlan:
 
     @property
     def post_forward_ranks(self) -> int | None:
-        """Number of ranks that hold the unit together after forward; ``None``: all or one."""
+        """Number of ranks that hold the unit together after forward; ``None``: all, or one."""
         # Why by class: 1 == True, and a plan from JSON keeps the difference.
         return None if isinstance(self.reshard_after_forward, bool) else self.reshard_after_forward
 
     @property
     def title(self) -> str:
-        """Name of the unit in tables and messages: ``(root)`` for the root unit."""
+        """Name for tables and messages: ``(root)`` for the root unit."""
         return self.name or "(root)"
 
     @property
@@ -326,12 +308,12 @@ class UnitPlan:
 
     @property
     def sharded(self) -> bool:
-        """Whether each rank holds one shard of a buffer; if not, it holds the whole buffer."""
+        """Whether each rank holds a shard of a buffer, and not the whole buffer."""
         return self.strategy != "no_shard"
 
     @property
     def leaves(self) -> tuple[LeafSpec, ...]:
-        """Leaves of all buffers, in the order in which ``structure`` numbers them."""
+        """Leaves of all buffers, as ``structure`` numbers them."""
         # Most units have one buffer, and this is read often.
         if len(self.buffers) == 1:
             return self.buffers[0].leaves
@@ -352,11 +334,11 @@ class UnitPlan:
         ) or self.gathered_dtype(buffer)
 
     def in_full_precision(self) -> UnitPlan:
-        """Return the same unit without a precision; see ``Plan.in_full_precision``."""
+        """Return the unit without a precision; see ``Plan.in_full_precision``."""
         return dataclasses.replace(self, precision=None)
 
     def listed(self) -> UnitPlan:
-        """Return the same unit with a flat list as structure, in the order of ``leaves``."""
+        """Return the unit with a flat list as structure, in the order of ``leaves``."""
         # Why a list: callers that hold leaves by position need no names.
         return dataclasses.replace(self, structure=("list", None, tuple(range(len(self.leaves)))))
 
@@ -365,7 +347,7 @@ def innermost_in(units: Mapping[str, Sequence[str]]) -> Callable[[str], str | No
     """Return a function from a node to the innermost unit that holds it, or ``None``.
 
     Arguments:
-        units: the paths of each unit, by its name. A call's time does not depend on them.
+        units: the paths of each unit, by its name.
     """
     known_owners: dict[str, str | None] = {**owners_of(units)}
 
@@ -382,8 +364,8 @@ def innermost_in(units: Mapping[str, Sequence[str]]) -> Callable[[str], str | No
 
 
 def owners_of(units: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return the name of the unit that has each path."""
     # Why reversed: of two units with one path, the first one counts.
+    """Return the name of the unit that has each path."""
     owner_pairs = [(node, name) for name, nodes in units.items() for node in nodes]
     return dict(reversed(owner_pairs))
 

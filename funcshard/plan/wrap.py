@@ -21,15 +21,14 @@ __all__ = ["Policy", "Units", "always", "any_of", "by_class", "by_function", "by
 
 
 class Units(list[Any]):
-    """A list of unit paths, together with the options that single units override.
+    """A list of unit paths, with the options that single units override.
 
     A list or tuple of paths in it is a group: one unit. ``units + other`` keeps the overrides of
     both; those of ``units`` hold if both override options of one unit.
 
     Attributes:
-        overrides: path of a unit, or tuple of the paths of a group -> options of ``make_plan`` for
-            this unit, such as ``{"strategy": "shard_grad_op"}``. The root unit, ``""``, may
-            override options too.
+        overrides: options of ``make_plan``, such as ``{"strategy": "shard_grad_op"}``, by path of a
+            unit (``""`` for the root) or tuple of the paths of a group.
 
     Example:
         >>> import torch, funcshard as fs
@@ -68,8 +67,7 @@ def by_class(*classes: type[nn.Module]) -> Policy:
 
     Raises:
         TypeError: no class is given, or an argument is not a module class.
-        ValueError: raised by the policy if ``module`` contains no module of these classes with
-            parameters.
+        ValueError: raised by the policy if ``module`` has no such module with parameters.
 
     Example:
         >>> import torch, funcshard as fs
@@ -116,14 +114,14 @@ def by_size(
     exclude: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict),
     force_leaf: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,),
 ) -> Callable[..., Units]:
-    """Choose modules of at least a given size, from the inside out.
+    """Choose modules by size, from the inside out.
 
-    The policy chooses a module if the module holds at least ``min_numel`` parameter elements that
-    no unit inside it holds.
+    The policy chooses a module with at least ``min_numel`` parameter elements outside of the units
+    inside it.
 
     A module may read a parameter of its child without calling the child, as in
-    ``F.linear(x, self.qkv.weight)``. The two have to be one unit, which no size tells: pass example
-    inputs too, and one forward of a copy of the module, which shares its parameters, finds them.
+    ``F.linear(x, self.qkv.weight)``. The two have to be one unit, which no size tells. If you pass
+    example inputs, one forward of a copy of the module finds them.
 
     Arguments:
         min_numel: least number of parameter elements of a unit.
@@ -131,9 +129,8 @@ def by_size(
         force_leaf: classes whose modules never become units, and neither do modules inside them.
 
     Returns:
-        A policy; see ``by_class``. It also takes the inputs of a forward:
-        ``policy(module, inputs)``, with a tuple of arguments, a dictionary of keyword arguments, or
-        the only argument.
+        A policy; see ``by_class``. ``policy(module, inputs)`` takes a tuple of arguments, a
+        dictionary of keyword arguments, or the only argument.
 
     Raises:
         TypeError: ``min_numel`` is no number, or an argument is not a tuple of classes.
@@ -203,10 +200,8 @@ def by_function(function: Callable[[nn.Module], bool | Mapping[str, Any]]) -> Po
     """Choose every module with parameters for which ``function(module)`` is true or a dictionary.
 
     Arguments:
-        function: function from a module to a truth value, or to a dictionary of the options that
-            this unit overrides: ``strategy``, ``offload``, ``precision``, ``reshard_after_forward``
-            and ``reshard_after_backward``. An empty dictionary chooses the module without
-            overrides.
+        function: your function from a module to a truth value, or to a dictionary, maybe empty, of
+            the options of ``make_plan`` that this unit overrides.
 
     Returns:
         A policy; see ``by_class``.
@@ -256,11 +251,11 @@ def always() -> Policy:
 
 
 def any_of(*policies: Policy) -> Policy:
-    """Choose every module that at least one of the given policies chooses.
+    """Choose every module that one of your policies chooses.
 
     Arguments:
-        policies: policies such as those of ``fs.wrap``. If two of them override options of the same
-            unit, the overrides of the first one hold.
+        policies: policies such as those of ``fs.wrap``. If two override options of one unit, the
+            first one counts.
 
     Returns:
         A policy; see ``by_class``.
