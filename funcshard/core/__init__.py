@@ -1,34 +1,29 @@
 """One unit: gather its leaves, compute, reduce their gradients. The heart of the library.
 
-Read in this order; each file builds on those before it. docs/life-of-a-step.md follows one step
-through them.
+docs/life-of-a-step.md follows one step through these files, which build on each other in this
+order:
 
-- ``buffer_comm``: how one flat buffer is gathered and reduced. ``start_gather`` starts every
-  all-gather, ``start_reduce`` and ``start_reduce_parts`` start reductions. The ``finish`` of the
-  handle that they return waits; on the CPU ``wait_comm`` waits before that.
+- ``buffer_comm``: how one flat buffer is gathered and reduced. ``start_gather`` and
+  ``start_reduce`` start a collective; ``finish`` of the handle that they return waits.
 - ``basis``: errors for loops of torch over unit vectors that would mix ranks. Skip it at first.
-- ``grad_reducer``: takes unreduced gradients in backward, starts their reductions, keeps the sums;
-  until then keeps units that stay gathered.
-- ``flat_buffer``: a shard to its leaves and back, as two autograd Functions. When the gradients of
-  all leaves are complete, backward frees the gathered buffer and calls the reducer. Below them,
-  gathers and sums of flat tensors of no unit.
-- ``prefetcher``: which units a call gathers, and when: ``pre_forward``, ``pre_backward``. Its
-  ``SavedUnit`` keeps autograd from holding a gathered buffer after forward, and gathers the buffer
-  again for backward. The ``ScheduleLearner`` keeps the order that the first call teaches.
+- ``grad_reducer``: takes unreduced gradients in backward, starts their reductions, keeps the sums,
+  and until then the units that stay gathered.
+- ``flat_buffer``: a shard to its leaves and back, as two autograd Functions.
+- ``prefetcher``: which units a call gathers, and when. ``SavedUnit`` keeps autograd from holding a
+  gathered buffer after forward; ``ScheduleLearner`` keeps the order of the first call.
 - ``checks``: errors for shards that do not fit a plan.
-- ``dtensor_leaves``: leaves that the model uses as DTensors, and autograd's saved DTensors.
+- ``dtensor_leaves``: leaves that the model uses as DTensors.
 - ``checksum``: whether ranks that each pass full leaves pass the same ones.
-- ``unit``: ``Unshard``, which ``unshard`` and ``reshard`` of ``combinators`` return, gathers a
-  unit; ``Gathered`` runs a function of its leaves inside all that, or several modules of a group.
-  After forward nothing refers to the gathered buffer, so Python frees it.
+- ``unit``: ``Unshard``, which ``unshard`` and ``reshard`` of ``combinators`` return, and
+  ``Gathered``, in which a function of the leaves runs.
 - ``plain_collectives``: collectives along mesh axes and their adjoints, without autograd.
-- ``collectives``: ``psum``, ``all_gather`` and others, differentiable, along named axes.
+  ``collectives``: ``psum``, ``all_gather`` and others, differentiable, along named axes.
 - ``sharding``: ``shard`` and ``gather``, the whole tree to shards and back.
 - ``shard_broadcast``: values that all ranks hold, for arithmetic on shards.
 - ``objects``: ``broadcast_object``, a small value of one rank for all ranks.
-- ``gradients``: ``value_and_grad`` and ``accumulate``; the mean over ranks is taken here.
-  ``accumulation``: how a batch is split. ``gradient_options``: their options, and functions of the
-  user that see gradients on the way. ``recompute``: ``remat``.
+- ``gradients``: ``value_and_grad`` and ``accumulate``, which take the mean over ranks.
+  ``accumulation``: how a batch is split. ``gradient_options``: their options and hooks.
+  ``recompute``: ``remat``.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ def micro_batch_calls(
     Arguments:
         loss_fn: the loss function.
         micro_batches: the number of micro-batches.
-        reduce: the option of ``accumulate``, whose names have to be those of units.
-        shards: the shards of these units.
+        reduce: the option of ``accumulate``.
+        shards: the shards of the units that ``reduce`` may name.
         rest: further positional arguments, the batch last.
         kwargs: arguments by name.
     """
@@ -58,7 +58,6 @@ def _unit_names(shards: Any) -> list[str]:
 
 
 def _remedy(leaves: Sequence[Any]) -> str:
-    """Return what to do for a batch with these leaves, which cannot be split."""
     # Why one: a batch of a class that is no pytree is one leaf.
     if len(leaves) == 1 and isinstance(leaves[0], Mapping):
         return "pass dict(batch)"

@@ -1,18 +1,12 @@
-"""Refuse torch's loops over unit vectors where a collective would add results of different ones.
+"""Raise for torch's loops over unit vectors where a collective would add results of different ones.
 
-``torch.func.jacrev``, ``jacfwd`` and ``hessian`` take as many derivatives as this rank's tensors
-have elements. Every rank does so at the same time. So where a tangent or a cotangent crosses ranks,
-a collective adds the derivatives along the k-th unit vector of every rank, and these unit vectors
-are of different elements. The result has the shape of a Jacobian, and is none.
+``torch.func.jacrev``, ``jacfwd`` and ``hessian`` loop over the elements of this rank's tensors, on
+every rank at the same time. Where a derivative crosses ranks, a collective adds those along the
+k-th unit vector of every rank, which are by different elements: the result has the shape of a
+Jacobian, and is none. docs/transforms.md, "Columns", lists the results that are right.
 
-The autograd Functions of ``flat_buffer`` and ``collectives`` call ``noted`` when autograd records
-them, and one of the ``refuse`` functions before they communicate a derivative. ``BufferComm.loops``
-carries the loops from forward to backward, because on CUDA torch runs backward in another thread,
-which does not see the caller. A recomputation opens its own transforms; ``acting_for`` says for
-which loop.
-
-All other results are true objects, which docs/transforms.md lists. A sum of the ranks' gradients is
-one, so ``jacrev`` may reduce them: row i is the sum over ranks of the gradients of output i.
+Autograd Functions call ``noted`` when autograd records them, and one of the ``refuse`` functions
+before they communicate a derivative.
 """
 
 from __future__ import annotations
@@ -49,7 +43,7 @@ def current_loops() -> Loops:
 
 @contextlib.contextmanager
 def within(loops: Loops) -> Iterator[None]:
-    """Take ``loops`` as running here, besides those of the frames."""
+    """Take ``loops`` as running here too."""
     context_token = _known.set(loops)
     try:
         yield
@@ -58,7 +52,7 @@ def within(loops: Loops) -> Iterator[None]:
 
 
 def below_transforms(f: Callable[..., T], *args: Any) -> T:
-    """Return ``f(*args)``, computed below all transforms of the callers, with levels from 0."""
+    """Return ``f(*args)``, computed below all transforms of the callers."""
     with within(below(_known.get(), 1)):
         return f(*args)
 
@@ -79,22 +73,18 @@ def acting_for(loop: BasisLoop | None, level: int) -> Iterator[None]:
 
 
 def noted(comm: Any) -> tuple[Any, BasisLoop | None]:
-    """Return ``comm`` with the loops that run here, and the one at the level of this transform.
-
-    ``comm`` is a ``BufferComm`` or an ``AxisComm``.
-    """
+    """Return ``comm`` with the loops that run here, and the loop at the level of this transform."""
     active_loops = {**comm.loops, **current_loops()}
     if not active_loops:
         return comm, None
+    # Why carried along: on CUDA torch runs backward in another thread, which does not see the
+    # caller's frames.
     return dataclasses.replace(comm, loops=active_loops), active_loops.get(transform_level())
 
 
 def noted_outer(comm: BufferComm) -> BufferComm:
-    """Return ``comm`` with the loops that the gradient of a gather is part of, outside transforms.
-
-    That gradient is taken by the innermost loop. So only the loops around that one differentiate
-    it.
-    """
+    """Return ``comm`` with the loops around the one that takes the gradient of a gather."""
+    # Why outer: the innermost loop takes that gradient, and only those around it differentiate it.
     outer_loops = basis_loops(outer=True)
     if not outer_loops:
         return comm
@@ -104,7 +94,10 @@ def noted_outer(comm: BufferComm) -> BufferComm:
 def refuse_cut(comm: BufferComm, loop: BasisLoop | None, vector: str) -> None:
     """Raise if an all-gather of derivatives would add unit vectors of all ranks' slices.
 
-    ``vector`` is ``"column"`` for tangents of shards, and ``"row"`` for cotangents of gradients.
+    Arguments:
+        comm: the communication of the buffer.
+        loop: the loop that runs, if any.
+        vector: ``"column"`` for tangents of shards, ``"row"`` for cotangents of gradients.
     """
     if loop is None or not comm.topology.cut:
         return
@@ -120,13 +113,11 @@ def refuse_cut(comm: BufferComm, loop: BasisLoop | None, vector: str) -> None:
 
 
 def refuse_mixed_sum(comm: BufferComm, loop: BasisLoop | None) -> None:
-    """Raise if a reduction of tangents would add derivatives by different quantities.
-
-    They are by the same ones if all ranks differentiate by the same tensors, such as shards that
-    are not cut. So all ranks compare these tensors.
-    """
+    """Raise if a reduction of tangents would add derivatives by different quantities."""
     if loop is None or comm.mesh.world_size == 1:
         return
+    # Why compared: the quantities are the same if all ranks differentiate by the same tensors, such
+    # as shards that are not cut.
     digest = hashlib.sha256()
     for tensor in loop.arguments:
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode() + unwrapped_bytes(tensor))

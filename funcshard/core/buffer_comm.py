@@ -1,9 +1,4 @@
-"""Communication of one flat buffer: all-gathers and reductions of plain tensors, without autograd.
-
-A ``BufferComm`` says over which ranks a buffer's collectives run (``Topology``), in which dtypes
-(``CommDtypes``), and under which name they are recorded. ``start_gather`` and ``start_reduce``
-start a collective and return a handle; the handle waits, and returns the result.
-"""
+"""All-gathers and reductions of one flat buffer, as plain tensors without autograd."""
 
 from __future__ import annotations
 
@@ -59,18 +54,18 @@ class BufferComm:
 
     Attributes:
         topology: the ranks that the collectives run over.
-        unit: name of the unit, ``None`` for no unit.
-        buffer: key of the unit's buffer.
-        dtypes: the dtypes that the data has on its way.
+        unit: name of the unit, if any.
+        buffer: key of the buffer.
+        dtypes: the dtypes of the data on its way.
         offload: whether shards live on the CPU, and gathered buffers on the mesh's device.
-        label: the name of the buffer in errors; by default made of buffer and unit.
-        own: whether functions of ``with_collectives`` carry the data, if the mesh has any.
+        label: the buffer's name in errors; by default made of buffer and unit.
+        own: whether functions of ``with_collectives`` carry the data.
         plan: the leaves in the buffer; none for data of no unit.
-        loops: torch's loops over unit vectors that the collectives are part of; see ``basis``.
+        loops: loops over unit vectors that the collectives are part of; see ``basis``.
         mesh: the ranks.
         moved: whether shards and gathered buffers are on different devices.
         copied: whether a gathered buffer takes memory besides the shard's.
-        leaf_views: where each leaf lies in the gathered buffer.
+        leaf_views: the place of each leaf in the gathered buffer.
     """
 
     topology: Topology
@@ -109,7 +104,6 @@ class BufferComm:
     def of(
         cls, mesh: Mesh, unit: UnitPlan, buffer: BufferPlan, cast: Cast | None = None
     ) -> BufferComm:
-        """Return the communication of one buffer of a unit."""
         # Integer leaves travel as they are; the unit says so for each buffer.
         precision = unit.precision
         dtypes = CommDtypes(
@@ -143,13 +137,13 @@ class BufferComm:
         # The usual case keeps the object, and so costs nothing.
         if self.dtypes.cast is None and not self.own:
             return self
+        # Why: a tangent is no parameter, so the user's cast of parameters has no say in it.
         return dataclasses.replace(
             self, dtypes=dataclasses.replace(self.dtypes, cast=None), own=False
         )
 
 
 def _leaf_view(leaf: LeafSpec) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return size, stride and offset of a leaf in its flat buffer."""
     strides = [1]
     for dim_size in reversed(leaf.shape[1:]):
         strides.append(strides[-1] * max(dim_size, 1))
@@ -166,11 +160,7 @@ def write_count(tensor: torch.Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _HostCopy:
-    """A copy between the CPU and CUDA that has started; ``wait`` makes the host wait for it.
-
-    Attributes:
-        end: the event after the copy.
-    """
+    """A copy between the CPU and CUDA that has started; ``wait`` makes the host wait for it."""
 
     end: Any
 
@@ -179,7 +169,7 @@ class _HostCopy:
 
 
 def _to_device(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Work]:
-    """Start to copy a tensor to the device; return the copy, ready for the current stream."""
+    """Start to copy a tensor to the device, ready for the current stream."""
     if device.type != "cuda" or recording_graph():  # a graph replays no events
         return tensor.to(device), DONE
     # Pinned memory makes the copy asynchronous; the event tells when the host may reuse it.
@@ -189,7 +179,7 @@ def _to_device(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor
 
 
 def _to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Work]:
-    """Start to copy a tensor to pinned memory; it must live until the copy has ended."""
+    """Start to copy a tensor, which must live until the copy has ended, to pinned memory."""
     if tensor.device.type == "cpu":
         return tensor, DONE
     host_copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -215,9 +205,9 @@ class AllGatherHandle:
         comm: the communication of the buffer.
         numel: number of elements of the whole buffer.
         copied: the copy of an offloaded shard to the device.
-        shared: whether there are several uses, whose tensors share memory except in inference mode.
+        shared: whether there are several uses, whose tensors share memory.
         full: the result that they share, once there is one.
-        writes: how often the result had been written to when it came.
+        writes: the result's version when it came.
     """
 
     work: Any
@@ -235,7 +225,7 @@ class AllGatherHandle:
 
     @property
     def unwritten(self) -> bool:
-        """Whether no use has written to the result, as far as a version counter tells."""
+        """Whether no use has written to the result, as far as a version tells."""
         return self.full is None or (
             not self.full.is_inference() and version(self.full) == self.writes
         )
@@ -246,11 +236,9 @@ class AllGatherHandle:
             self.work.wait()
 
     def finish(self) -> torch.Tensor:
-        """Wait for the data, and return the buffer in the dtype to compute in.
-
-        A shared handle waits each time: each use may have its own stream.
-        """
+        """Wait for the data, and return the buffer in the dtype to compute in."""
         # A later use: the buffer is there, and only its stream may have to wait.
+        # Why wait again: each use may have its own stream.
         if self.full is not None:
             self.work.wait()
         else:
@@ -273,7 +261,6 @@ class AllGatherHandle:
         return self.full.detach()
 
     def _cast(self, sent: torch.Tensor, cast: Cast) -> torch.Tensor:
-        """Return the buffer that the user's ``cast`` makes of what the ranks sent."""
         comm, gathered_dtype = self.comm, self.comm.dtypes.gathered
         full_buffer = cast.post_all_gather(sent.view(comm.plan.shards, -1))
         if (
@@ -297,7 +284,7 @@ def start_gather(
     Arguments:
         shard: this rank's slice.
         comm: the communication of the buffer.
-        read_only: whether the gathered buffer will only be read; other ranks may share its memory.
+        read_only: whether the gathered buffer is only read, so that ranks may share its memory.
         last: whether to gather along the last dim: ``[..., n]`` into ``[..., n * ranks]``.
     """
     dtypes = comm.dtypes
@@ -342,7 +329,7 @@ GatherSource = tuple[torch.Tensor, BufferComm]
 
 
 def start_gathers(sources: Iterable[GatherSource]) -> Handles:
-    """Start to gather the buffers of a unit, which are only to be read."""
+    """Start to gather the buffers of a unit, to be read only."""
     return [start_gather(*source, read_only=True) for source in sources]
 
 
@@ -357,8 +344,7 @@ class ReduceHandle:
         out: memory for the sum over the first axis.
         work: the collective over the first axis.
         comm: the communication of the buffer.
-        copied: the sum on the CPU and its copy, which started with this handle; without it
-            ``finish`` copies the sum of an offloaded unit.
+        copied: the sum on the CPU and its copy, if that has started already.
     """
 
     out: torch.Tensor
@@ -367,10 +353,7 @@ class ReduceHandle:
     copied: tuple[torch.Tensor, Work] | None = None
 
     def wait_comm(self) -> None:
-        """Wait for the first axis, as ``AllGatherHandle.wait_comm`` does.
-
-        On the CPU only the result takes memory afterwards.
-        """
+        """On CPU, wait for the first axis: from then on only the result takes memory."""
         if self.comm.mesh.device.type == "cpu":
             self.work.wait()
 
@@ -426,10 +409,7 @@ def start_reduce(full: torch.Tensor, comm: BufferComm, *, donated: bool = False)
 
 
 def start_reduce_parts(parts: Sequence[torch.Tensor], comm: BufferComm) -> ReduceHandle:
-    """Start to reduce the concatenation of 1-D ``parts``.
-
-    A single part is donated: the reduction may overwrite it. Several parts are only read.
-    """
+    """Start to reduce the concatenation of 1-D ``parts``; a single one may be overwritten."""
     if not comm.topology.cut or len(parts) == 1:
         return start_reduce(concatenate(parts), comm, donated=True)
     shard_numel = sum(part.numel() for part in parts) // comm.mesh.shard.size
@@ -439,10 +419,7 @@ def start_reduce_parts(parts: Sequence[torch.Tensor], comm: BufferComm) -> Reduc
 def start_scatter(
     parts: Sequence[torch.Tensor], shape: tuple[int, ...], comm: BufferComm
 ) -> ReduceHandle:
-    """Start to sum the concatenation of 1-D ``parts``; each rank gets its slice, of ``shape``.
-
-    Several parts are only read.
-    """
+    """Start to sum the concatenation of 1-D ``parts``; each rank gets its slice, of ``shape``."""
     # The result is new memory, because the parts are only read.
     shard_sum = parts[0].new_empty(shape, dtype=comm.dtypes.reduced or parts[0].dtype)
     full_numel = shard_sum.numel() * comm.mesh.shard.size
@@ -472,7 +449,7 @@ def recorded_group(kind: str, comm: Any, axis: str, tensor: torch.Tensor, numel:
         comm: the ``BufferComm`` or ``AxisComm``.
         axis: name of the axis.
         tensor: the data, or memory for the result.
-        numel: number of elements that the event counts; without any, no data moves.
+        numel: number of elements that the event counts.
 
     Raises:
         RuntimeError: make_fx records here without ``fs.trace``, or the old ``vmap`` batches;

@@ -1,4 +1,4 @@
-"""Check that meshes, leaves and shards fit a plan; errors name the value found and what to do."""
+"""Check that meshes, leaves and shards fit a plan."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ def check_mesh(
 ) -> None:
     """Raise ``ValueError`` unless all ranks have the same plan, and ``mesh`` has its shape.
 
-    Ranks compare ``options``, texts by name, in the same exchange. ``label`` names the calling
-    function, for errors about ranks that call another one.
+    Arguments:
+        plan: the plan.
+        mesh: the ranks.
+        options: texts by name, which ranks compare in the same exchange.
+        label: the calling function, for errors about ranks that call another one.
     """
     _check_types(plan, mesh)
     # Why before the shape: a rank that raised alone would leave the rest of the ranks waiting.
@@ -47,10 +50,7 @@ def same_axes(planned: Mapping[str, int], mesh: Mesh) -> bool:
 def check_shards(
     plan: Plan, shards: Any, mesh: Mesh | None = None, *, none_if_frozen: bool = False
 ) -> None:
-    """Raise ``ValueError`` unless the keys of ``shards`` are the names of the plan's units.
-
-    With a mesh, each unit's shard is checked too, as ``check_shard`` does.
-    """
+    """Raise ``ValueError`` unless ``shards`` has the plan's units, and with a mesh their shards."""
     unit_names = [unit.name for unit in plan.unit_list]
     if not isinstance(shards, Mapping) or shards.keys() != set(unit_names):
         raise ValueError(
@@ -63,7 +63,7 @@ def check_shards(
 
 
 def _cause(plan: Plan, misfit: Any) -> str:
-    """Return what was passed in place of shards, as far as its form tells, and what to do."""
+    """Return what was passed in place of shards, as far as its form tells."""
     if isinstance(misfit, torch.nn.Module):
         return module_remedy(misfit, "shards = fs.shard(params, plan, mesh)")
     # A TrainState, or anything that has its shards in an attribute.
@@ -91,11 +91,7 @@ def _check_types(plan: Any, mesh: Any) -> None:
 
 
 def check_cut(plan: Plan, shards: Any) -> None:
-    """Raise ``ValueError`` unless ``shards`` is a tree of shards of the plan's sizes.
-
-    The tree may hold ``None``, as gradients do, and stacks of shards, one for each of several
-    models.
-    """
+    """Raise unless ``shards`` has the plan's sizes; it may hold ``None``, and stacks of shards."""
     check_shards(plan, shards)
     for unit in plan.unit_list:
         _check_keys(unit, shards[unit.name])
@@ -110,10 +106,9 @@ def check_cut(plan: Plan, shards: Any) -> None:
 
 
 def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh, *, none_if_frozen: bool = False) -> None:
-    """Raise ``ValueError`` unless ``shard`` is a shard of ``unit``.
+    """Raise unless ``shard`` has the buffers, shapes, dtypes and devices of ``unit``.
 
-    The check covers buffers, shapes, dtypes and devices. With ``none_if_frozen``, the shard of a
-    frozen buffer may be ``None``, as in a tree of gradients.
+    With ``none_if_frozen``, the shard of a frozen buffer may be ``None``, as among gradients.
     """
     _check_keys(unit, shard)
     device_type = "cpu" if unit.offload else mesh.device.type
@@ -141,7 +136,6 @@ def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh, *, none_if_frozen: bool 
 
 
 def _check_keys(unit: UnitPlan, shard: Any) -> None:
-    """Raise ``ValueError`` unless ``shard`` holds the buffers of a unit."""
     buffer_keys = [buffer.key for buffer in unit.buffers]
     if not isinstance(shard, Mapping) or shard.keys() != set(buffer_keys):
         raise ValueError(
@@ -151,7 +145,6 @@ def _check_keys(unit: UnitPlan, shard: Any) -> None:
 
 
 def _wrong_shard(unit: UnitPlan, buffer: BufferPlan, local: Any) -> ValueError:
-    """Return the error for a shard that has another shape, or is no tensor."""
     shard_title = f"shard {buffer.key!r} of unit {unit.title!r}"
     if not isinstance(local, torch.Tensor):
         return ValueError(
@@ -178,18 +171,18 @@ def check_leaf(
     whole: bool = False,
     cast: bool | None = None,
 ) -> None:
-    """Raise an error unless ``leaf`` is a tensor of the shape and dtype of ``spec``, with values.
+    """Raise unless ``leaf`` is a tensor of the shape and dtype of ``spec``, with values.
 
     Arguments:
         leaf: a full leaf.
         spec: the leaf's entry in the plan.
-        buffer: the flat buffer that the leaf lies in.
-        where: a name for the tree that holds the leaf, for the error.
-        meta: whether the leaf may be on the meta device, without values.
-        dtensor: whether the leaf may be a DTensor.
-        whole: whether ``leaf`` is the whole tensor that the leaf is a slice of.
-        cast: whether the leaf may have another dtype of the same kind; ``None`` if the caller has
-            no such option.
+        buffer: the flat buffer that it lies in.
+        where: a name for the tree that holds it, for the error.
+        meta: whether it may be on the meta device.
+        dtensor: whether it may be a DTensor.
+        whole: whether it is the whole tensor that the planned leaf is a slice of.
+        cast: whether it may have another dtype of the same kind; ``None`` if the caller has no such
+            option.
     """
     if not isinstance(leaf, torch.Tensor):
         raise TypeError(
@@ -231,7 +224,7 @@ def check_leaf(
 
 
 def other_leaves(by_path: Mapping[str, Any], plan: Plan) -> str:
-    """Return which leaves of the plan are missing, and which paths are no leaf; "" if all fit."""
+    """Return as text which leaves of the plan are missing, and which paths are no leaf."""
     known_paths = {path for leaf in plan.leaves for path in (leaf.path, *leaf.aliases)}
     missing_paths = sorted(leaf.path for leaf in plan.leaves if leaf.path not in by_path)[:3]
     unexpected_paths = sorted(by_path.keys() - known_paths)[:3]
@@ -247,10 +240,7 @@ def can_cast(found: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def raise_on_every_rank(mesh: Mesh, fault: Exception | None) -> None:
-    """Raise this rank's fault, or, on a rank without one, the first fault of another rank.
-
-    Every rank has to call this. If no rank has a fault, it returns.
-    """
+    """Raise this rank's fault, or else the first fault of another rank; every rank has to call."""
     own_text = json.dumps([type(fault).__name__, str(fault)] if fault else None)
     fault_texts = all_gather_texts(mesh, own_text, "a report of faults")
     if fault is not None:

@@ -1,11 +1,9 @@
 """Checksums of full leaves, by which ranks find out that they hold different values.
 
-A function that cuts shards out of full leaves takes the leaves that each rank passes. If ranks
-built their models from different random numbers, the shards would belong to different models, and
-no collective would notice. So such a function feeds a ``LeafChecksums`` with every leaf. Ranks then
-compare a hash of a few numbers, in a message that does not grow with the number of ranks. They
-exchange the checksum of each leaf only if these numbers differ, or if a rank has a fault. Only
-numbers of leaves that are local along an axis are gathered, because ranks may hold others there.
+If ranks built their models from different random numbers, their shards would belong to different
+models, and no collective would notice. So a function that cuts shards out of full leaves feeds a
+``LeafChecksums`` with every leaf, and ranks compare a hash of a few numbers. They exchange the
+checksums of leaves only if these differ.
 """
 
 from __future__ import annotations
@@ -33,13 +31,13 @@ _PIECE = 16  # blocks whose words take new memory at a time
 
 @dataclass(frozen=True, slots=True)
 class LeafChecksums:
-    """The checksums of the full leaves that this rank passes to one function.
+    """The checksums of the full leaves that this rank passes to a function.
 
     Attributes:
-        mesh: the ranks. If there is only one, nothing is computed.
+        mesh: the ranks.
         what: a name for the tree of leaves, for the error.
-        remedy: what to do for leaves that differ, for the error.
-        leaf_sums: the local axes and the checksum of each leaf that ranks share, by name.
+        remedy: what to do about leaves that differ, for the error.
+        leaf_sums: local axes and checksum of each leaf that ranks share, by name.
         weights: the weights of checksums, by device.
     """
 
@@ -50,13 +48,12 @@ class LeafChecksums:
     weights: dict[torch.device, torch.Tensor] = field(default_factory=dict)
 
     def add(self, name: str, values: torch.Tensor, local: tuple[str, ...] = ()) -> None:
-        """Add the checksum of one leaf.
+        """Add, or replace, the checksum of one leaf.
 
         Arguments:
-            name: path of the leaf; a leaf that was added under this name is replaced.
+            name: path of the leaf.
             values: the leaf, of any dtype and stride.
-            local: mesh axes along which ranks may hold different values. A leaf that is local
-                along all axes is not compared.
+            local: mesh axes along which ranks may hold different values.
         """
         local = tuple(axis for axis, _ in self.mesh.axes if axis in local)
         if len(local) < len(self.mesh.axes):
@@ -72,7 +69,7 @@ class LeafChecksums:
 
         Raises:
             ValueError: ranks hold different values of a leaf that they share. Every rank raises.
-            Exception: ``fault``. If only other ranks have one, this rank raises the first of those.
+            Exception: ``fault``, or else that of another rank.
         """
         mesh = self.mesh
         if mesh.world_size == 1:
@@ -83,6 +80,8 @@ class LeafChecksums:
         values_by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
         for _, (local, value) in sorted(self.leaf_sums.items()):
             values_by_axes.setdefault(local, []).append(value.to(device))
+        # Why one sum for each set of axes: ranks may hold other values of leaves that are local
+        # along them, and the message stays short for any number of ranks and leaves.
         sums_by_axes: dict[str, tuple[tuple[str, ...], int]] = {}
         for axes, values in values_by_axes.items():
             sums_by_axes[" ".join(axes)] = axes, int(checksum(torch.stack(values)))
@@ -104,7 +103,6 @@ class LeafChecksums:
             self._raise_first(leaf_differences, len(set().union(*rank_sums)))
 
     def _raise_first(self, differences: _Differences, leaf_count: int) -> None:
-        """Name the first leaf that differs."""
         leaf_name = min(differences, key=tree.natural_key)
         local_axes, sharing_group, equal_groups = differences[leaf_name]
         sharing_ranks = "every rank"
@@ -132,7 +130,7 @@ _Differences = dict[str, tuple[Sequence[str], list[int], list[list[int]]]]
 
 
 def _differences(rank_sums: Sequence[_Sums], mesh: Mesh) -> _Differences:
-    """Return what differs; a rank that lacks a name is not compared: it may have pieces of it."""
+    """Return what differs between the ranks that share it."""
     leaf_differences: _Differences = {}
     local_axes = {leaf_name: local for sums in rank_sums for leaf_name, (local, _) in sums.items()}
     for leaf_name, local in local_axes.items():
@@ -140,6 +138,7 @@ def _differences(rank_sums: Sequence[_Sums], mesh: Mesh) -> _Differences:
             # Ranks that hold the same values are one group.
             ranks_by_value: dict[int, list[int]] = {}
             for rank in ranks:
+                # Note: a rank that lacks the name may have pieces of the leaf, and is not compared.
                 if leaf_name in rank_sums[rank]:
                     ranks_by_value.setdefault(rank_sums[rank][leaf_name][1], []).append(rank)
             if len(ranks_by_value) > 1:
@@ -150,11 +149,11 @@ def _differences(rank_sums: Sequence[_Sums], mesh: Mesh) -> _Differences:
 
 
 def check_tie(spec: LeafSpec, by_path: Mapping[str, Any], where: str) -> None:
-    """Raise ``ValueError`` if a tied leaf is under several of its paths with different values.
+    """Raise ``ValueError`` if a tied leaf has different values under several of its paths.
 
     Arguments:
         spec: the leaf's entry in the plan.
-        by_path: full leaves by path; entries that are no full tensors are not compared.
+        by_path: full leaves by path; other entries are not compared.
         where: a name for the tree that holds the leaves, for the error.
     """
     first_path, first = "", None  # type: tuple[str, torch.Tensor | None]
@@ -185,9 +184,7 @@ def _same_values(first: torch.Tensor, second: torch.Tensor) -> bool:
 def checksum(values: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
     """Return an int64 that depends on all bits of a tensor and on the order of its elements.
 
-    The bits are read as integers, so NaN equals NaN, and 0.0 differs from -0.0. The layout in
-    memory does not count, and neither does the device. A tensor that is not contiguous is copied
-    first.
+    NaN equals NaN, 0.0 differs from -0.0, and neither strides nor the device count.
 
     Arguments:
         values: a tensor of any dtype, shape, stride and device.
@@ -222,23 +219,19 @@ def checksum(values: torch.Tensor, weights: torch.Tensor | None = None) -> torch
 
 
 def _folded(words: torch.Tensor) -> torch.Tensor:
-    """Return words whose lower halves depend on the upper halves too."""
+    # Note: the lower half now depends on the upper one too.
     return words ^ (words >> 32)
 
 
 def checksum_weights(device: torch.device, count: int = 0) -> torch.Tensor:
-    """Return odd numbers without a pattern, by default one for each column of a block.
-
-    A change of one word then always changes the sum, and changes of several words do not cancel
-    out.
-    """
+    """Return odd numbers without a pattern, by default one for each column of a block."""
     words = torch.arange(1, (count or _COLUMNS) + 1, device=device) * -7046029254386353131
     words = (words ^ (words >> 29)) * -4658895280553007687
+    # Why odd: a change of one word then always changes the sum, modulo 2**64.
     return (words ^ (words >> 32)) | 1
 
 
 def _sharing(local: Iterable[str], mesh: Mesh) -> list[list[int]]:
-    """Return the sets of ranks that share a leaf which is local along the axes ``local``."""
     rank_sets: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.world_size):
         position = position_of(rank, mesh.shape)

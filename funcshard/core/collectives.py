@@ -1,10 +1,7 @@
 """Collectives along the axes of a mesh, by their names in JAX: ``psum``, ``all_gather`` and others.
 
-Each is differentiable any number of times, forwards and backwards, and under ``vmap``. The gradient
-is the exact adjoint: that of a sum over ranks adds the gradients of all ranks, that of an
-all-gather is ``psum_scatter``, and that of an exchange sends everything back.
-
-All of them are made of one autograd Function, ``Collective``.
+Each is differentiable any number of times, forwards and backwards, and under ``vmap``: all of them
+are made of one autograd Function, ``Collective``. The gradient is the exact adjoint.
 """
 
 from __future__ import annotations
@@ -39,12 +36,11 @@ Axis = str | Sequence[str] | None  # one or several names; None for the data axe
 def psum(x: T, mesh: Mesh, *, axis: Axis = None) -> T:
     """Return the sum of ``x`` over the ranks along mesh axes.
 
-    Every one of these ranks gets the same sum. ``psum`` is differentiable, and its own adjoint: its
-    gradient is the sum of the ranks' gradients.
+    ``psum`` is differentiable, and its own adjoint: its gradient is the sum of the ranks'
+    gradients.
 
     Arguments:
-        x: a tensor, or a tree of tensors, with the same shapes and dtypes on all ranks. The tensors
-            of a tree are summed one after another.
+        x: a tensor, or a tree of tensors, with the same shapes and dtypes on all ranks.
         mesh: the ranks.
         axis: the mesh axis, or a tuple of several; by default the data axes, ``replicate`` and
             ``shard``.
@@ -90,8 +86,8 @@ def psum_world(x: T, mesh: Mesh) -> T:
 def pmean(x: T, mesh: Mesh, *, axis: Axis = None) -> T:
     """Return the mean of ``x`` over the ranks along mesh axes.
 
-    Every one of these ranks gets the same mean. ``pmean`` is differentiable, and its own adjoint:
-    its gradient is the mean of the ranks' gradients.
+    ``pmean`` is differentiable, and its own adjoint: its gradient is the mean of the ranks'
+    gradients.
 
     Arguments:
         x: a floating-point tensor, or a tree of them, with the same shapes and dtypes on all ranks.
@@ -122,10 +118,10 @@ def pmax(x: T, mesh: Mesh, *, axis: Axis = None) -> T:
     """Return the largest of the ranks' values along mesh axes, element by element.
 
     ``pmax`` is differentiable: the gradient goes to the rank with the largest value, in equal parts
-    to several. It gathers the tensors of all ranks, so it is for small ones.
+    to several. It gathers all ranks' tensors, so use it for small ones.
 
     Arguments:
-        x: a tensor, or a tree of tensors, with the same shapes and dtypes on all ranks.
+        x: as in ``psum``.
         mesh: the ranks.
         axis: as in ``psum``.
 
@@ -164,7 +160,7 @@ def all_gather(x: T, mesh: Mesh, *, axis: Axis = None, dim: int = 0, tiled: bool
     The adjoint is ``psum_scatter`` with the same arguments.
 
     Arguments:
-        x: a tensor, or a tree of tensors, with the same shapes and dtypes on all ranks.
+        x: as in ``psum``.
         mesh: the ranks.
         axis: as in ``psum``. With several axes the first one changes slowest.
         dim: the dimension of the result that counts ranks.
@@ -201,12 +197,12 @@ def psum_scatter(x: T, mesh: Mesh, *, axis: Axis = None, dim: int = 0, tiled: bo
     The adjoint is ``all_gather`` with the same arguments.
 
     Arguments:
-        x: a tensor, or a tree of tensors, with the same shapes and dtypes on all ranks.
+        x: as in ``psum``.
         mesh: the ranks.
         axis: as in ``psum``. With several axes the first one changes slowest.
         dim: the dimension that is cut into one slice for each rank.
         tiled: whether a slice may have several indices of ``dim``, which the result keeps. If not,
-            ``dim`` has as many indices as there are ranks, and the result does not have it.
+            ``dim`` has the size of the number of ranks, and goes.
 
     Raises:
         TypeError: a leaf of ``x`` is not a tensor, or holds truth values, which have no sum.
@@ -252,14 +248,14 @@ def all_to_all(
     The adjoint is ``all_to_all`` with ``split_dim`` and ``concat_dim`` in each other's place.
 
     Arguments:
-        x: a tensor, or a tree of tensors, with the same shapes and dtypes on all ranks.
+        x: as in ``psum``.
         mesh: the ranks.
         axis: as in ``psum``. With several axes the first one changes slowest.
         split_dim: the dimension that is cut into one slice for each rank.
         concat_dim: the dimension of the result that counts the ranks that the slices come from.
         tiled: whether slices may have several indices of ``split_dim``, and are concatenated along
-            ``concat_dim``. If not, ``split_dim`` has as many indices as there are ranks and goes,
-            and ``concat_dim`` is a new dimension.
+            ``concat_dim``. If not, ``split_dim`` has the size of the number of ranks and goes, and
+            ``concat_dim`` is new.
 
     Raises:
         TypeError: a leaf of ``x`` is not a tensor.
@@ -308,12 +304,11 @@ def ppermute(x: T, mesh: Mesh, perm: Iterable[tuple[int, int]], *, axis: Axis = 
     A rank that no pair sends to gets zeros. The adjoint sends the gradients back.
 
     Arguments:
-        x: a tensor, or a tree of tensors, with the same shapes and dtypes on all ranks.
+        x: as in ``psum``.
         mesh: the ranks.
-        perm: pairs ``(source, target)`` of indices along the axis, the same on every rank. No
-            source and no target may be in two pairs.
-        axis: as in ``psum``. With several axes an index counts along all of them, and the first one
-            changes slowest.
+        perm: pairs ``(source, target)`` of indices along the axis, the same on every rank, each
+            source and each target in one pair.
+        axis: as in ``psum``. With several axes the first one changes slowest.
 
     Raises:
         TypeError: a leaf of ``x`` is not a tensor.
@@ -356,8 +351,7 @@ def axis_index(mesh: Mesh, *, axis: Axis = None) -> int:
 
     Arguments:
         mesh: the ranks.
-        axis: as in ``psum``. With several axes the index counts along all of them, and the first
-            one changes slowest.
+        axis: as in ``psum``. With several axes the first one changes slowest.
 
     Raises:
         ValueError: the mesh has no such axis.
@@ -379,11 +373,7 @@ def axis_index(mesh: Mesh, *, axis: Axis = None) -> int:
 
 
 class Collective(torch.autograd.Function):
-    """``Collective.apply(tensor, comm)``: return the result of the collective on this rank.
-
-    The adjoint is the same Function with ``comm.adjoint``, so it can be differentiated any number
-    of times, forwards and backwards, and under ``vmap``.
-    """
+    """``Collective.apply(tensor, comm)``: return the result of the collective on this rank."""
 
     @staticmethod
     @signed
@@ -401,6 +391,7 @@ class Collective(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         refuse_mixed_ranks(ctx.comm, ctx.loop)
+        # Note: the adjoint is this Function too, so gradients can be differentiated again.
         return Collective.apply(grad, ctx.comm.adjoint), None
 
     @staticmethod
@@ -415,7 +406,6 @@ class Collective(torch.autograd.Function):
 
 
 def _gather(leaf: torch.Tensor, mesh: Mesh, names: tuple[str, ...], caller: str) -> torch.Tensor:
-    """Return the tensors of all ranks along the axes, stacked along a new dim 0."""
     shape = leaf.shape
     # The last axis first, so that the first one ends up in front.
     for name in reversed(names):
@@ -430,10 +420,7 @@ def _permuted(
     pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
     label: str,
 ) -> torch.Tensor:
-    """Send a tensor along one axis after another, until it has its target's index along all.
-
-    ``pairs`` holds the indices of source and target along each axis.
-    """
+    """Send a tensor along one axis after another, until it has its target's index along all."""
     own_position = tuple(mesh.groups[name].rank for name in names)
     # Under way a rank may hold several tensors, or none: the pairs of those, and their rows.
     held_pairs = [pair for pair in pairs if pair[0] == own_position]
@@ -499,7 +486,6 @@ def _split(caller: str, leaf: torch.Tensor, dim: int, ranks: int, tiled: bool) -
 
 
 def _join(rows: torch.Tensor, dim: int, tiled: bool) -> torch.Tensor:
-    """Return the slices along dim 0 as a new dimension ``dim``, or concatenated along ``dim``."""
     moved_rows = rows.movedim(0, dim)
     return moved_rows.flatten(dim, dim + 1) if tiled else moved_rows
 
@@ -516,7 +502,7 @@ def _mapped(
     *,
     adds: bool = False,
 ) -> T:
-    """Return ``f(leaf, names)`` of each leaf of ``x``; ``adds`` says whether it adds over ranks."""
+    """Return ``f(leaf, names)`` of each leaf of ``x``, after checks."""
     _check_tensors(caller, x, adds=adds)
     axis_names = _names(mesh, axis)
     note_collective(mesh)
@@ -575,7 +561,6 @@ def _dim(caller: str, name: str, leaf: torch.Tensor, dim: int, extra: int = 0) -
 
 
 def _pairs(perm: Any, ranks: int, names: Sequence[str]) -> list[tuple[int, int]]:
-    """Return the pairs ``(source, target)`` after checking them."""
     try:
         index_pairs = [(operator.index(source), operator.index(target)) for source, target in perm]
     except (TypeError, ValueError):

@@ -1,8 +1,7 @@
 """Two combinators: ``unshard`` gathers a unit for a function, ``reshard`` frees it until backward.
 
 Both return pure functions. All state of a call lives in that call and in the autograd graph that it
-returns, so calls may overlap, repeat, and fail at any point. ``unit`` has the class of the two
-functions.
+returns, so calls may overlap, repeat, and fail at any point.
 """
 
 from __future__ import annotations
@@ -29,28 +28,22 @@ def unshard(
     """Turn a function of a unit's leaves into a function of this rank's shard of the unit.
 
     Forward all-gathers the shard, and calls ``apply`` with the leaves as views of the gathered
-    buffer. Backward reduce-scatters the gradients of the leaves, which adds them up over ranks. If
-    the unit is repeated along further axes, or its strategy is ``no_shard``, all-reduces add up the
-    gradients of the copies.
+    buffer. Backward reduce-scatters the leaves' gradients; if the unit is repeated along an axis,
+    all-reduces add up those of the copies.
 
-    The gathered leaves stay in memory as long as the autograd graph does. ``reshard`` frees them
-    earlier.
-
-    If the unit has a mixed precision, the shard is cast to ``param_dtype`` before it is gathered.
-    Inputs and outputs are cast as the precision says, and gradients are reduced in
-    ``reduce_dtype``.
+    The gathered leaves stay in memory as long as the autograd graph does, unless you ``reshard``.
 
     Arguments:
-        apply: ``apply(leaves, *args, **kwargs)``. ``leaves`` is the part of the parameter tree at
-            the unit's path, without the leaves of units inside this one.
+        apply: your ``apply(leaves, *args, **kwargs)``. ``leaves`` is the part of the parameter tree
+            at the unit's path, without the leaves of units inside this one.
         unit: the unit, ``plan.units[name]``.
-        mesh: the ranks; the mesh must have the plan's shape.
+        mesh: the ranks, in the plan's shape.
         cast: ``cast(unit, buffer)`` -> the ``Cast`` that replaces the cast to ``param_dtype`` for
             that buffer, or ``None`` to keep it.
 
     Returns:
-        ``f(shard, *args, **kwargs)``, where ``shard`` is ``shards[unit.name]``. It returns the
-        result of ``apply``. ``handle = f.start(shard)`` starts the gather early, for
+        ``f(shard, *args, **kwargs)``, which returns the result of ``apply``; ``shard`` is
+        ``shards[unit.name]``. ``handle = f.start(shard)`` starts the gather early, for
         ``f(handle, *args, **kwargs)``.
 
     Raises:
@@ -88,7 +81,7 @@ def unshard(
 
 
 def unit_comms(unit: UnitPlan, mesh: Mesh, cast: ChooseCast | None) -> tuple[BufferComm, ...]:
-    """Return the communication of each buffer of a unit; ``cast`` is the one of ``unshard``."""
+    """Return the communication of each buffer of a unit."""
     return tuple(
         [BufferComm.of(mesh, unit, buffer, cast_of(cast, unit, buffer)) for buffer in unit.buffers]
     )
@@ -102,7 +95,7 @@ def unshard_with(
     *,
     listed: bool = False,
 ) -> Unshard:
-    """Return ``unshard``, with a mesh of the plan's shape and the communication of each buffer.
+    """Return ``unshard``, with the communication of each buffer.
 
     With ``listed``, ``apply`` takes the unit's leaves as a list in their order.
     """
@@ -121,13 +114,11 @@ def reshard(f: Unshard) -> Unshard:
 
     The gathered leaves are freed when forward returns, and gathered again when backward needs the
     first of them. In between, autograd keeps the shape and the position of each view of the
-    gathered buffer, and not its data. If backward needs none of the leaves, the unit is not
-    gathered again.
+    gathered buffer, and not its data.
 
-    If the plan says that a number of ranks hold the unit after forward, backward gathers from them
-    alone; then every rank of the mesh has to call ``reshard``. Under ``torch.func`` transforms,
-    which refuse saved-tensor hooks, the returned function does the same as ``f``, so the leaves
-    stay gathered; ``remat`` frees them there. So it does if the unit has nothing to gather.
+    If the plan lets a number of ranks hold the unit after forward, every rank of the mesh has to
+    call ``reshard``. Under ``torch.func`` transforms, which allow no saved-tensor hooks, the leaves
+    stay gathered; use ``remat`` there.
 
     Arguments:
         f: a function that ``unshard`` returned.
@@ -156,4 +147,5 @@ def reshard(f: Unshard) -> Unshard:
             f"reshard takes what unshard returned; found {f!r}: write reshard(unshard(apply, unit, "
             "mesh))"
         )
+    # Note: slices need process groups, which all ranks make together.
     return dataclasses.replace(f, freed=True, slices=slice_comms(f.unit, f.mesh, f.comms))

@@ -1,16 +1,4 @@
-"""Leaves that the model uses as DTensors: from this rank's views to DTensors, and back in backward.
-
-A unit holds this rank's part of each such leaf in its flat shards, like any other leaf. Inside the
-unit's forward ``as_dtensors`` makes DTensors of the gathered views. ``SavedUnit`` packs this rank's
-part of DTensors that autograd saves, so that the gathered buffer is freed after forward here too.
-
-The factor in ``_AsDTensor``. Our objective is the mean of all ranks' losses, and every function has
-its exact adjoint. DTensor calculates otherwise: the ranks along a model axis compute one loss, and
-a gradient is that of this one loss. Along an axis of T ranks our objective holds the loss T times,
-with the weight 1/W each, where W is the number of all ranks. A leaf that is not cut gets the same
-gradient on all T ranks; the reduction adds them up, which gives the factor T. A leaf that is cut is
-not reduced along the axis, so the factor is applied here.
-"""
+"""Leaves that the model uses as DTensors: made of this rank's views in forward."""
 
 from __future__ import annotations
 
@@ -40,7 +28,7 @@ class DTensorForm:
         shape: shape of the whole tensor.
         stride: its stride.
         path: the leaf.
-        factor: the factor of the gradient, see above.
+        factor: the factor of the gradient; see ``_form``.
     """
 
     device_mesh: DeviceMesh
@@ -52,7 +40,6 @@ class DTensorForm:
 
     @classmethod
     def of(cls, whole: Any) -> DTensorForm:
-        """Return the form of a DTensor."""
         return cls(whole.device_mesh, whole.placements, whole.shape, whole.stride())
 
     def whole(self, local: torch.Tensor) -> torch.Tensor:
@@ -71,7 +58,7 @@ class DTensorForm:
 
 
 def dtensor_forms(leaves: Sequence[LeafSpec], mesh: Mesh) -> tuple[DTensorForm | None, ...] | None:
-    """Return the form of each leaf, ``None`` for a plain one; ``None`` if all of them are plain.
+    """Return the form of each leaf, ``None`` for a plain one; ``None`` if all are plain.
 
     Raises:
         ValueError: there is a DTensor, and the mesh has no DeviceMesh with the axes of the leaf.
@@ -91,6 +78,10 @@ def _form(leaf: LeafSpec, mesh: Mesh) -> DTensorForm | None:
     whole_stride = torch.empty(whole_shape, device="meta", dtype=torch.float32).stride()
     placements = tuple(Replicate() if dim is None else Shard(dim) for _, dim in leaf.placements)
     # See the top of the file.
+    # Why a factor: for DTensor the T ranks along a model axis compute one loss. Our objective is
+    # the mean of all ranks' losses, and holds that loss T times. The reduction of a leaf that is
+    # not cut adds up T equal gradients; a leaf that is cut is not reduced along the axis, so it
+    # gets the factor here.
     grad_factor = math.prod(cut.ranks for cut in leaf.cuts)
     return DTensorForm(
         _device_mesh(leaf, mesh), placements, whole_shape, whole_stride, leaf.path, grad_factor
@@ -98,7 +89,6 @@ def _form(leaf: LeafSpec, mesh: Mesh) -> DTensorForm | None:
 
 
 def _device_mesh(leaf: LeafSpec, mesh: Mesh) -> DeviceMesh:
-    """Return the part of the mesh's DeviceMesh that a leaf is placed on."""
     device_names = {axis: name for name, axis in mesh.device_axes.items()}
     leaf_axes = [axis for axis, _ in leaf.placements]
     if mesh.device_mesh is None or not all(axis in device_names for axis in leaf_axes):
@@ -116,12 +106,6 @@ def _device_mesh(leaf: LeafSpec, mesh: Mesh) -> DeviceMesh:
 
 def part_as_planned(leaf: LeafSpec, value: Any, mesh: Mesh, where: str) -> Any:
     """Return this rank's part of a DTensor that is placed as planned, and anything else unchanged.
-
-    Arguments:
-        leaf: the leaf's entry in the plan.
-        value: the value of the leaf.
-        mesh: the ranks.
-        where: a name for the tree that holds the value, for the error.
 
     Raises:
         ValueError: the DTensor is placed otherwise.
@@ -166,7 +150,7 @@ def as_dtensors(
 
 
 class _AsDTensor(torch.autograd.Function):
-    """This rank's part of a leaf as a DTensor; see the top of the file."""
+    """This rank's part of a leaf as a DTensor."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, form: DTensorForm) -> Any:

@@ -1,13 +1,11 @@
 """Leaves and their flat buffer: from a shard to leaves, differentiably, and back to its gradient.
 
-``ShardToLeaves`` and ``LeavesToShard`` are exact adjoints: one gathers, the other *adds* over
-ranks. (The mean over ranks is taken in one place, by ``value_and_grad``.) The backward of each is
-the other, so they can be differentiated any number of times, forwards and backwards, and mapped
-with ``vmap``.
+``ShardToLeaves`` gathers, ``LeavesToShard`` *adds* over ranks: they are exact adjoints, and the
+backward of each is the other. So both can be differentiated any number of times, forwards and
+backwards, and mapped with ``vmap``.
 
-The dims of ``vmap`` come first: shards are ``[*batch, n]``, leaves ``[*batch, *shape]``. So leaves
-are views of one gathered buffer, ``[*batch, padded_numel]``, in the layout that ``vmap`` of plain
-tensors gives them. The gradients of leaves are copied once, to where the reduction reads them.
+The dims of ``vmap`` come first: shards are ``[*batch, n]``, leaves ``[*batch, *shape]``, so that
+leaves are views of one gathered buffer, ``[*batch, padded_numel]``, also under ``vmap``.
 """
 
 from __future__ import annotations
@@ -43,10 +41,7 @@ def ravel(leaves: Sequence[torch.Tensor], buffer: BufferPlan) -> torch.Tensor:
 
 
 def views(full: torch.Tensor, buffer: BufferPlan) -> list[torch.Tensor]:
-    """Return the leaves of ``buffer`` as views of ``full``, ``[*batch, padded_numel]``.
-
-    The inverse is ``ravel``.
-    """
+    """Return the leaves as views of ``full``, ``[*batch, padded_numel]``; inverse of ``ravel``."""
     # narrow and view copy nothing, as the leaf is contiguous in the last dim.
     batch_shape = full.shape[:-1]
     return [
@@ -59,9 +54,8 @@ class ShardToLeaves(torch.autograd.Function):
     """Gather a shard, and return the leaves of its buffer; adjoint of ``LeavesToShard``.
 
     ``ShardToLeaves.apply(shard, comm, post_backward, handle, read_only)``. Backward calls
-    ``post_backward`` when the gradients of all leaves are complete, so that the unit's buffers can
-    be freed. ``handle`` is that of the all-gather, if it has started. With ``read_only``, ranks may
-    share the memory of the leaves.
+    ``post_backward`` when the gradients of all leaves are complete. ``handle`` is that of the
+    all-gather, if it has started. With ``read_only``, ranks may share the memory of the leaves.
     """
 
     @staticmethod
@@ -190,10 +184,9 @@ class LeavesToShard(torch.autograd.Function):
 def _rows(
     comm: BufferComm, device: torch.device, leaves: Sequence[torch.Tensor | None]
 ) -> tuple[tuple[int, ...], list[torch.Tensor]]:
-    """Return the dims of vmap, and the tensors that lie side by side in the buffer.
+    """Return the dims of vmap, and the tensors that lie side by side in the buffer, at least two.
 
-    Each tensor is ``[numel]``, or ``[rows, numel]`` if there are dims of vmap. There are at least
-    two, because a single one would be taken for memory that a reduction may write to.
+    Each tensor is ``[numel]``, or ``[rows, numel]`` if there are dims of vmap.
     """
     buffer = comm.plan
     leaf_pairs = list(zip(buffer.leaves, leaves, strict=True))
@@ -213,13 +206,13 @@ def _rows(
         )
     padding_numel = buffer.padded_numel - buffer.numel
     # Padding comes last in the buffer; an empty part only makes the single one two.
+    # Why two: a reduction may write to a single one.
     if padding_numel or len(leaf_rows) == 1:
         leaf_rows.append(like_tensor.new_zeros((*row_dims, padding_numel)))
     return batch_shape, leaf_rows
 
 
 def _flat(leaf: torch.Tensor, shape: tuple[int, ...], comm: BufferComm) -> torch.Tensor:
-    """Return ``leaf`` in another shape, as a copy if its layout asks for one."""
     if leaf.is_contiguous() or leaf.stride(0) == 0 or dispatch_modes():
         return leaf.reshape(shape)
     # Why the group's memory: the gradient of a weight comes transposed out of vmap. New memory of
@@ -228,7 +221,7 @@ def _flat(leaf: torch.Tensor, shape: tuple[int, ...], comm: BufferComm) -> torch
 
 
 def _by_rank(rows: Sequence[torch.Tensor], shard_numel: int, ranks: int) -> list[torch.Tensor]:
-    """Return 1-D tensors whose concatenation is each rank's slices of all rows, in rank order."""
+    """Return 1-D tensors that concatenate to each rank's slices of all rows, in rank order."""
     rank_parts: list[torch.Tensor] = []
     # A leaf may lie in the slices of several ranks, and a slice may hold several leaves.
     for rank in range(ranks):
@@ -264,12 +257,12 @@ def all_gather_flat(
         flat: this rank's slice ``[n]``, of any dtype.
         mesh: the ranks.
         unit: name of the unit that the data belongs to, for events and errors.
-        buffer: key of the unit's buffer, likewise.
-        sharded: whether ``flat`` is a slice. If not, the function returns ``flat`` itself.
-        offload: whether ``flat`` is on the CPU although the mesh's device is another.
+        buffer: key of its buffer, likewise.
+        sharded: whether ``flat`` is a slice; if not, the function returns it.
+        offload: whether ``flat`` is on the CPU although the mesh is not.
 
     Returns:
-        The whole ``[n * ranks]``; ``flat`` itself if there is nothing to gather.
+        The whole ``[n * ranks]``.
     """
     note_collective(mesh)
     comm = BufferComm(Topology(mesh, sharded), unit, buffer, offload=offload)
@@ -280,9 +273,6 @@ def all_gather_flat(
 def all_reduce_flat(
     tensor: torch.Tensor, mesh: Mesh, *, local: tuple[str, ...] = ()
 ) -> torch.Tensor:
-    """Return the sum of ``tensor`` over all mesh axes except ``local``, without autograd.
-
-    ``tensor`` may be overwritten.
-    """
+    """Return the sum of ``tensor``, which may change, over all mesh axes except ``local``."""
     note_collective(mesh)
     return start_reduce(tensor, BufferComm(Topology(mesh, False, local)), donated=True).finish()

@@ -1,17 +1,11 @@
 """Gradients of one call of ``value_and_grad``, from backward through reductions to their sums.
 
-``value_and_grad`` makes a ``GradReducer`` and activates it around the user's loss function. A unit
-that gathers a shard finds the reducer in a context variable, and in it what is known of the leaf.
-In backward the unit passes its unreduced gradient to the reducer, and autograd continues while the
-reduction runs. A reducer lives for one call.
+``value_and_grad`` activates a ``GradReducer`` around the user's loss function, and the units find
+it in a context variable. In backward a unit passes its unreduced gradient to the reducer, and
+autograd continues while the reduction runs.
 
-A call may run several forwards and backwards, one for each micro-batch. ``reduce`` says whether the
-reductions of all of them add up, or the unreduced gradients, or the sums over the shard axis alone.
-A unit that is not freed after forward stays gathered between these forwards, as a ``KeptUnit``.
-
-Why leaves are found by ``id``: the pytree that is differentiated may hold the shards of several
-models, so unit and buffer do not name a leaf; and a shard that ``loss_fn`` computes from a leaf has
-the leaf's unit and buffer, and must not be taken for it.
+A call may run several forwards and backwards, one for each micro-batch. ``reduce`` says what adds
+up over them: the reduced gradients, the unreduced ones, or the sums over the shard axis.
 """
 
 from __future__ import annotations
@@ -51,23 +45,22 @@ OnGrad = Callable[[str, BufferPlan, torch.Tensor], None]
 class LeafGradient:
     """One leaf that a call differentiates with respect to, and its gradient on the way.
 
-    It does not hold the leaf itself: the graph of an output that the user keeps refers to it.
-
     Attributes:
         gathered: the leaves of its buffer, if the shard is gathered already.
-        comm: the communication of its buffer, that of its last gradient if there are several;
-            ``None`` if no unit has gathered the leaf.
+        comm: the communication of its buffer; ``None`` if no unit has gathered the leaf.
         mode: when its gradients are reduced; ``""`` if all are reduced at once.
         awaited: how many gradients the coming backward will still compute.
         held: the sum of the unreduced gradients of earlier micro-batches.
         partial: the sum over the shard axis, if its all-reduces wait for the last micro-batch.
         kept: its unit, if that stays gathered.
         total: the sum of the reduced gradients.
-        direct: the sum of the gradients that reached the leaf without an all-gather, such as that
-            of a penalty on the shard itself.
+        direct: the sum of the gradients that came without an all-gather, as from a penalty on the
+            shard itself.
         divisor: the number by which its gradients were divided before they were reduced.
     """
 
+    # Note: no field holds the leaf itself, because the graph of an output that the user keeps
+    # refers to this object.
     gathered: Sequence[torch.Tensor] | None = None
     comm: BufferComm | None = None
     mode: str = ""
@@ -84,10 +77,7 @@ class KeptUnit(NamedTuple):
     """The gathered buffers of a unit that stays gathered within one call of ``value_and_grad``.
 
     A second forward finds them here, and so does the recomputation of a checkpoint. The unit is
-    dropped when the gradients of all of its uses have come. At the end of a backward all units are
-    dropped, except, before the last micro-batch, those with ``reshard_after_backward=False``. So
-    the collectives of a rank depend on the order of its program, as on all other ranks, and never
-    on memory that happens to be alive.
+    dropped when the gradients of all of its uses have come, or else at the end of backward.
 
     Attributes:
         unit: the unit.
@@ -123,10 +113,9 @@ class GradReducer:
         leaves: the tensors to differentiate with respect to.
         on_grad: called with each unreduced gradient, before its reduction.
         on_scattered: called with each sum over the shard axis, before it is reduced along other
-            axes; with the unreduced gradient, if its buffer is not cut over the shard axis.
+            axes; with the unreduced gradient, if its buffer is not cut.
         reduce: when the gradients of several backwards are reduced.
-        gathered: the gathered parts of each leaf, if the shards are gathered already. A unit that
-            gathers such a shard receives the leaves of its buffer.
+        gathered: the gathered parts of each leaf, if units are to gather nothing.
         mesh: see the attribute.
 
     Attributes:
@@ -134,11 +123,10 @@ class GradReducer:
         leaf_by_id: the same by the identity of the tensor.
         mesh: the mesh over whose ranks the caller takes the mean; ``None`` for that of the
             collectives that are met.
-        worlds: the meshes of the units met, by world size; without ``mesh``, those of all other
-            collectives too.
+        worlds: the meshes that were met, by world size.
         zero_weight: whether the micro-batch that runs counts nothing, infinities and NaN included.
         received: whether a gradient has arrived since ``pre_backward``.
-        has_gathered: whether the leaves are gathered already, so that units gather nothing.
+        has_gathered: whether units gather nothing.
         at_end: functions to call at the end of the backward that runs.
     """
 
@@ -158,6 +146,9 @@ class GradReducer:
         self.received = False
         self.has_gathered = bool(gathered)
         self.at_end: list[Callable[[], None]] = []
+        # Why by id: the tree may hold the shards of several models, so unit and buffer name no
+        # leaf; and a shard that ``loss_fn`` computes from a leaf has the leaf's unit and buffer,
+        # and is another.
         self.leaf_by_id = {id(shard): leaf for shard, leaf in zip(leaves, self.leaves, strict=True)}
         self._on_grad, self._on_scattered, self._reduce = on_grad, on_scattered, reduce
         # Errors name the one that is in use.
@@ -174,12 +165,7 @@ class GradReducer:
     # --- forward ----------------------------------------------------------------------------------
 
     def note_gather(self, shard: torch.Tensor, comm: BufferComm) -> Sequence[torch.Tensor] | None:
-        """Note that a unit gathers a shard; return the leaves if these are gathered already.
-
-        Raises:
-            ValueError: ``loss_fn`` computed the shard from others, and a feature in use forbids
-                that.
-        """
+        """Note that a unit gathers a shard; return the leaves if these are gathered already."""
         mesh = comm.mesh
         # The mean is over these ranks; evaluate raises if there are several numbers of them.
         self.worlds[mesh.world_size] = mesh
@@ -191,7 +177,7 @@ class GradReducer:
         return leaf.gathered
 
     def _check_computed(self, shard: torch.Tensor, comm: BufferComm) -> None:
-        """Raise if a shard that is no leaf needs to be one."""
+        """Raise if a shard that ``loss_fn`` computed from others needs to be a leaf."""
         unit_name = comm.unit or ""
         feature_name = self._hook
         if not feature_name and (mode := unit_mode(self._reduce, unit_name)) != "each":
@@ -207,12 +193,7 @@ class GradReducer:
             )
 
     def find_kept(self, comms: Sequence[BufferComm], shard: UnitShard) -> Handles | None:
-        """Return the handles of a unit that stays gathered; ``None`` if it does not.
-
-        Arguments:
-            comms: the communication of each buffer, which must be that of the first gather.
-            shard: the unit's shard, which must be unchanged since the first gather.
-        """
+        """Return the handles of a unit that stays gathered, if shard and ``comms`` are the same."""
         unit_shards = [shard[comm.buffer] for comm in comms]
         first_leaf = self.leaf_by_id.get(id(unit_shards[0])) if unit_shards else None
         if first_leaf is None or first_leaf.kept is None:
@@ -227,7 +208,7 @@ class GradReducer:
         shard: UnitShard,
         handles: Handles,
     ) -> None:
-        """Keep a unit gathered; see ``Unshard.stay_gathered``. Its shards have to be leaves."""
+        """Keep a unit gathered; see ``Unshard.stay_gathered``."""
         unit_shards = [shard[comm.buffer] for comm in comms]
         leaf_gradients = [
             leaf for local in unit_shards if (leaf := self.leaf_by_id.get(id(local))) is not None
@@ -247,10 +228,7 @@ class GradReducer:
                 leaf.kept = kept_unit
 
     def expect(self, shard: torch.Tensor, gathered: torch.Tensor) -> None:
-        """Expect a gradient of ``shard`` if autograd records its gather.
-
-        Not while backward computes forward again. ``gathered`` is a leaf that was gathered.
-        """
+        """Expect a gradient of ``shard`` if autograd records its gather, of ``gathered``."""
         leaf = self.leaf_by_id.get(id(shard))
         # Why look at the gathered leaf: a Function that runs under no_grad is not told so.
         if self._task is None and leaf is not None and unwrapped(gathered).requires_grad:
@@ -267,7 +245,7 @@ class GradReducer:
         """Return whether the gradients that backward computes now are for this reducer.
 
         Raises:
-            ValueError: a backward inside the reducer's own computes them, and a hook is to see
+            ValueError: a hook is to see them, but a backward inside the reducer's own computes
                 them.
         """
         if self.in_backward:
@@ -283,18 +261,13 @@ class GradReducer:
         return False
 
     def pre_backward(self, *, accumulating: bool, zero_weight: bool) -> None:
-        """Prepare for the backward of one micro-batch.
-
-        Arguments:
-            accumulating: whether another micro-batch follows.
-            zero_weight: see the attribute.
-        """
+        """Prepare for the backward of a micro-batch; ``accumulating`` if another one follows."""
         self._accumulating = accumulating
         self.zero_weight = zero_weight
         self.received = False
 
     def enter_backward(self, _: torch.Tensor) -> None:
-        """Take the backward that runs now as the reducer's own; a hook of the loss."""
+        """Take the backward that runs as the reducer's; a hook of the loss."""
         self._task = graph_task_id()
 
     def add(self, leaf: LeafGradient, parts: list[torch.Tensor], comm: BufferComm) -> None:
@@ -353,7 +326,8 @@ class GradReducer:
         _log.debug("root post_backward")
 
     def close(self) -> None:
-        """Drop what is held, because after an error the traceback keeps the reducer alive."""
+        """Drop what is held."""
+        # Why: after an error the traceback keeps the reducer alive.
         self._task = None
         self.at_end.clear()
         self._running.clear()
@@ -361,8 +335,8 @@ class GradReducer:
             leaf.held = leaf.partial = leaf.kept = None
 
     def _drop_kept(self, kept: KeptUnit) -> None:
-        """Free a unit that has stayed gathered, unless it stays until the last micro-batch."""
         # The next micro-batch uses the same gathered buffers.
+        # Why a rule, and not whether the memory is still in use: all ranks have to gather the same.
         if self._accumulating and not kept.unit.reshard_after_backward:
             return
         # Why all its buffers: see ``ShardToLeaves.backward``.
@@ -370,7 +344,6 @@ class GradReducer:
             leaf.kept = None
 
     def _start(self, leaf: LeafGradient, parts: list[torch.Tensor], comm: BufferComm) -> None:
-        """Start the reduction of a leaf's gradient."""
         if self._on_grad is not None:
             self._on_grad(comm.unit or "", comm.plan, parts[0])
         if comm.dtypes.divided:
@@ -391,6 +364,7 @@ class GradReducer:
         # Only these look at the sum between reduce-scatter and all-reduce.
         has_stages = awaits_more or leaf.partial is not None or self._on_scattered is not None
         if has_stages and comm.topology.cut:
+            # Note: only the first stage; ``finish`` below would run the all-reduces too.
             reduce_handle.work.wait()
             if leaf.partial is not None:
                 reduce_handle.out.add_(leaf.partial)
@@ -407,7 +381,6 @@ class GradReducer:
 
 
 def _divided(leaf: LeafGradient, parts: list[torch.Tensor], comm: BufferComm) -> list[torch.Tensor]:
-    """Return a leaf's gradient, divided as ``MixedPrecision.divide_before_reduce`` says."""
     rank_count = comm.plan.shards * math.prod(group.size for _, group in comm.topology.repeated)
     # A power of two near the square root of the ranks divides float16 without rounding.
     divisor = 1
@@ -427,7 +400,7 @@ _current: contextvars.ContextVar[GradReducer | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def activate(reducer: GradReducer) -> Iterator[GradReducer]:
-    """Let units find ``reducer`` in the ``with`` block; the innermost of nested blocks counts."""
+    """Let units find ``reducer`` in the ``with`` block."""
     context_token = _current.set(reducer)
     try:
         yield reducer
@@ -437,12 +410,12 @@ def activate(reducer: GradReducer) -> Iterator[GradReducer]:
 
 
 def current_reducer() -> GradReducer | None:
-    """Return the active reducer, if there is one."""
+    """Return the active reducer, if any."""
     return _current.get()
 
 
 def note_collective(mesh: Mesh) -> None:
-    """Let the active ``value_and_grad`` know that its loss function communicates over ``mesh``."""
+    """Tell the active ``value_and_grad`` that its loss function communicates over ``mesh``."""
     reducer = _current.get()
     if reducer is not None and reducer.mesh is None:
         reducer.worlds[mesh.world_size] = mesh

@@ -1,8 +1,4 @@
-"""The options that ``value_and_grad`` and ``accumulate`` share, with their errors.
-
-Two of them are functions of the user that see gradients on the way: ``on_grads`` and
-``on_reduce_scattered``.
-"""
+"""The options that ``value_and_grad`` and ``accumulate`` share, with their errors."""
 
 from __future__ import annotations
 
@@ -82,12 +78,7 @@ class GradientOptions:
             object.__setattr__(self, "divisor", float(self.divisor))
 
     def compare(self, called: str, **others: Any) -> None:
-        """Raise if ranks of the mesh have different options.
-
-        Arguments:
-            called: name of the function that the user called.
-            others: further options of that function.
-        """
+        """Raise if ranks differ in these options, or in ``others`` of the function ``called``."""
         if self.mesh is not None:
             own_options = {name: getattr(self, name) for name in _COMPARED}
             texts = {name: text_of(value) for name, value in {**others, **own_options}.items()}
@@ -98,11 +89,7 @@ class GradientOptions:
 
 
 def gradient_hook(on_grads: OnGrads) -> OnGrad:
-    """Return the function through which a ``GradReducer`` calls ``on_grads`` before a reduction.
-
-    It calls ``on_grads`` with the gradients of the leaves, and writes its replacements to the flat
-    gradient.
-    """
+    """Return the function through which a ``GradReducer`` calls ``on_grads``."""
 
     @torch.no_grad()
     def call(unit: str, buffer: BufferPlan, full: torch.Tensor) -> None:
@@ -134,10 +121,7 @@ def gradient_hook(on_grads: OnGrads) -> OnGrad:
 
 
 def scattered_hook(on_reduce_scattered: OnReduceScattered) -> OnGrad:
-    """Return the function through which a ``GradReducer`` calls ``on_reduce_scattered``.
-
-    It writes the tensor that ``on_reduce_scattered`` returns to the partial sum.
-    """
+    """Return the function through which a ``GradReducer`` calls ``on_reduce_scattered``."""
 
     @torch.no_grad()
     def call(unit: str, buffer: BufferPlan, partial: torch.Tensor) -> None:

@@ -1,15 +1,8 @@
 """Gradients of a loss function of shards, averaged over the data-parallel world.
 
-``value_and_grad`` and ``accumulate`` are one thing: a loss and its gradient, of one or of several
-micro-batches. Both return a ``GradientFunction``, which calls ``evaluate``. It activates a
-``GradReducer`` and runs forward and backward of one micro-batch after another. The units that the
-loss function calls pass their gradients to the reducer, which adds them up over ranks and over
-micro-batches. ``evaluate`` then divides each sum by the number of ranks, or by the sum of the
-weights. (Without weights, the loss of each of several micro-batches is divided by their number
-before its backward.)
-
-Why the reductions do not divide: a sum is the exact adjoint of an all-gather, so gradients of
-gradients stay right.
+Both ``value_and_grad`` and ``accumulate`` return a ``GradientFunction``, which calls ``evaluate``.
+It activates a ``GradReducer``, runs forward and backward of one micro-batch after another, and
+divides the sums that the reducer brings by the number of ranks, or by the sum of the weights.
 """
 
 from __future__ import annotations
@@ -57,11 +50,9 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Turn a loss function of shards into one that also returns the gradient, averaged over ranks.
 
-    The objective is the mean, over all ranks of the mesh, of the losses that ``loss_fn`` returns on
-    them. The collectives inside ``loss_fn`` add their gradients over ranks, and the returned
-    function divides the sums by the number of ranks, or by the sum of the ranks' weights. So if
-    each rank's loss is the mean over its part of the batch, the gradient is that of the mean over
-    the whole batch.
+    The objective is the mean, over all ranks of the mesh, of the losses that your ``loss_fn``
+    returns on them. So if each rank's loss is the mean over its part of the batch, you get the
+    gradient of the mean over the whole batch. docs/gradients.md has the rule.
 
     Arguments:
         loss_fn: ``loss_fn(shards, *rest, **kwargs)`` -> the loss of this rank, a floating-point
@@ -69,53 +60,45 @@ def value_and_grad(
             ``(loss, weight)``, and with both ``(loss, weight, aux)``.
         has_aux: whether ``loss_fn`` also returns an ``aux``, which may be anything.
         mesh: the ranks that the mean runs over, which check that their options are the same. By
-            default, those of the collectives inside ``loss_fn``: gathers of units, ``psum`` and
-            ``pmean``. ``fs.Mesh()`` takes the gradient of this rank's own loss, which has none of
-            these. A tensor that is no shard is a separate variable on each rank, also if all
-            ranks hold the same values.
-        weighted: whether ``loss_fn`` also returns the weight of this rank's loss in the mean, which
-            is the number of samples or tokens that the loss is the mean of. A weight is finite and
-            not negative. A rank without data calls the function with any batch of the right shape,
-            and returns weight zero: then its loss and its gradients have no effect, even if they
-            are infinite or NaN.
-        on_grads: ``on_grads(unit, grads)``, called before each reduction of one of the unit's flat
-            buffers. ``grads`` maps the path of each leaf to this rank's gradient before the
-            reduction, multiplied by the weight of the loss. The gradients are views of the buffer.
-            The function may change them in place, or return ``{path: gradient}`` with those to
+            default, those of the collectives inside ``loss_fn``; pass ``fs.Mesh()`` for a loss of
+            this rank alone, without collectives. A tensor that is no shard is a separate variable
+            on each rank.
+        weighted: whether ``loss_fn`` also returns the weight of this rank's loss in the mean,
+            usually the number of samples or tokens: finite and not negative. If a rank has no data,
+            call the function with any batch of the right shape and return weight zero: its loss and
+            gradients then have no effect, even if they are infinite or NaN.
+        on_grads: ``on_grads(unit, grads)``, called before each reduction of a flat buffer.
+            ``grads`` maps the path of each leaf to this rank's gradient, multiplied by the weight
+            of the loss. Change these views in place, or return ``{path: gradient}`` with those to
             replace.
-        on_reduce_scattered: ``on_reduce_scattered(unit, buffer_key, partial)``, called between the
-            two stages of a reduction: after the reduce-scatter over the shard axis, and before the
-            all-reduces along other axes. ``partial`` is this rank's slice of the sum over the shard
-            axis, 1-D and in ``reduce_dtype``. The function may change it in place, or return a
-            tensor of the same shape. For a buffer that is repeated along no axis it is called with
-            the whole sum. For one that is not cut over the shard axis it is called with the
-            unreduced gradient.
-        divisor: the number by which the sum of the ranks' gradients is divided. By default it is
-            the number of ranks, or the sum of the weights. ``divisor=1`` gives the sum. It holds
-            for every leaf, also for leaves that are local to some ranks, and changes no loss.
-        allow_constant: whether a loss that depends on no trainable shard gives zeros. By default it
-            is an error.
+        on_reduce_scattered: ``on_reduce_scattered(unit, buffer_key, partial)``, called after the
+            reduce-scatter over the shard axis, and before the all-reduces along other axes.
+            ``partial`` is this rank's slice of the sum over the shard axis, 1-D and in
+            ``reduce_dtype``; of a buffer that is not cut, it is the unreduced gradient. Change it
+            in place, or return a tensor of the same shape.
+        divisor: the number by which the sum of the ranks' gradients is divided, in place of the
+            number of ranks or the sum of the weights. ``divisor=1`` gives the sum. It counts for
+            local leaves too, and changes no loss.
+        allow_constant: whether a loss that depends on no trainable shard gives zeros, and no error.
 
     Returns:
         ``f(shards, *rest, **kwargs)`` -> ``(loss, grads)``, or ``((loss, aux), grads)`` with
         ``has_aux``. ``loss`` is that of this rank, and tensors in ``aux`` are detached. With
-        ``weighted`` it returns ``((loss, weight), grads)`` or ``((loss, weight, aux), grads)``;
-        ``loss`` is then the weighted mean over the world, and ``weight`` the sum over the world. If
-        that sum is zero, loss and gradients are zero.
+        ``weighted`` you get ``((loss, weight), grads)`` or ``((loss, weight, aux), grads)``, with
+        the weighted mean and the sum of the weights over the world. If that sum is zero, loss and
+        gradients are zero.
 
         ``grads`` is a pytree like ``shards``. It holds zeros for a shard that the loss does not
         depend on, and ``None`` for a frozen shard or a shard of integers.
 
     Raises:
         TypeError: ``loss_fn`` did not return the values described above.
-        ValueError: the units inside ``loss_fn`` belong to meshes of other sizes than each other or
-            than ``mesh``. Without ``mesh``: the collectives run over different numbers of ranks, or
-            there are none on a job of several ranks. The loss depends on no trainable shard; a
-            weight requires a gradient, is negative or not finite; ``on_grads`` returned a leaf that
-            the unit does not have, or a gradient of another shape; ``on_reduce_scattered`` returned
-            a tensor of another shape; gradients would pass one of these two by, because a transform
-            of shards or a backward inside backward computes them; ``divisor`` is not positive and
-            finite.
+        ValueError: the units inside ``loss_fn`` belong to meshes of different sizes; without
+            ``mesh``, there is no collective on a job of several ranks; the loss depends on no
+            trainable shard; a weight requires a gradient, is negative or not finite; a hook
+            returned a leaf or shape that the unit does not have, or would miss gradients, because a
+            transform of shards or a backward inside backward computes them; ``divisor`` is not
+            positive and finite.
         RuntimeError: the function runs inside a ``torch.func`` transform.
 
     Example:
@@ -162,50 +145,46 @@ def accumulate(
 ) -> Callable[..., tuple[Any, Any]]:
     """Turn a loss function into one that returns loss and gradient of several micro-batches.
 
-    The returned function splits the batch, and does for one micro-batch after another what
-    ``value_and_grad`` does for the whole batch. So the activations of only one micro-batch exist at
-    a time. Loss and gradient are means over the micro-batches, weighted if ``loss_fn`` returns
-    weights. Except for rounding they equal those of the whole batch, if the loss of each
-    micro-batch is the mean over its samples and the samples do not influence each other.
+    The activations of only one micro-batch exist at a time. Loss and gradient are means over the
+    micro-batches, weighted if ``loss_fn`` returns weights. Except for rounding they equal those of
+    the whole batch, if the loss of each micro-batch is the mean over its samples and the samples do
+    not influence each other.
 
     Arguments:
         loss_fn: as in ``value_and_grad``, called once for each micro-batch. The last positional
             argument is the batch: a pytree of tensors whose dim 0 counts samples; or an iterator
             over micro-batches, such as ``iter(loader)``.
-        micro_batches: number of equal parts that the batch is split into along dim 0; of an
-            iterator, the number of micro-batches that one call takes from it, one before each
-            forward. Every rank has to have as many.
+        micro_batches: number of equal parts that the batch is split into along dim 0, or that one
+            call takes from an iterator, one before each forward; the same on every rank.
         has_aux: as in ``value_and_grad``; the function returns a list with the ``aux`` of each
             micro-batch.
         mesh: as in ``value_and_grad``.
         reduce: when gradients are reduced, for all units or by names or globs of units. A unit
             without an entry has ``"each"``.
 
-            - ``"each"`` reduces the gradients of each micro-batch, and adds up their shards.
-            - ``"once"`` adds up this rank's gradients before they are reduced, and reduces each
-              unit once, in the last backward. That takes memory for the unit's full gradient.
-            - ``"shard_each"`` reduce-scatters the gradients of each micro-batch over the shard
-              axis, and adds up the sums. They are all-reduced along the other axes in the last
-              backward. A unit that is not cut over the shard axis is reduced as with ``"once"``.
+            - ``"each"`` reduces the gradients of each micro-batch, and adds up the shards.
+            - ``"once"`` adds up this rank's gradients, and reduces each unit once, in the last
+              backward. That takes memory for the unit's full gradient.
+            - ``"shard_each"`` reduce-scatters each micro-batch over the shard axis, and all-reduces
+              the sums along the other axes in the last backward. A unit that is not cut is reduced
+              as with ``"once"``.
 
         weighted: as in ``value_and_grad``; each micro-batch has its own weight.
         on_grads: as in ``value_and_grad``, with the gradients of the loss divided by the number of
             micro-batches. With ``"once"`` they are sums over the micro-batches.
-        on_reduce_scattered: as in ``value_and_grad``. With ``"shard_each"`` it is called once, with
-            the sum over the micro-batches.
+        on_reduce_scattered: as in ``value_and_grad``; with ``"shard_each"`` called once, with the
+            sum over the micro-batches.
         divisor: as in ``value_and_grad``. Without weights, the loss of each micro-batch is divided
             by their number all the same.
         allow_constant: as in ``value_and_grad``, for the loss of each micro-batch.
 
     Returns:
-        ``f(shards, *rest, batch, **kwargs)``, which returns the values that the function of
-        ``value_and_grad`` returns.
+        ``f(shards, *rest, batch, **kwargs)``, which returns what that of ``value_and_grad`` does.
 
     Raises:
         ValueError: ``micro_batches`` is not a positive whole number, ``reduce`` is another value or
-            names no unit of the shards, the batch cannot be split, or an iterator ends before the
-            last micro-batch, on the rank where it does. The errors of ``value_and_grad`` are raised
-            too.
+            names no unit of the shards, the batch cannot be split, or an iterator ends early, on
+            the rank where it does; and the errors of ``value_and_grad``.
         TypeError: ``reduce`` is neither text nor a mapping from names or globs.
 
     Example:
@@ -241,7 +220,7 @@ def accumulate(
 
 
 def check_callable(caller: str, loss_fn: Any) -> None:
-    """Raise ``TypeError`` unless ``loss_fn`` is a function, and no module, which has no shards."""
+    """Raise ``TypeError`` unless ``loss_fn`` is a function, and no module."""
     call_rule = f"{caller} takes a function loss_fn(shards, ...) that returns a loss"
     if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
         raise TypeError(
@@ -256,14 +235,14 @@ def check_callable(caller: str, loss_fn: Any) -> None:
 
 
 def gradient_function(loss_fn: Callable[..., Any], options: GradientOptions) -> GradientFunction:
-    """Return what ``value_and_grad`` does, for options that ranks have compared."""
+    """Return ``value_and_grad`` for options that ranks have compared."""
     return GradientFunction(loss_fn, options)
 
 
 def accumulating_function(
     loss_fn: Callable[..., Any], micro_batches: int, options: GradientOptions
 ) -> GradientFunction:
-    """Return what ``accumulate`` does, for options that ranks have compared."""
+    """Return ``accumulate`` for options that ranks have compared."""
     return GradientFunction(loss_fn, options, micro_batches)
 
 
@@ -274,8 +253,8 @@ class GradientFunction:
     Attributes:
         loss_fn: the loss function.
         options: how its gradients are computed.
-        micro_batches: the number of micro-batches; ``None`` if a batch is not split.
-        warned: whether it has said that Dynamo compiles nothing of it.
+        micro_batches: their number; ``None`` if a batch is not split.
+        warned: whether you were told that Dynamo compiles nothing of it.
     """
 
     loss_fn: Callable[..., Any]
@@ -306,11 +285,11 @@ class GradientFunction:
 
 
 class Result(NamedTuple):
-    """The values that ``evaluate`` returns besides the gradients.
+    """What ``evaluate`` returns besides the gradients.
 
     Attributes:
-        loss: the loss of the only micro-batch, or the mean over this rank's micro-batches, in
-            float32 or wider; with weights, the weighted mean over the world.
+        loss: the loss of the only micro-batch, or the mean over this rank's, in float32 or wider;
+            with weights, the weighted mean over the world.
         weight: the sum of the weights over the world; ``None`` without weights.
         aux: the aux of each micro-batch.
     """
@@ -320,7 +299,7 @@ class Result(NamedTuple):
     aux: list[Any]
 
     def value(self, aux: Any, options: GradientOptions) -> Any:
-        """Return the loss, or a tuple of loss, weight and ``aux``, as far as they are asked for."""
+        """Return the loss, or a tuple of loss, weight and ``aux``, as the options say."""
         values = [self.loss, *[self.weight] * options.weighted, *[aux] * options.has_aux]
         return tuple(values) if len(values) > 1 else self.loss
 
@@ -333,8 +312,7 @@ def evaluate(
 
     Arguments:
         shards: the pytree to differentiate with respect to.
-        calls: for each micro-batch, a function from the shards to the values that ``loss_fn``
-            returns.
+        calls: for each micro-batch, a function of shards that returns what ``loss_fn`` does.
         options: the options of ``value_and_grad`` or ``accumulate``.
     """
     if transforms_active():
@@ -388,6 +366,8 @@ def evaluate(
     mesh = _world(reducer)
     # A value_and_grad around this one differentiates a loss that is computed from this gradient.
     note_collective(mesh)
+    # Why here, and not in the reductions: a sum is the exact adjoint of an all-gather, so gradients
+    # of gradients stay right.
     divisor: float | torch.Tensor = mesh.world_size
     world_weight = None
     if weighted:
@@ -430,11 +410,7 @@ def evaluate(
 
 
 def _backward(loss: torch.Tensor, local: Sequence[torch.Tensor], reducer: GradReducer) -> bool:
-    """Run backward; gradients that reach a leaf without a gather are added to ``leaf.direct``.
-
-    Returns:
-        Whether a gradient reached any leaf, or there is none that one could reach.
-    """
+    """Run backward; return whether a gradient reached any leaf that it could reach."""
     reached = False
     trained_pairs = [
         (shard, leaf)
@@ -464,6 +440,7 @@ def _backward(loss: torch.Tensor, local: Sequence[torch.Tensor], reducer: GradRe
             raise
         finally:
             begin_hook.remove()
+        # Note: gradients of gathers went to the reducer; these reached a shard without a gather.
         for (_, leaf), grad in zip(trained_pairs, direct_grads, strict=True):
             if grad is not None:
                 reached = True
@@ -551,11 +528,9 @@ def _local_axes(leaf: LeafGradient) -> tuple[Mesh, tuple[str, ...]] | None:
 def _local_divisor(
     mesh: Mesh, local: tuple[str, ...], own_weight: float | None, device: torch.device
 ) -> float | torch.Tensor:
-    """Return the divisor for leaves that are local along the axes ``local``.
-
-    The gradient of such a leaf is the mean over the ranks that share its values. Ranks along a
-    model axis share one model, and all count.
-    """
+    """Return the divisor for leaves that are local along the axes ``local``."""
+    # Note: the gradient is the mean over the ranks that share the values. Ranks along a model axis
+    # share one model, and all count.
     if own_weight is None:
         return math.prod(
             group.size for name, group in mesh.axes if name not in local or name not in AXES
@@ -571,7 +546,7 @@ def _local_divisor(
 
 
 def _check_result(result: Any, options: GradientOptions) -> tuple[torch.Tensor, float, Any]:
-    """Return the loss, the weight and the aux of a ``loss_fn`` result; raise if one is missing."""
+    """Return the loss, the weight and the aux of a ``loss_fn`` result."""
     value_names = ["loss", *["weight"] * options.weighted, *["aux"] * options.has_aux]
     is_single = len(value_names) == 1
     if not is_single and not (isinstance(result, tuple) and len(result) == len(value_names)):
@@ -597,7 +572,6 @@ def _check_result(result: Any, options: GradientOptions) -> tuple[torch.Tensor, 
 
 
 def _found_as_loss(loss: Any, alone: bool) -> str:
-    """Return what was found in place of a loss, and what to do if it is known."""
     class_name = type(loss).__name__
     if isinstance(loss, torch.Tensor):
         return f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}: return its mean as a float"
@@ -643,12 +617,12 @@ def check_weight(weight: Any) -> float:
 
 
 def loss_value(loss: torch.Tensor) -> torch.Tensor:
-    """Return the one element of a loss as a scalar without a graph, in float32 or wider."""
+    """Return a loss as a scalar without a graph, in float32 or wider."""
     return loss.detach().to(torch.promote_types(loss.dtype, torch.float32)).reshape(())
 
 
 def detached(x: Any) -> Any:
-    """Return ``x`` without its autograd graph if it is a tensor, and ``x`` itself if not."""
+    """Return ``x`` without its graph if it is a tensor, else ``x``."""
     return x.detach() if isinstance(x, torch.Tensor) else x
 
 

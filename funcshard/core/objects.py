@@ -13,12 +13,12 @@ from funcshard.core.sharding import check_source
 def broadcast_object(value: Any, mesh: Mesh, src: int = 0) -> Any:
     """Return the value of rank ``src`` on every rank. Every rank has to call.
 
-    The value travels as JSON, unlike in ``torch.distributed.broadcast_object_list``, which runs
-    the code in a pickle.
+    The value travels as JSON. (``torch.distributed.broadcast_object_list`` runs the code in a
+    pickle.)
 
     Arguments:
         value: on rank ``src``, ``None``, a bool, an int, a float, a string, or lists and
-            dictionaries of these with keys that are strings. Other ranks' values are ignored.
+            dictionaries of these with strings as keys. Other ranks' values are ignored.
         mesh: the ranks.
         src: the rank whose value is returned.
 
@@ -26,8 +26,7 @@ def broadcast_object(value: Any, mesh: Mesh, src: int = 0) -> Any:
         A copy of the value.
 
     Raises:
-        TypeError: JSON can't hold the value exactly, such as a tuple; the message names its path.
-            Every rank raises the same error.
+        TypeError: JSON can't hold the value exactly, such as a tuple. Every rank raises.
         ValueError: ``src`` is no rank of the mesh.
 
     Example:
@@ -54,7 +53,6 @@ def broadcast_object(value: Any, mesh: Mesh, src: int = 0) -> Any:
 
 
 def _check(value: Any, path: str) -> None:
-    """Raise ``TypeError`` unless JSON gives the same value back."""
     if type(value) is dict:
         for key, inner in value.items():
             # json.dumps would turn other keys into strings without a word.

@@ -1,12 +1,8 @@
-"""Collectives on plain tensors, without autograd.
+"""Collectives on plain tensors, without autograd, and slices of whole tensors.
 
-An ``AxisComm`` or ``SumComm`` maps a tensor to another one, linearly in the tensors of all ranks;
-``adjoint`` is the adjoint map, and ``collectives`` makes them differentiable. A sum runs along
-several axes. Every other collective runs along one axis and over dim 0, so the last dimensions may
-be anything, such as the one that ``vmap`` adds.
-
-Below them are those that send a whole tensor as slices, or join slices. The slices of one whole
-tensor lie on the ranks along the mesh axes of its cuts.
+An ``AxisComm`` or ``SumComm`` is a linear map of the tensors of all ranks, with its ``adjoint``.
+Every collective but a sum runs along one axis and over dim 0, so the last dimensions may be
+anything, such as the one that ``vmap`` adds.
 """
 
 from __future__ import annotations
@@ -35,15 +31,14 @@ class AxisComm:
     Attributes:
         kind: ``"all_gather"`` stacks the ranks' ``[...]`` to ``[ranks, ...]``; ``"reduce_scatter"``
             adds the ranks' ``[ranks, ...]``, and returns this rank's ``[...]`` of the sum;
-            ``"all_to_all"`` and ``"ppermute"`` send rows of ``[n, ...]`` to the ranks, and return
-            the received rows.
+            ``"all_to_all"`` and ``"ppermute"`` send rows of ``[n, ...]``, and return the received
+            rows.
         mesh: the ranks.
         axis: the mesh axis.
-        name: what it is for, in errors. Every rank has to have the same.
+        name: what it is for, in errors; the same on every rank.
         send, receive: how many rows an exchange sends to each rank, and receives from it.
-        busiest: the most rows that one rank of the axis sends to others in an exchange, or receives
-            from them.
-        loops: torch's loops over unit vectors that the collective is part of; see ``basis``.
+        busiest: the most rows that one rank sends to others in an exchange, or receives.
+        loops: loops over unit vectors that the collective is part of; see ``basis``.
     """
 
     kind: str
@@ -92,7 +87,6 @@ class AxisComm:
         return out
 
     def _group(self, tensor: torch.Tensor) -> Group:
-        """Return the ranks along the axis, and record the collective if any data moves."""
         if self.ranks == 1:
             return self.mesh.groups[self.axis]
         moved_numel = tensor.numel()
@@ -105,16 +99,15 @@ class AxisComm:
 
 
 class SumComm(BufferComm):
-    """The sum along all axes on which data of no unit is repeated.
-
-    Its label names the tensor in errors, the same on every rank.
-    """
+    """The sum along all axes on which data of no unit is repeated."""
 
     __slots__ = ()
 
     @property
     def adjoint(self) -> SumComm:
-        """The map itself: the tensor of each rank is a term of the sum on each rank."""
+        """The map itself."""
+        # Note: the tensor of each rank is a term of the sum on each rank, so the matrix is
+        # symmetric.
         return self
 
     @property
@@ -144,8 +137,7 @@ def join_slices(
         leaf: this rank's slice.
         spec: the leaf's entry in the plan.
         mesh: the ranks.
-        first_only: whether only the first of these ranks needs the whole tensor; other ranks then
-            get ``None``.
+        first_only: whether only the first of these ranks gets it, and others ``None``.
     """
     joined_leaf = leaf.detach()
     for cut in reversed(spec.cuts):  # the innermost slices first
@@ -166,9 +158,6 @@ def join_slices(
 def slice_from_rank(src: int, whole: torch.Tensor, spec: LeafSpec, mesh: Mesh) -> torch.Tensor:
     """Return this rank's slice of the whole tensor that rank ``src`` has; every rank has to call.
 
-    Only ranks whose index along every other axis is that of ``src`` get the values, because only
-    they send them on. All other ranks get a tensor on the meta device.
-
     Arguments:
         src: the rank.
         whole: the whole tensor on rank ``src``; elsewhere any tensor of its dtype.
@@ -184,6 +173,7 @@ def slice_from_rank(src: int, whole: torch.Tensor, spec: LeafSpec, mesh: Mesh) -
         for axis, group in mesh.groups.items()
         if axis not in cut_axes
     ):
+        # Why no values: only the ranks with the index of ``src`` along all other axes send them on.
         return torch.empty(spec.shape, dtype=whole.dtype, device="meta")
     with torch.no_grad():
         whole_copy = torch.empty(spec.whole_shape, dtype=whole.dtype, device=mesh.device)
@@ -204,13 +194,15 @@ def broadcast(
         tensor: a contiguous tensor, of the same shape and dtype on every rank.
         src: the rank.
         mesh: the ranks.
-        axes: the axes; the index of every calling rank along other axes is that of ``src``.
+        axes: the axes; along others every calling rank has the index of ``src``.
         label: a name for the tensor, for errors.
     """
     source_position = position_of(src, mesh.shape)
     later_axes = list(axes or mesh.groups)
     while later_axes:
         axis = later_axes.pop(0)
+        # Note: this rank holds the values, or gets them along this axis, once its later indices are
+        # those of ``src``.
         if all(
             mesh.groups[axis_name].rank == source_position[axis_name] for axis_name in later_axes
         ):

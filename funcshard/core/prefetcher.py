@@ -1,28 +1,13 @@
 """The prefetcher: when a call gathers which units, and the state that it keeps for backward.
 
-One ``Prefetcher`` belongs to one call of a sharded function, and it alone issues the all-gathers of
-the call and its backward. (A recomputed unit gathers itself.) Its phases carry FSDP's names:
+One ``Prefetcher`` belongs to one call of a sharded function, and issues all of its all-gathers, in
+forward and backward. Its phases have FSDP's names, ``pre_forward`` to ``post_backward``.
+``ForwardOrder`` and ``BackwardOrder`` of ``plan`` decide; the prefetcher keeps the handles. Only
+the autograd graph refers to it after forward, and frees it.
 
-- ``pre_forward(unit)``: start the unit's all-gather unless it has started, wait for its data, and
-  start those of the units that come next.
-- ``post_forward()``: the call's forward has returned; from here on backward may come.
-- ``pre_backward(use)``: the same in backward, for a unit whose leaves backward needs.
-- ``post_backward(use)``: backward has computed a unit's gradients, and its buffers are free.
-
-``ForwardOrder`` and ``BackwardOrder`` of ``plan`` decide which units are gathered, and in which
-order. The prefetcher follows them, and keeps the handles.
-
-A ``ScheduleLearner`` keeps the order of units from one call to the next.
-
-A ``SavedUnit`` is the state that autograd keeps of a unit between forward and backward. Its hooks
-replace each saved tensor that is a view of a gathered buffer by the position of that view, so the
-buffer is free as soon as forward returns. When backward asks for the first of them, the saved unit
-asks the prefetcher. Forward refers to the prefetcher until the call returns; after that only the
-autograd graph does, and frees it with itself.
-
-A unit with ``reshard_after_forward=n`` is cut after its forward into ``n`` slices, one on each of
-``n`` neighbours on the shard axis, such as the ranks of one machine. Backward gathers the slices
-from these ranks alone. They are cut from the gathered buffer, so they have the dtype to compute in.
+A ``SavedUnit`` is what autograd keeps of a unit between forward and backward. Its hooks replace
+each saved view of a gathered buffer by the position of the view, so the buffer is free as soon as
+forward returns. When backward asks for the first of them, the saved unit asks the prefetcher.
 """
 
 from __future__ import annotations
@@ -86,14 +71,14 @@ class Prefetcher:
     Arguments:
         schedule: when units are gathered ahead.
         start: starts the all-gathers of a unit.
-        known: whether the schedule's order is that of the call, as far as is known.
-        inside: the units whose leaves checkpoints inside them asked for, in backwards of earlier
-            calls; gets those of this call too. Forward itself cannot see them.
+        known: whether the schedule's order is more than a guess.
+        inside: the units whose leaves checkpoints inside them asked for in earlier backwards; gets
+            those of this call too.
 
     Attributes:
         ran: names of the units that forward has called so far.
         returned: whether the call's forward has returned.
-        sources: what backward may gather units from, by use: one use is one ``SavedUnit``. ``None``
+        sources: what backward may gather units from, by use, that is by ``SavedUnit``; ``None``
             once backward has left it for good.
     """
 
@@ -135,17 +120,15 @@ class Prefetcher:
     def pre_forward(self, name: str, *, stays: bool = False) -> Handles | None:
         """Gather a unit that forward calls, if its gather has not started; prefetch the next units.
 
-        Arguments:
-            name: the unit.
-            stays: whether the unit stays gathered after forward.
-
         Returns:
-            The handles of the unit; ``None`` after the call, when backward computes a unit again,
-            which then gathers for itself.
+            The handles of the unit; ``None`` after the call, when a recomputed unit gathers for
+            itself.
         """
         if self.returned:
             return None
         if dispatch_modes() and in_selective_checkpoint():
+            # Why unseen: a selective checkpoint counts operations, and a recomputation gathers at
+            # other moments.
             return unseen(self.pre_forward)(name, stays=stays)
         if self._forward.gather(name):
             self._handles[name] = self._start(name)
@@ -174,13 +157,13 @@ class Prefetcher:
         return len(self.sources) - 1
 
     def note_use(self, use: int) -> None:
-        """Note when forward uses a leaf that backward needs; backward reaches the latest first."""
+        """Note when forward uses a leaf that backward needs."""
         if not self.returned:
             self._now += 1
             self._last[use] = self._now
 
     def post_forward(self) -> None:
-        """End forward: wait for the all-gathers of units that were never called, and drop them."""
+        """End forward: drop the gathers of units that were never called."""
         self.returned = True
         for handle in itertools.chain(*self._handles.values()):
             handle.work.wait()
@@ -194,20 +177,12 @@ class Prefetcher:
         self._backward.expect(sorted((-last, use) for use, last in enumerate(self._last) if last))
 
     def begin_backward(self) -> None:
-        """Gather the unit that backward reaches first, as soon as backward begins."""
+        """Gather the unit that backward reaches first."""
         if self._schedule.backward_prefetch == "pre":
             self._prefetch(-self._now - 1, most=1)
 
     def pre_backward(self, use: int, source: UnitSource) -> Handles:
-        """Gather a use that backward reaches, if its gather has not started; prefetch the next.
-
-        Arguments:
-            use: the number of the use.
-            source: what it is gathered from.
-
-        Returns:
-            The handles of the unit.
-        """
+        """Gather a use that backward reaches, if its gather has not started; prefetch the next."""
         if not self._last[use]:
             self._inside.add(self._units[use])
         # A frozen unit has no nodes, and tells nothing about the backward that runs.
@@ -229,16 +204,17 @@ class Prefetcher:
         return handles
 
     def post_backward(self, use: int) -> None:
-        """Note that backward has computed a unit's gradients; prefetch if the schedule says so."""
+        """Note that backward has computed a unit's gradients."""
         self._backward.release(use)
         if self._schedule.backward_prefetch == "post":
             self._prefetch(-self._began[use])
 
     def end_backward(self) -> None:
-        """Wait for the all-gathers that backward did not need after all, and drop them."""
+        """Drop the gathers that backward did not need after all."""
         self._ends = False
         for use in [*self._ahead]:
             for handle in self._ahead.pop(use):
+                # Why wait: a collective writes to memory that must not be free before.
                 handle.work.wait()
             self._backward.reach(use)
             self._backward.release(use)
@@ -281,11 +257,11 @@ class Prefetcher:
 
 
 class ScheduleLearner:
-    """A sharded function's schedule; its first call may teach the order, which alters no result.
+    """A sharded function's schedule, whose order the first call may teach.
 
     Arguments:
         schedule: the schedule to begin with.
-        known: whether its order was given, so that there is none to learn.
+        known: whether its order was given.
 
     Attributes:
         inside: the units that checkpoints inside them gathered in backward, as far as is known.
@@ -344,10 +320,10 @@ def hooks_allowed() -> bool:
 
 
 class UnitSource:
-    """What backward gathers a unit from, if it reaches the unit again.
+    """What backward gathers a unit from: this rank's shard, or its slices of the gathered buffers.
 
-    That is this rank's shard. For a unit with ``reshard_after_forward=n`` it is the slices of the
-    gathered buffers that this rank holds, and the shard of each buffer that is not cut.
+    With ``reshard_after_forward=n``, ``n`` neighbours on the shard axis, such as the ranks of one
+    machine, hold a slice each of the buffers after forward, in the dtype to compute in.
 
     Arguments:
         comms: the communication of each buffer.
@@ -393,7 +369,7 @@ class UnitSource:
 
     @property
     def in_backward(self) -> bool:
-        """Whether the backward that runs computes gradients of the unit; yes if it has no nodes."""
+        """Whether the backward that runs computes gradients of the unit; yes without nodes."""
         if not self.nodes or graph_task_id() == -1:
             return True
         # A node that is gone belongs to a graph that was freed.
@@ -401,11 +377,11 @@ class UnitSource:
 
     @property
     def changed(self) -> bool:
-        """Whether a shard, of which there is no slice, was written to since forward."""
+        """Whether a source was written to since forward."""
         return [version(local) for local, _ in self._sources] != self._versions
 
     def sources(self) -> list[GatherSource]:
-        """Return the sources of the unit's all-gather; raise if they changed after forward's."""
+        """Return the sources of the unit's all-gather; raise if they have changed."""
         for (local, comm), old_version in zip(self._sources, self._versions, strict=True):
             if version(local) != old_version:
                 raise RuntimeError(
@@ -417,12 +393,10 @@ class UnitSource:
 
 
 def slice_comms(unit: UnitPlan, mesh: Mesh, comms: Sequence[BufferComm]) -> SliceComms:
-    """Return the communication of a unit's slices; ``()`` if the unit is not cut into slices.
-
-    Every rank of the mesh has to call this, because the first call makes process groups.
-    """
+    """Return the communication of a unit's slices, ``()`` without; every rank has to call."""
     if unit.post_forward_ranks is None:
         return ()
+    # Note: the first call makes process groups.
     topology = Topology(neighbours(mesh, unit.post_forward_ranks), sharded=True)
 
     def slice_comm(comm: BufferComm) -> BufferComm | None:
@@ -444,19 +418,18 @@ def slice_comms(unit: UnitPlan, mesh: Mesh, comms: Sequence[BufferComm]) -> Slic
 class SavedUnit:
     """The state that one forward of a unit keeps for backward, without the gathered buffers.
 
-    Packed tensors refer to this object, and this object holds the buffers that backward has
-    gathered again. They are free when backward has used the last packed tensor of the unit, or when
-    the function that ``post_backward`` returned is called.
+    Packed tensors refer to this object, which holds the buffers that backward has gathered again,
+    until their last use or ``post_backward``.
 
     Arguments:
         f: the ``Unshard`` of the unit.
         shard: this rank's shard, by buffer key.
-        prefetcher: that of the call; ``None`` for a unit that gathers itself again in backward.
+        prefetcher: that of the call; ``None`` for a unit that gathers itself again.
 
     Attributes:
         source: what backward gathers the unit from.
         needed: whether backward needs any of the gathered buffers.
-        kept: returns the handles of the buffers while the unit stays gathered, and ``None`` after.
+        kept: returns the handles of the buffers while the unit stays gathered.
     """
 
     __slots__ = (
@@ -492,7 +465,6 @@ class SavedUnit:
                 self.source.nodes.append(weakref.ref(gather_node))
 
     def post_backward(self) -> Callable[[], None]:
-        """Return the function to call when the unit's gradients are complete."""
         return functools.partial(_post_backward, weakref.ref(self), self._prefetcher, self._use)
 
     def release(self) -> None:
@@ -500,7 +472,7 @@ class SavedUnit:
         self._full = None
 
     def handles_for(self, unit: UnitPlan, shard: UnitShard) -> Handles | None:
-        """Return finished handles of its buffers, if gathering ``shard`` would give the same."""
+        """Return finished handles, if gathering ``shard`` would give the same."""
         shard_pairs = list(zip(self._comms, self.source.shards, strict=True))
         same_data = all(
             address(shard[comm.buffer]) == address(local) for comm, local in shard_pairs
@@ -524,17 +496,14 @@ class SavedUnit:
         return tuple(gathered_leaves)
 
     def leaves(self) -> list[torch.Tensor]:
-        """Return the leaves, gathered again, without a graph, to recompute a part of forward."""
+        """Return the leaves, gathered again, to recompute a part of forward."""
         leaf_tensors = [leaf for leaves in self.gathered_again() for leaf in leaves]
         if self._dtensors is None:
             return leaf_tensors
         return unseen(as_dtensors)(leaf_tensors, self._dtensors)
 
     def buffers(self) -> list[torch.Tensor]:
-        """Return the gathered buffers; gather them again if they are free.
-
-        Why all of them, whichever is asked for: a plan can predict this order.
-        """
+        """Return the gathered buffers; gather them again if they are free."""
         if self._full is not None:
             return self._full
         if dispatch_modes() and in_selective_checkpoint():
@@ -548,16 +517,14 @@ class SavedUnit:
             handles = (self.kept and self.kept()) or start_gathers(sources)
             for handle in handles:
                 handle.wait_comm()
+        # Why all buffers, whichever is asked for: a plan can predict this order.
         self._full = [handle.finish() for handle in handles]
         return self._full
 
     def hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-        """Return the two functions for ``saved_tensors_hooks``, inside the hooks that are active.
-
-        Why outer: autograd calls the innermost hooks only, so these pass all other tensors to the
-        hooks around them (checkpoint, offload). Those may hold the module of the call, which holds
-        this object; stored here, they would make a cycle.
-        """
+        """Return the functions for ``saved_tensors_hooks``, inside the hooks that are active."""
+        # Why: autograd calls the innermost hooks only, so these pass all other tensors to the hooks
+        # around them (checkpoint, offload). Stored here, those would make a cycle.
         outer_hooks = outer_saved_tensors_hooks()
         # A partial takes attributes, and a bound method does not.
         pack = functools.partial(self.pack, outer=outer_hooks)
@@ -584,17 +551,14 @@ class SavedUnit:
             self._prefetcher.note_use(self._use)
 
     def _packed_view(self, tensor: torch.Tensor) -> _PackedView | None:
-        """Return the position of a view of a gathered buffer, or of a view of a cast of a leaf.
-
-        Autocast casts each weight where an operation uses it, and backward needs the cast. Casting
-        the leaf again gives the same bits, so the cast is freed with the buffer.
-        """
+        """Return the position of a view of a gathered buffer, or of a view of a cast of a leaf."""
         buffer_index = self._buffer_of.get(storage_id(tensor))
         # A view in another dtype, such as view_as_real, has other strides.
         is_view = buffer_index is not None and tensor.dtype == self._forms[buffer_index][2]
         if buffer_index is not None and is_view and not tensor.is_conj():
             return _PackedView(buffer_index, _view_at(tensor))
         # Autocast made a copy, which autograd would keep until backward.
+        # Why: casting the leaf again gives the same bits, so that copy can go with the buffer.
         cast_source = cast_of(tensor)
         if cast_source is None:
             return None
@@ -674,8 +638,7 @@ class _PackedView:
     Attributes:
         buffer_index: the buffer.
         view: the position in the buffer.
-        cast: the dtype, and the position in the cast of that view, if the saved tensor lies in a
-            cast, such as one that autocast made.
+        cast: dtype, and the position in the cast of that view, if autocast made one.
     """
 
     buffer_index: int
@@ -685,7 +648,7 @@ class _PackedView:
 
 @dataclass(frozen=True, slots=True)
 class _PackedTensor:
-    """A saved tensor of no gathered buffer, and how often it had been written to."""
+    """A saved tensor of no gathered buffer, and its version."""
 
     tensor: torch.Tensor
     version: int
@@ -708,7 +671,7 @@ class _PackedByOuter:
 
     @property
     def leaves_units(self) -> bool:
-        """Whether hooks that are no unit's packed it, which may compute it again."""
+        """Whether hooks that are no unit's packed it, and may compute it again."""
         packed: Any = self
         while isinstance(packed, _PackedByOuter):
             packed = packed.packed

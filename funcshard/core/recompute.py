@@ -1,15 +1,9 @@
 """``remat``: a function that keeps only its inputs for backward, and computes the rest again there.
 
-``remat`` recomputes in one of two ways:
-
-- Outside of ``torch.func`` transforms it calls ``torch.utils.checkpoint``, which uses saved-tensor
-  hooks.
-- ``torch.func`` refuses these hooks, so under a transform one autograd Function, ``_Remat``,
-  recomputes. It saves its inputs only. Its backward is the vector-Jacobian product of the function,
-  computed from the inputs; and that backward is rematerialised too, so it can be differentiated any
-  number of times.
-
-Read ``remat``, then ``_Remat``, then ``_Call``, whose methods recompute.
+Outside of ``torch.func`` transforms it calls ``torch.utils.checkpoint``. Transforms allow no
+saved-tensor hooks, so there an autograd Function, ``_Remat``, saves its inputs and recomputes. Its
+backward is rematerialised too, so it can be differentiated any number of times. Read ``remat``,
+then ``_Remat``, then ``_Call``.
 """
 
 from __future__ import annotations
@@ -55,26 +49,22 @@ Tensors = Sequence[torch.Tensor]
 def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     """Turn a function into one that keeps only its inputs, and recomputes the rest in backward.
 
-    ``remat(unshard(apply, unit, mesh))`` keeps the shard and the inputs of the unit, and gathers
-    the unit again in backward. So it frees the gathered leaves as ``reshard`` does, and the
-    activations too. It also works under ``torch.func`` transforms, where ``reshard`` frees nothing.
-    The second computation draws the same random numbers as the first, and runs under the same
-    autocast.
+    ``remat(unshard(apply, unit, mesh))`` frees the gathered leaves as ``reshard`` does, and the
+    activations too, also under ``torch.func`` transforms, where ``reshard`` frees nothing. The
+    second computation has the random numbers and the autocast of the first.
 
     Arguments:
-        f: a function of pytrees. Outside of ``torch.func`` transforms, the tensors that it captures
-            get gradients too. Under transforms only its arguments do, and it is an error if ``f``
-            captures a tensor that requires a gradient.
+        f: your function of pytrees. Under ``torch.func`` transforms, pass tensors that need a
+            gradient as arguments; ``f`` may not capture them.
 
     Returns:
-        A function of the same arguments that returns the same results. You may nest it, map it with
-        ``vmap``, and differentiate it any number of times in forward and in reverse mode.
+        A function of the same arguments and results. You may nest it, map it with ``vmap``, and
+        differentiate it any number of times in forward and in reverse mode.
 
     Raises:
-        RuntimeError: backward finds that a tensor in the arguments was modified in place after
-            forward.
-        ValueError: the returned function runs under a ``torch.func`` transform, and ``f`` captures
-            a tensor that the transform differentiates or maps over, or that requires a gradient.
+        RuntimeError: you modified a tensor in the arguments in place after forward.
+        ValueError: under a ``torch.func`` transform, ``f`` captures a tensor that the transform
+            differentiates or maps over, or that requires a gradient.
 
     Example:
         >>> import torch, funcshard as fs
@@ -122,12 +112,7 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _repeatable(f: Callable[..., Any], held: Any) -> Callable[..., Any]:
-    """Return ``f`` such that each later call computes what the first call did, or raises.
-
-    torch compares the arguments that are tensors. This function adds the tensors inside other
-    arguments, such as trees, and those in ``held``. While a graph is recorded, each later call
-    draws the random numbers of the first one.
-    """
+    """Return ``f`` such that each later call computes what the first call did, or raises."""
     # Weak: a function may take tensors out of the lists that it gets, and they should be free then.
     states_before: list[tuple[weakref.ref[torch.Tensor], tuple[int, int]]] | None = None
     recorded_state: _AmbientState | None = None
@@ -135,10 +120,13 @@ def _repeatable(f: Callable[..., Any], held: Any) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         nonlocal states_before, recorded_state
         if states_before is None:
+            # Note: torch compares the arguments that are tensors, but not those inside trees.
             containers = [arg for arg in args if not isinstance(arg, torch.Tensor)]
             inner_tensors = tensors_in((containers, held))
             states_before = [(weakref.ref(tensor), _data_state(tensor)) for tensor in inner_tensors]
             if recording_graph():
+                # Why: while a graph is recorded, torch's checkpoint restores no random numbers; see
+                # ``remat``.
                 recorded_state = _AmbientState.capture()
             return f(*args)
         if any(
@@ -153,12 +141,11 @@ def _repeatable(f: Callable[..., Any], held: Any) -> Callable[..., Any]:
 
 
 def _data_state(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return two numbers, one of which changes if ``tensor`` is written to or gets other data."""
+    # Note: the second number is for a tensor that got other data through ``.data``.
     return write_count(tensor), storage_id(tensor)
 
 
 def _apply(f: Callable[..., Any], tensors: Tensors) -> Any:
-    """Return ``f(*tensors)``, rematerialised by ``_Remat``."""
     build_result: Callable[[Tensors], Any] | None = None
 
     def flat(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -196,7 +183,7 @@ def _flattened(
 
 
 def _apply_to_both(f: Callable[..., Any], first: Sequence[Any], second: Sequence[Any]) -> Any:
-    """Return ``f(first, second)``, rematerialised if it may be differentiated further."""
+    """Return ``f(first, second)``, rematerialised if gradients are recorded."""
     if not torch.is_grad_enabled():
         return f(first, second)
     first_count = len(first)
@@ -275,7 +262,6 @@ class _Call:
     loops: Loops
 
     def recompute(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run the function in the state in which it ran first."""
         with self.ambient.restored():
             return self.run(*tensors)
 
@@ -287,7 +273,7 @@ class _Call:
         inputs: Tensors,
         grads: Tensors,
     ) -> Sequence[Any]:
-        """Return the gradients of some inputs from ``grads``, those of some outputs."""
+        """Return the gradients of some inputs, from those of some outputs."""
         if transforms_active():
 
             def chosen_outputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -331,7 +317,7 @@ class _Call:
     def jvp(
         self, loop: BasisLoop | None, in_indices: Sequence[int], inputs: Tensors, tangents: Tensors
     ) -> tuple[torch.Tensor, ...]:
-        """Return the tangents of all outputs, from ``tangents``, those of some inputs."""
+        """Return the tangents of all outputs, from those of some inputs."""
         chosen_inputs = tuple(inputs[i] for i in in_indices)
         with acting_for(loop, transform_level() + 1):
             return torch.func.jvp(
@@ -339,8 +325,6 @@ class _Call:
             )[1]
 
     def _restricted(self, in_indices: Sequence[int], inputs: Tensors) -> Callable[..., Any]:
-        """Return ``recompute`` as a function of only some of the inputs."""
-
         def restricted(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             all_inputs = {**dict(enumerate(inputs)), **dict(zip(in_indices, tensors, strict=True))}
             return self.recompute(*all_inputs.values())
@@ -350,14 +334,13 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _AmbientState:
-    """The state, besides arguments, that a computation depends on: random numbers and autocast."""
+    """The random numbers and the autocast that a computation depends on."""
 
     random: RandomState
     autocast: tuple[tuple[str, bool, torch.dtype], ...]  # type of device, whether enabled, dtype
 
     @classmethod
     def capture(cls) -> _AmbientState:
-        """Return the current state."""
         device_types = ["cpu"] + ["cuda"] * torch.cuda.is_initialized()
         autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -367,7 +350,6 @@ class _AmbientState:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Set this state inside the ``with`` block, and restore the previous state after it."""
         current_state = self.capture()
         with contextlib.ExitStack() as exit_stack:
             # Leaving autocast clears its cache of casts, so it is left alone if nothing changes.
@@ -397,10 +379,7 @@ _CAPTURED = (
 
 
 class _RefuseCaptured(torch.overrides.TorchFunctionMode):
-    """Raise if the computation uses a tensor of a transform above the level of ``_Remat``.
-
-    Such a tensor is not among the inputs, so the function captured it.
-    """
+    """Raise if the computation uses a tensor of a transform above ``_Remat``, which it captured."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for arg in (*args, *(kwargs or {}).values()):

@@ -1,13 +1,9 @@
 """Values that every rank holds, such as a learned learning rate, for arithmetic on shards.
 
-Where shards are repeated, R ranks compute one thing: the same with copies of the same shard. Their
-results are copies too, and a unit that gathers them gives each copy the whole gradient. So each of
-these ranks has the whole gradient of a value that went into the computation. Outside of shards the
-gradients of a value's copies are parts that add up over ranks, so a value on its way to shards
-becomes an R-th of it.
-
-As maps on the values of all ranks: ``_Copies`` makes of R variables one, their mean, which needs no
-communication as long as they are equal; its transpose divides by R.
+R ranks with copies of one shard compute one thing. A unit that gathers the result gives each copy
+the whole gradient, whereas the gradients of a value's copies elsewhere are parts that add up. So a
+value on its way to shards becomes an R-th of it: ``_Copies`` is the mean of R equal variables, and
+its transpose divides by R.
 """
 
 from __future__ import annotations
@@ -27,14 +23,12 @@ from funcshard.plan import BufferPlan, LeafSpec, Plan
 
 @untraced
 def broadcast_to_shards(value: Any, plan: Plan, mesh: Mesh) -> dict[str, dict[str, torch.Tensor]]:
-    """Return a value that all ranks hold, for arithmetic with each shard; differentiable.
+    """Prepare a value that all ranks hold for arithmetic with each shard, differentiably.
 
-    A value in arithmetic on shards has to go through this function to get its gradient: a learned
-    rate in ``shard - rate * grad``, or a scale for each leaf. Where ranks hold copies of a shard
-    (``no_shard``, a replicate axis, a model axis), the gradient counts their computation once. As
-    for every tensor of which each rank holds a copy, each rank gets its part of the gradient: add
-    the parts up with ``psum`` along all axes, or let the value be a leaf of a plan, whose unit does
-    so.
+    Use it for a learned rate in ``shard - rate * grad``, or a scale for each leaf. Where ranks hold
+    copies of a shard (``no_shard``, a replicate axis, a model axis), the gradient counts their
+    computation once. Each rank gets its part of the value's gradient: add the parts up with
+    ``psum`` along all axes, or let the value be a leaf of a plan, whose unit does so.
 
     Arguments:
         value: a tensor, the same on every rank; or a tree like the params of the plan, of tensors
@@ -43,12 +37,11 @@ def broadcast_to_shards(value: Any, plan: Plan, mesh: Mesh) -> dict[str, dict[st
         mesh: the ranks.
 
     Returns:
-        A tree like the plan's shards: the tensor itself for each shard; or, of a tree, the elements
-        that belong to this rank's elements, with zeros for the padding.
+        A tree like the plan's shards: the tensor itself for each shard, or this rank's elements of
+        the tree, with zeros for the padding.
 
     Raises:
-        ValueError: the mesh does not have the plan's shape; or a tree has other leaves than the
-            plan, or a leaf that cannot be expanded.
+        ValueError: the mesh, the tree or a leaf does not fit the plan.
         TypeError: the value, or a leaf of it, is not a tensor.
 
     Example:
@@ -91,8 +84,7 @@ class _Copies(torch.autograd.Function):
     """``_Copies.apply(value, mesh, axes, whole)``: a value on its way to copies, or its gradient.
 
     With ``whole`` it returns the value, for a computation that all ranks along ``axes`` do alike.
-    Without, it returns this rank's part of a gradient of which all these ranks hold the whole. The
-    two are adjoints of each other.
+    Without, it returns this rank's part of a gradient that they all hold. These are adjoints.
     """
 
     @staticmethod
@@ -125,7 +117,6 @@ class _Copies(torch.autograd.Function):
 
 
 def _by_path(value: Any, plan: Plan) -> dict[str, torch.Tensor]:
-    """Return the leaves of a tree by path, after checking them."""
     _, leaves, paths = tree.describe(value)
     by_path = dict(zip(paths, leaves, strict=True))
     for path, leaf in by_path.items():
@@ -145,7 +136,7 @@ def _by_path(value: Any, plan: Plan) -> dict[str, torch.Tensor]:
 
 
 def _elements(by_path: dict[str, torch.Tensor], buffer: BufferPlan, mesh: Mesh) -> torch.Tensor:
-    """Return the elements of whole leaves that lie in this rank's shard of ``buffer``."""
+    """Return the elements of whole leaves in this rank's shard of ``buffer``."""
     leaf_pieces = []
     for leaf in buffer.leaves:
         leaf_part = buffer.part(leaf, mesh.shard.rank)

@@ -1,9 +1,4 @@
-"""``shard`` and ``gather``: from the whole parameter tree to this rank's shards, and back.
-
-``shard`` cuts this rank's shards out of its params, or out of params that one rank broadcasts.
-``gather`` is the inverse. The helpers at the end of the file cut one unit, one buffer or one leaf
-at a time, for other wings too.
-"""
+"""``shard`` and ``gather``: from the whole parameter tree to this rank's shards, and back."""
 
 from __future__ import annotations
 
@@ -52,31 +47,27 @@ def shard(
     Arguments:
         params: the tree that the plan was made for, of real tensors. Unless you pass ``src``, every
             rank passes the same values, which is checked. Of a leaf that is a slice of a larger
-            tensor, a rank passes its slice; ``from_state_dict`` takes whole tensors. Frozen leaves
-            may be ``None``, as in the tree that ``gather`` makes of gradients; all that lie in one
-            flat buffer then are.
+            tensor, pass this rank's slice; ``from_state_dict`` takes whole tensors. The frozen
+            leaves of a flat buffer may all be ``None``, as in the tree that ``gather`` makes of
+            gradients.
         plan: the plan.
-        mesh: the ranks; the mesh must have the plan's shape.
+        mesh: the ranks, in the plan's shape.
         src: a rank of the world, whose values all ranks take. It broadcasts one flat buffer after
-            another, and the params of the other ranks may be on the meta device. A leaf that the
-            plan keeps local to each rank is not broadcast. A leaf that is local along one axis is
-            broadcast along the other axis only, from the ranks that have the index of ``src`` on
-            that axis.
-        check: whether ranks compare checksums of their leaves. The comparison reads all params
-            once; on a CPU core that takes about 0.1 s for each GB. ``check=False`` saves this time
-            if the values are the same by construction, such as those of a file that all ranks
-            read. With ``src`` nothing is compared.
+            another, and your other ranks' params may be on the meta device. A leaf is not broadcast
+            along axes along which it is local.
+        check: whether ranks compare checksums of their leaves, which takes a CPU core about 0.1 s
+            for each GB. Pass ``False`` if the values are the same by construction, as those of a
+            file that all ranks read.
 
     Returns:
         ``{unit name: {buffer key: shard}}``. Each shard is a 1-D tensor of ``shard_numel`` elements
-        in the dtype of its leaves. It is on the mesh's device, or on the CPU if the plan offloads
-        the unit, and shares no memory with ``params``. The shard of leaves that are ``None`` is
-        ``None``.
+        in the dtype of its leaves, on the mesh's device, or on the CPU if the plan offloads the
+        unit. It shares no memory with ``params``.
 
     Raises:
         ValueError: the tree, a shape, a dtype or the mesh is not the plan's, a leaf is on the meta
-            device, ranks pass different values of a leaf that they share, or ranks differ in the
-            plan, ``src`` or ``check``. If one rank's params have a fault, every rank raises.
+            device, or ranks differ in a leaf that they share, the plan, ``src`` or ``check``. Every
+            rank raises.
         TypeError: a leaf is not a tensor.
 
     Example:
@@ -106,7 +97,6 @@ def shard(
 
 
 def _shard_from_rank(params: Any, plan: Plan, mesh: Mesh, src: int) -> Shards:
-    """Return this rank's shards of the params of rank ``src``."""
     check_source(src, mesh)
     by_path, leaf_fault = _checked_leaves(params, plan, mesh, src)
     # Why before any broadcast: a rank that raised alone would leave the ranks that wait for it.
@@ -167,16 +157,13 @@ def _checked_leaves(
     src: int | None,
     checksums: LeafChecksums | None = None,
 ) -> tuple[dict[str, Any], Exception | None]:
-    """Return the leaves by path, and the fault that they have, if any.
-
-    Of a DTensor, it is the part that this rank holds.
+    """Return the leaves by path, of DTensors this rank's part, and their fault, if any.
 
     Arguments:
         params: the tree.
         plan: the plan.
         mesh: the ranks.
-        src: the rank that broadcasts its values, so that those of other ranks may be on the meta
-            device; ``None`` if every rank has its own values, of which frozen ones may be ``None``.
+        src: the rank that broadcasts its values, if one does.
         checksums: where to add the checksum of each leaf, if anywhere.
     """
     by_path: dict[str, Any] = {}
@@ -207,7 +194,7 @@ def _buffers(plan: Plan) -> list[BufferPlan]:
 def cut_from_rank(
     src: int, unit: UnitPlan, buffer: BufferPlan, leaves: Sequence[torch.Tensor], mesh: Mesh
 ) -> torch.Tensor:
-    """Return this rank's shard of the full leaves that rank ``src`` has; every rank has to call."""
+    """Return this rank's shard of the full leaves of rank ``src``; every rank has to call."""
     local_shard = empty_shard(unit, buffer, mesh)
     if mesh.world_size == 1 or all(axis in buffer.local for axis, _ in mesh.axes):
         for spec, leaf in zip(buffer.leaves, leaves, strict=True):
@@ -238,11 +225,9 @@ def cut_from_rank(
 
 
 def _is_source(src: int, buffer: BufferPlan, mesh: Mesh) -> bool:
-    """Return whether this rank broadcasts its values of a buffer.
-
-    It does if its index along each shared axis is that of ``src``.
-    """
+    """Return whether this rank broadcasts its values of a buffer."""
     source_position = position_of(src, mesh.shape)
+    # Note: a rank that differs from ``src`` along local axes alone has values of its own to send.
     return all(
         axis in buffer.local or mesh.groups[axis].rank == index
         for axis, index in source_position.items()
@@ -253,21 +238,20 @@ def _is_source(src: int, buffer: BufferPlan, mesh: Mesh) -> bool:
 def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
     """Gather the whole parameter tree on every rank; differentiable, and the inverse of ``shard``.
 
-    The units are gathered one after another, in the dtypes of the plan's leaves. The plan's mixed
-    precision does not apply.
+    The units are gathered one after another, in the dtypes of the plan's leaves, whatever its
+    precision.
 
     Arguments:
         shards: the shards that ``shard`` returned, or a tree of the same form, such as gradients or
-            averages. A shard of frozen leaves may be ``None``, as it is among gradients.
+            averages. Frozen shards may be ``None``, as among gradients.
         plan: the plan that the shards were made with.
         mesh: the ranks.
 
     Returns:
         The tree that the plan was made for, with the keys of dictionaries in its order, and
-        parameters from ``make_functional`` in the order of the module's state dict. Its tensors
-        share no memory with the shards. The leaves of a shard that is ``None`` are ``None``. A leaf
-        that is local along a mesh axis, a slice of a larger tensor included, has this rank's
-        values; ``to_state_dict`` joins the slices.
+        parameters from ``make_functional`` in the order of the module's state dict. It shares no
+        memory with the shards. A leaf that is local along a mesh axis has this rank's values;
+        ``to_state_dict`` joins slices.
 
     Raises:
         ValueError: the shards were made with another plan, or for another number of ranks.
@@ -302,7 +286,7 @@ def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
 
 
 def _in_leaf_dtypes(shard: Any, unit: UnitPlan) -> Any:
-    """Return a unit's shard, with gradients kept in ``reduce_dtype`` cast to the leaves' dtypes."""
+    """Return a unit's shard, with gradients in ``reduce_dtype`` cast to the leaves' dtypes."""
     precision = unit.precision
     if precision is None or not precision.keep_low_precision_grads:
         return shard
@@ -331,10 +315,10 @@ def cut(
 
     Arguments:
         unit: the unit.
-        by_path: the full leaves by path; paths that are not the unit's are ignored.
+        by_path: the full leaves by path.
         mesh: the ranks.
         where: a name for the tree of leaves, for errors.
-        whole: whether leaves that are slices of larger tensors are given as these whole tensors.
+        whole: whether slices of larger tensors are given as these whole tensors.
         cast: as in ``check_leaf``.
     """
     shard: dict[str, Any] = {}
@@ -352,10 +336,8 @@ def cut(
 
 
 def empty_shard(unit: UnitPlan, buffer: BufferPlan, mesh: Mesh) -> torch.Tensor:
-    """Return a tensor in the shape of one buffer's shard, on the plan's device.
-
-    The padding is zeros. The rest has no values yet: ``put`` has to write every leaf.
-    """
+    """Return a new shard of one buffer, on the plan's device, with zeros as padding."""
+    # Note: ``put`` has to write every leaf.
     shard = torch.empty(
         buffer.shard_numel,
         dtype=dtype_of(buffer.dtype),
@@ -368,14 +350,14 @@ def empty_shard(unit: UnitPlan, buffer: BufferPlan, mesh: Mesh) -> torch.Tensor:
 
 
 def zero_shard(unit: UnitPlan, buffer: BufferPlan, mesh: Mesh) -> torch.Tensor:
-    """Return zeros in the shape of one buffer's shard, for leaves of which some may be lacking."""
+    """Return zeros in the shape of one buffer's shard, where some leaves may be lacking."""
     return empty_shard(unit, buffer, mesh).zero_()
 
 
 def put(
     shard: torch.Tensor, leaf: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, mesh: Mesh
 ) -> None:
-    """Copy a full leaf's elements that lie in this rank's shard of ``buffer`` into ``shard``."""
+    """Copy what a full leaf has in this rank's shard of ``buffer`` into ``shard``."""
     leaf_part = buffer.part(spec, mesh.shard.rank)
     if leaf_part.numel:
         with torch.no_grad():
@@ -385,10 +367,7 @@ def put(
 def put_whole(
     shard: torch.Tensor, whole: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, mesh: Mesh
 ) -> None:
-    """Copy the elements that lie in this rank's shard out of the whole tensor of a leaf.
-
-    No other elements are read. A leaf that is no slice is its own whole tensor.
-    """
+    """Copy what the whole tensor of a leaf has in this rank's shard into ``shard``."""
     if not spec.cuts:
         put(shard, whole, spec, buffer, mesh)
         return

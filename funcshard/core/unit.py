@@ -1,12 +1,8 @@
 """One unit: ``Unshard`` gathers it and runs its function; ``Gathered`` is what one gather brought.
 
-``UnshardHandle`` is a gather that a forward by hand starts early: ``f.start(shard)``, and then
-``f(handle, x)``. Skip it at first.
-
 A unit's forward must not write to its gathered leaves: ranks of one machine may share their memory,
-and the changes would be lost with the gathered buffer. ``_check_unchanged`` raises an error for a
-forward that writes. If a forward returns a gathered leaf itself, ``copy_aliased_outputs`` returns
-a copy instead.
+and the changes would be lost. ``_check_unchanged`` raises for a forward that writes; if one returns
+a gathered leaf itself, ``copy_aliased_outputs`` returns a copy.
 """
 
 from __future__ import annotations
@@ -76,10 +72,10 @@ class Unshard:
         mesh: the ranks.
         comms: the communication of each buffer.
         dtensors: the form of each leaf that is a DTensor; ``None`` if there is none.
-        listed: whether ``apply`` takes the leaves as a list, not as the unit's part of the tree.
+        listed: whether ``apply`` takes the leaves as a list.
         freed: whether the leaves are freed between forward and backward.
-        slices: the communication of the slices that ranks hold in between.
-        gathers: whether the gathered leaves take memory besides the shard's, which can be freed.
+        slices: the communication of the slices that ranks hold in between, if any.
+        gathers: whether the gathered leaves take memory besides the shard's.
         trainable: whether any leaf gets a gradient.
     """
 
@@ -114,13 +110,12 @@ class Unshard:
 
     @untraced
     def start(self, shard: UnitShard) -> UnshardHandle:
-        """Start to gather the unit for a later call; pass the result to it in place of the shard.
+        """Start to gather the unit for a later call; pass the result there in place of the shard.
 
-        The function that ``unshard`` returned takes the handle any number of times, and its calls
-        share the gathered leaves, which stay in memory as long as the handle. The function that
-        ``reshard`` returned takes it once. Every rank has to start the same gathers in the same
-        order. Under ``torch.func`` transforms, which have to see the all-gather, it starts with the
-        call.
+        A function from ``unshard`` takes the handle any number of times, and the gathered leaves
+        stay in memory as long as you keep it; one from ``reshard`` takes it once. Every rank has to
+        start the same gathers in the same order. Under ``torch.func`` transforms the gather starts
+        with the call.
         """
         check_shard(self.unit, shard, self.mesh)
         # Why None under a transform: it has to see the all-gather.
@@ -149,7 +144,7 @@ class Unshard:
         Arguments:
             shard: this rank's shard of the unit.
             handles: the handles of the unit's all-gathers, if these have started.
-            post_backward: called when backward has computed the gradients of the unit's leaves.
+            post_backward: called when backward has computed the gradients of the leaves.
         """
         if dispatch_modes() and in_selective_checkpoint():
             return unseen(self.gather)(shard, handles, post_backward)
@@ -175,15 +170,12 @@ class Unshard:
     def stay_gathered(
         self, shard: UnitShard, handles: Handles | None, *, needed: bool
     ) -> Handles | None:
-        """Keep the unit gathered until its backward, for further forwards with the same shard.
+        """Keep the unit gathered until its backward; return its handles, or else ``handles``.
 
         Arguments:
             shard: this rank's shard of the unit.
             handles: the handles of its all-gathers, if they have started.
             needed: whether backward may need the leaves.
-
-        Returns:
-            The handles to use: those that are kept, or else ``handles``.
         """
         reducer = current_reducer()
         if reducer is None:
@@ -269,10 +261,7 @@ class Unshard:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The widest floating-point dtype of the unit's leaves.
-
-        Without a floating-point leaf, it is the dtype of the first leaf.
-        """
+        """The widest floating-point dtype of the unit's leaves, or else that of the first."""
         leaf_dtypes = [dtype_of(buffer.dtype) for buffer in self.unit.buffers]
         return max(
             (dtype for dtype in leaf_dtypes if dtype.is_floating_point),
@@ -299,7 +288,7 @@ class UnshardHandle:
     _used: bool = False
 
     def wait(self) -> None:
-        """Wait for the data; do so if the handle is not passed to ``f`` after all."""
+        """Wait for the data; call it if you don't pass the handle to ``f`` after all."""
         for handle in self._handles or ():
             handle.work.wait()
 
@@ -308,7 +297,7 @@ class UnshardHandle:
 
         Raises:
             ValueError: the handle is of another unit, was used up, or was started outside of the
-                call of ``value_and_grad`` that needs its gradient.
+                ``value_and_grad`` that needs its gradient.
             RuntimeError: the shard was modified in place after the gather had started.
         """
         handle_title, started_handles = f"the handle of unit {self.unit.title!r}", self._handles
@@ -354,15 +343,14 @@ def grad_mode() -> tuple[bool, bool]:
 class Gathered:
     """One gather of a unit, from its first to its last use in forward.
 
-    A unit of one module has one use. The modules of a group share a gather: one autograd node,
-    whose backward runs once when the gradients of all leaves are complete.
+    The modules of a group share a gather: one autograd node, whose backward runs once.
 
     Attributes:
         leaves: the leaves of each buffer.
         saved: the state that the unit keeps for backward, if there is any.
         freed: whether autograd saves positions in the gathered buffers, and not the buffers.
-        shared: whether other code or other ranks hold the buffers too, so that outputs must not lie
-            in them.
+        shared: whether other code or ranks hold the buffers too, so that outputs must not lie in
+            them.
         mode: the ``grad_mode`` that the leaves were gathered in.
     """
 
@@ -412,13 +400,13 @@ class Gathered:
         return remat(run)(args, kwargs)
 
     def close(self) -> None:
-        """End the unit's forward: its leaves are free, apart from slices for backward."""
+        """End the unit's forward: keep no more than slices for backward."""
         if self.saved is not None and self.saved.needed and self.saved.source.slice_comms:
             self.saved.source.cut(self.leaves)
 
 
 def start_unit(f: Unshard, shard: UnitShard) -> Handles:
-    """Start the all-gathers of a unit; if the running call keeps it gathered, it starts none."""
+    """Start the all-gathers of a unit, unless the running call keeps it gathered."""
     reducer = current_reducer()
     if reducer is not None and not f.unit.reshard_after_forward:
         kept_handles = reducer.find_kept(f.comms, shard)
@@ -429,9 +417,6 @@ def start_unit(f: Unshard, shard: UnitShard) -> Handles:
 
 class RecomputeParams(dict[str, Any]):
     """A module's parameters after its unit's forward: placeholders, or leaves in a recomputation.
-
-    ``torch.utils.checkpoint`` inside a unit calls parts of its forward from backward. There a
-    lookup gathers the unit, and returns the leaf.
 
     Arguments:
         table: the placeholders by name.
@@ -448,7 +433,8 @@ class RecomputeParams(dict[str, Any]):
     def of(
         cls, table: Mapping[str, Any], saved: SavedUnit, numbers: dict[str, int]
     ) -> RecomputeParams:
-        """Return the parameters of a unit; without ``__init__``, which takes half of the time."""
+        """Return the parameters of a unit."""
+        # Why no ``__init__``: it takes half of the time.
         params = cls(table)
         params.saved, params.numbers = saved, numbers
         return params
@@ -458,6 +444,8 @@ class RecomputeParams(dict[str, Any]):
         # Outside of a backward, user code has to meet the placeholder.
         if leaf_index is None or graph_task_id() == -1:
             return super().__getitem__(name)
+        # Note: ``torch.utils.checkpoint`` inside the unit calls a part of its forward again, from
+        # backward.
         return self.saved.leaves()[leaf_index]
 
 
@@ -467,8 +455,7 @@ def cast_inputs(
     """Return a unit's args and kwargs, cast to ``param_dtype`` if its precision says so.
 
     Arguments:
-        precision: that of the unit, or that of the plan if the root has no leaves. ``None`` casts
-            nothing.
+        precision: that of the unit; ``None`` casts nothing.
         root: whether these are the inputs of the whole model.
         args: the positional inputs.
         kwargs: the keyword inputs.
@@ -491,10 +478,7 @@ def cast_outputs(precision: MixedPrecision | None, out: Any) -> Any:
 def run_in_full_precision(
     dtype: torch.dtype, run: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """Return ``run(*args, **kwargs)``, with inputs and outputs cast.
-
-    Inputs are cast to ``dtype``, and outputs to the dtype of the first input.
-    """
+    """Return ``run`` of inputs in ``dtype``, with outputs in the dtype of the first input."""
     # The caller should not notice that a module inside computes in another dtype.
     first_dtype = next((x.dtype for x in tensors_in((args, kwargs)) if x.is_floating_point()), None)
     args, kwargs = cast_tree((args, kwargs), dtype)
@@ -512,11 +496,7 @@ _READ_ONLY = (
 
 
 def _versions(gathered: Leaves) -> list[int]:
-    """Return how often each gathered buffer has been written to; zeros in inference mode.
-
-    In inference mode tensors have no version counter, and each rank's leaves have memory of their
-    own.
-    """
+    """Return how often each gathered buffer has been written to; zeros in inference mode."""
     first_leaves = [leaves[0] for leaves in gathered]
     if transforms_active():
         # Why unwrapped: a write counts in the version of the wrapped tensor alone, and the tensors
@@ -528,18 +508,18 @@ def _versions(gathered: Leaves) -> list[int]:
 
 
 def _is_refused_write(error_text: str, gathered: Leaves) -> bool:
-    """Return whether torch raised an error because of a write to a leaf, which it does not name."""
     reducer = current_reducer()
     if "a leaf Variable that requires grad" in error_text:
         # Under per_sample_grad, leaves are the arguments of a gradient.
         return reducer is not None and reducer.has_gathered
+    # Note: torch's message does not name the leaf, but the node that made it.
     gather_nodes = [leaves[0].grad_fn for leaves in gathered]
     node_names = [node.name().removesuffix("Backward") for node in gather_nodes if node is not None]
     return "inplace" in error_text and any(name in error_text for name in node_names)
 
 
 def _check_unchanged(before: Sequence[int], gathered: Leaves, unit: UnitPlan) -> None:
-    """Raise ``RuntimeError`` if a leaf was written to since ``_versions`` returned ``before``."""
+    """Raise ``RuntimeError`` if a leaf was written to since ``_versions``."""
     versions_now = _versions(gathered)
     if versions_now == before:
         return
@@ -549,7 +529,7 @@ def _check_unchanged(before: Sequence[int], gathered: Leaves, unit: UnitPlan) ->
 
 
 def modified_leaf(unit: UnitPlan, buffer: BufferPlan) -> RuntimeError:
-    """Return the error that says that a unit's forward wrote to a leaf."""
+    """Return the error for a unit's forward that wrote to a leaf."""
     leaf_paths = ", ".join(
         [repr(leaf.path) for leaf in buffer.leaves[:3]] + ["…"] * (len(buffer.leaves) > 3)
     )
@@ -563,15 +543,12 @@ class UnseenViews(TorchDispatchMode):
     """While it is active, no selective checkpoint sees views of gathered leaves being taken.
 
     A selective checkpoint keeps the results of some operations, and counts operations to find a
-    result again when backward computes forward a second time. The second computation gathers units
-    at other moments than forward did. So gathers run unseen (``_utils.unseen``), and so do the
-    operations that take views of gathered leaves, such as the transpose inside ``nn.Linear``:
+    result again when backward computes forward a second time. That computation gathers units at
+    other moments, so gathers run unseen, and so do views of gathered leaves:
 
-    - A view costs nothing to compute again, whereas a view that is kept would keep the whole
-      gathered buffer in memory until backward.
-    - ``SavedUnit.pack`` replaces a saved view of the gathered buffer. It would not know a view of
-      the buffer of the first gather, and the checkpoint would give backward other tensors than it
-      needs.
+    - A view that is kept would keep the whole gathered buffer in memory until backward.
+    - ``SavedUnit.pack`` would not know a view of the buffer of the first gather, and backward would
+      get other tensors than it needs.
 
     Arguments:
         storages: the identities of the storages.
@@ -585,7 +562,7 @@ class UnseenViews(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return what torch's own modes of selective checkpoints return."""
+        """Return what torch's modes of selective checkpoints return."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -601,15 +578,12 @@ def _call_unseen(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def copy_aliased_outputs(result: Any, gathered: Leaves) -> Any:
-    """Return a unit's result, with a copy for each tensor that holds a view of a gathered buffer.
-
-    The caller may write to a copy, and the copy does not keep the gathered buffer in memory.
-    Tensors are found as ``map_tensors`` finds them.
-    """
+    """Return a unit's result, with a copy of each tensor that is a view of a gathered buffer."""
     # Most units return one plain tensor.
     is_plain = type(result) is torch.Tensor and result.layout is torch.strided
     if is_plain and len(gathered) == 1 and not transforms_active():  # only for speed
         return _clone(result) if storage_id(result) == storage_id(gathered[0][0]) else result
+    # Why a copy: the caller may write to it, and it does not keep the gathered buffer in memory.
     leaf_storages = {storage_id(unwrapped(leaves[0])) for leaves in gathered}
 
     def unaliased(value: torch.Tensor) -> torch.Tensor:
