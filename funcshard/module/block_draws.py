@@ -1,13 +1,12 @@
 """Random numbers in blocks: a rank draws those that its shards need, and no others.
 
-torch's generators make one number after another, so a rank that needs the second half of a tensor
-has to draw the first half too. Here each block of ``BLOCK`` elements has its own generator,
-whose seed is the block's number. So a rank draws the blocks that its shards touch, and any mesh
-gets the same values. JAX's ``jax_threefry_partitionable`` is the same idea.
+torch's generators make one number after another. Here each block of ``BLOCK`` elements has its own
+generator, seeded by the block's number. So a rank draws the blocks that its shards touch, and any
+mesh gets the same values, as with JAX's ``jax_threefry_partitionable``.
 
 ``BlockDraws`` makes tensors that take the place of parameters while a module is reset. Such a
 tensor notes the operations on it, and runs them later on some blocks. An operation that needs all
-elements, such as a view, first makes them; from then on the tensor is an ordinary one.
+elements, such as a view, makes them first.
 """
 
 from __future__ import annotations
@@ -61,10 +60,6 @@ _Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int | None]
 class BlockDraws:
     """The seeds of the blocks that will be drawn.
 
-    All ranks note the same operations, so they count alike, without a message. Each block has the
-    seed after that of the block before. Numbers that follow one another give different streams for
-    2**32 blocks: torch's generator on the CPU reads the lower 32 bits of a seed.
-
     Attributes:
         device: where values are made.
         next_seed: seed of the next block.
@@ -74,7 +69,7 @@ class BlockDraws:
     next_seed: int
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor without memory; ``drawn_values`` returns what operations wrote to it."""
+        """Return a tensor without memory, of which ``drawn_values`` returns the values."""
         tensor: torch.Tensor = _Drawn.of(DrawnValues(self, shape, dtype))
         return tensor
 
@@ -88,7 +83,7 @@ class DrawnValues:
         shape: the tensor's shape.
         dtype: its dtype.
         steps: the operations since one that wrote every element.
-        whole: all values, if an operation needed them. Then there are no steps.
+        whole: all values, if an operation needed them; then there are no steps.
     """
 
     draws: BlockDraws
@@ -98,7 +93,7 @@ class DrawnValues:
     whole: torch.Tensor | None = None
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Note an operation on the tensor, and return whether that was possible."""
+        """Note an operation on the tensor; return whether that was possible."""
         # Why numbers alone: a tensor or a generator among the arguments may change before the
         # operation runs.
         only_numbers = all(
@@ -110,6 +105,9 @@ class DrawnValues:
             block_count = -(-prod(self.shape) // BLOCK)
             kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
             self.steps = [(func, args, kwargs, self.draws.next_seed)]
+            # Note: all ranks note the same operations, so they count alike without a message.
+            # Successive seeds give different streams for 2**32 blocks: torch's CPU generator reads
+            # the lower 32 bits.
             self.draws.next_seed += block_count
         elif func in _CONSTANT_WRITES:
             self.steps = [(func, args, kwargs, None)]
@@ -120,7 +118,7 @@ class DrawnValues:
         return True
 
     def make_whole(self) -> torch.Tensor:
-        """Make all values, and return them; operations on the tensor now run on these."""
+        """Make all values, on which operations run from here on."""
         if self.whole is None:
             all_values = blank_tensor(self.shape, self.dtype, self.draws.device)
             if self.steps:
@@ -129,13 +127,12 @@ class DrawnValues:
         return self.whole
 
     def assign(self, values: torch.Tensor) -> None:
-        """Take the values that were assigned to the tensor's ``data``."""
         drawn = drawn_values(values)
         if drawn is not self:
             self.whole, self.steps = values.detach() if drawn is None else drawn.make_whole(), []
 
     def write(self, out: torch.Tensor, begin: int) -> None:
-        """Write values into ``out``, of one dim: those from an index of the raveled tensor on."""
+        """Write the values from an index of the raveled tensor on into ``out``, of one dim."""
         device, end = self.draws.device, begin + out.numel()
         generator = torch.Generator("cpu" if device.type == "meta" else device)
         same_device = out.device.type == device.type
@@ -158,7 +155,7 @@ class DrawnValues:
                 out_part.copy_(block_values[max(begin - block_begin, 0) : end - block_begin])
 
     def put(self, shard: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> None:
-        """Write the elements of a leaf that lie in this rank's shard into ``shard``."""
+        """Write a leaf's elements in this rank's shard into ``shard``."""
         leaf_part = buffer.part(spec, mesh.shard.rank)
         shard_elements = shard[leaf_part.in_shard]
         if not spec.cuts:
@@ -185,7 +182,7 @@ class DrawnValues:
 
 
 class _Drawn(torch.Tensor):
-    """The tensor that a reset writes: it has no memory, and tells ``drawn`` of each operation."""
+    """The tensor that a reset writes: without memory, it tells ``drawn`` of each operation."""
 
     drawn: DrawnValues
 
@@ -223,7 +220,7 @@ class _Drawn(torch.Tensor):
 
 
 def drawn_values(tensor: Any) -> DrawnValues | None:
-    """Return the values of a tensor of ``BlockDraws``, and ``None`` for any other tensor."""
+    """Return the values of a tensor of ``BlockDraws``, else ``None``."""
     return tensor.drawn if isinstance(tensor, _Drawn) else None
 
 

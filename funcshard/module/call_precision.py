@@ -19,15 +19,14 @@ from funcshard.plan import MixedPrecision, Plan, UnitPlan, innermost_in, is_one_
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallPrecision:
-    """The casts of a call that no unit does: of its outputs, of buffers, of modules without leaves.
+    """The casts of a call that no unit does.
 
     Attributes:
-        root: the precision that says how the outputs of the whole model are cast, and its inputs
-            if the plan has no root unit.
+        root: the precision that casts the outputs of the whole model, and its inputs if there is no
+            root unit.
         buffer_dtypes: name of each buffer that is cast -> its dtype during the call.
         full_precision: indices of the modules that compute in full precision without being units,
-            because they have no parameters or because units inside them own all of their
-            parameters.
+            because they own no parameters.
     """
 
     root: MixedPrecision | None
@@ -35,7 +34,7 @@ class CallPrecision:
     full_precision: frozenset[int]
 
     def cast_buffers(self, buffers: Tensors) -> Tensors:
-        """Return the buffers in the dtypes of the call; ``restore_buffers`` is the inverse."""
+        """Return the buffers in the dtypes of the call."""
         cast = {
             name: buffers[name].to(dtype)
             for name, dtype in self.buffer_dtypes.items()
@@ -44,7 +43,7 @@ class CallPrecision:
         return {**buffers, **cast}
 
     def restore_buffers(self, buffers: Tensors, caller_buffers: NamedTensors) -> Tensors:
-        """Return the new buffers of a call in the dtypes of the buffers that were given to it."""
+        """Return the new buffers of a call in the dtypes of the caller's."""
         restored = {
             name: buffers[name].to(caller_buffers[name].dtype) for name in self.buffer_dtypes
         }
@@ -87,7 +86,6 @@ def call_precision(plan: Plan, apply: Functional) -> CallPrecision:
 
 
 def _check_uncast(path: str, plan: Plan, apply: Functional) -> None:
-    """Raise if a unit of lower precision owns a parameter of a module in full precision."""
     for unit in plan.unit_list:
         for leaf in unit.leaves if unit.precision is not None else ():
             for leaf_name in apply.skeleton.parameters[leaf.path]:
@@ -101,12 +99,7 @@ def _check_uncast(path: str, plan: Plan, apply: Functional) -> None:
 
 
 def effective_unit(unit: UnitPlan, apply: Functional) -> UnitPlan:
-    """Return the unit, in full precision if its module evaluates and its precision asks for it.
-
-    A group is in full precision if all of its modules evaluate. The root is returned without
-    ``output_dtype``: with ``mutable`` its function returns new buffers beside the outputs, and
-    these are not cast.
-    """
+    """Return the unit, in full precision if its modules all evaluate and its precision says so."""
     precision = unit.precision
     if precision is None:
         return unit
@@ -114,13 +107,14 @@ def effective_unit(unit: UnitPlan, apply: Functional) -> UnitPlan:
     if all(_evaluates_in_full(precision, index, apply) for index in module_indices):
         return unit.in_full_precision()
     if unit.name == "":
+        # Why: with ``mutable`` the root's function returns new buffers beside the outputs, and
+        # these are not cast.
         precision = dataclasses.replace(precision, output_dtype=None)
         return dataclasses.replace(unit, precision=precision)
     return unit
 
 
 def _evaluates_in_full(precision: MixedPrecision | None, index: int, apply: Functional) -> bool:
-    """Return whether a module is in evaluation mode, in which ``precision`` casts nothing."""
     training = apply.training
     if training is None:
         training = apply.skeleton.specs[index].attributes["training"]

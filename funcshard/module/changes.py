@@ -1,14 +1,8 @@
 """Changes that the function of a module cannot keep: it undoes them, raises, or warns.
 
-- ``unchanged`` undoes what a call does to the parameters of its caller.
-- ``DiscardedChanges`` warns of what calls throw away. A buffer may hold statistics of BatchNorm.
-  Other state is in attributes of modules: a counter, a ``torch.Generator``, the offset of positions
-  that a model keeps between two calls of ``forward``.
-- ``LateChanges`` warns of a module that was changed after ``make_functional`` had copied it.
-
-Values may be objects of users, which may raise, or lie about their length, or compare to arrays. So
-``digest`` looks at the values of plain types and at the attributes of objects, and calls none of
-their methods.
+``unchanged`` undoes what a call does to its caller's parameters. ``DiscardedChanges`` warns of
+buffers and other state that calls throw away, ``LateChanges`` of a module that was changed after
+``make_functional`` had copied it.
 """
 
 from __future__ import annotations
@@ -51,7 +45,7 @@ def unchanged(params: NamedTensors) -> Iterator[None]:
         params: the parameters by name.
 
     Raises:
-        RuntimeError: the block wrote values to a parameter, which only a copy of it could undo.
+        RuntimeError: the block wrote values to a parameter.
     """
     param_tensors = list(params.values())
     # Why only leaves: torch warns if you ask for the grad of others.
@@ -100,28 +94,23 @@ def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 class DiscardedChanges:
-    """Looks for what calls change in their modules and do not return.
+    """Looks for what calls change in their modules and do not return; warns once of each kind.
 
-    It warns once of buffers and once of other state. The object belongs to one function of
-    ``make_functional``, and to all functions made from it.
+    State is an attribute that the module had when the function was made, and that has another value
+    after a call: a counter, a ``torch.Generator``, an offset of positions. ``None`` and empty
+    containers may be caches that a call fills; these are state if two calls leave other values
+    there.
 
-    Other state is an attribute that a later call of the module would read: one that the module had
-    when the function was made, and that has another value after a call. ``None`` and empty
-    containers may also be caches that a call fills; these are state if two calls leave other values
-    there. An attribute that the module did not have is none: forward looks whether it is there.
     Only the first call of each kind is looked at, and the one after it: a look takes about as long
     as making the modules of a call.
 
     Attributes:
         skeleton: the module.
-        buffers: (index of a module, key in its buffer table, name) of each buffer to watch; none
-            with ``mutable``, when calls return the new buffers.
-        compared: the training flags of the calls after which the values of all buffers were
-            compared.
-        kinds: the kinds of calls of which no more attributes are looked at, if nothing is
-            ``filled``. A kind is a mode, and the names of the call's keyword arguments.
-        filled: mode of a call -> what it left in place of ``None`` and empty containers, by module
-            and attribute, until the next call in that mode.
+        buffers: (index of a module, key in its buffer table, name) of each buffer to watch.
+        compared: the training flags of the calls after which all buffers were compared.
+        kinds: the kinds of calls that were looked at: mode, and names of keyword arguments.
+        filled: what a call in a mode left in place of ``None`` and empty containers, by module and
+            attribute.
         warned: whether the warning of attributes was given.
     """
 
@@ -153,8 +142,6 @@ class DiscardedChanges:
     ) -> None:
         """Warn if a call changed a buffer, or left other state in its modules.
 
-        Where values of tensors cannot be read, as under a transform, nothing is done.
-
         Arguments:
             mode: the method that ran, or a function of the module, and the training flag.
             modules: those of the call, after it.
@@ -171,6 +158,7 @@ class DiscardedChanges:
             looks_at_attributes = False
         if not (self.buffers or looks_at_attributes) or torch.compiler.is_compiling():
             return
+        # Note: the values of tensors cannot be read there.
         if recording_or_transforming():
             return
         if self.buffers and not torch.is_inference_mode_enabled():
@@ -246,7 +234,6 @@ class DiscardedChanges:
 
 
 def _differ(after: torch.Tensor | None, before: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a buffer has other bits than the one given to the call, cast to ``dtype``."""
     if after is None or after.shape != before.shape:
         return True
     if after.is_meta or {after.layout, before.layout} != {torch.strided}:
@@ -257,7 +244,7 @@ def _differ(after: torch.Tensor | None, before: torch.Tensor, dtype: torch.dtype
 def _changes(
     spec: ModuleSpec, module: nn.Module, modules: Sequence[nn.Module]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, old and new value of each attribute of a module that a call changed."""
+    """Yield name, old and new value of each attribute that a call changed."""
     for name, child in module._modules.items():
         child_index = spec.children.get(name)
         if child is not None and (child_index is None or modules[child_index] is not child):
@@ -279,12 +266,11 @@ def _changes(
 
 
 def _was_unset(old: Any, new: Any) -> bool:
-    """Return whether a call only filled in what was ``None`` or empty, in ``old`` or inside it.
-
-    Classifiers of Hugging Face set ``config.problem_type`` by the labels of each call.
-    """
+    """Return whether a call only filled in what was ``None`` or empty, in ``old`` or inside it."""
     if _is_unset(old):
         return True
+    # Why inside too: classifiers of Hugging Face set ``config.problem_type`` by the labels of a
+    # call.
     old_attributes, new_attributes = getattr(old, "__dict__", None), getattr(new, "__dict__", None)
     if (
         type(old) is not type(new)
@@ -308,7 +294,6 @@ def _is_unset(value: Any) -> bool:
 
 
 def _some(names: Sequence[str]) -> str:
-    """Return the first of some names, for a message."""
     shown_names = [repr(name) for name in names[:3]]
     if len(names) > 3:
         shown_names.append(f"{len(names) - 3} more")
@@ -325,11 +310,9 @@ _TRAINING = "train() or eval() was called"
 class LateChanges:
     """The state of a module when ``make_functional`` copied it; ``look`` compares, once.
 
-    Later changes reach neither the function nor its parameters: a loaded state dict, frozen
-    parameters, another mode. The function's first ``fully_shard`` compares, so steps and calls take
-    no longer. Changes after that are no mistake: the module may be a reference, or the one that
-    trained weights are loaded into. Hooks aren't compared: modules of Hugging Face install some in
-    their calls.
+    Later changes reach neither the function nor its parameters. The function's first
+    ``fully_shard`` compares, so calls take no longer. Changes after that are no mistake: the module
+    may be the one that you load trained weights into.
 
     Attributes:
         module: the module.
@@ -346,7 +329,7 @@ class LateChanges:
         return type(None), ()  # the module stays in its process
 
     def look(self) -> None:
-        """Warn if the module is not as it was; do nothing the second time."""
+        """Warn if the module is not as it was, once."""
         module = self.module()
         if self.looked or module is None:
             return
@@ -373,6 +356,7 @@ class LateChanges:
 def _state(module: nn.Module) -> dict[str, list[int]]:
     """Return numbers that a change of the module would change, by the kind of change."""
     parameters = list(module.parameters())
+    # Why no hooks: modules of Hugging Face install some in their calls.
     return {
         # Note: tensors of inference mode have no version.
         _WRITTEN: [version(tensor) for tensor in parameters if not tensor.is_inference()],
@@ -389,11 +373,7 @@ class _Unknown(Exception):  # noqa: N818
 
 
 def digest(value: Any) -> bytes | None:
-    """Return the digest of a value, or ``None`` if it has none; other digests are other values.
-
-    Functions have none, and neither have values that refer to modules or parameters: copies of
-    them differ in each call.
-    """
+    """Return the digest of a value; ``None`` if it has none, like functions and modules."""
     hash_state = hashlib.blake2b(digest_size=16)
     try:
         _feed(value, hash_state.update, {})
@@ -409,6 +389,7 @@ def _feed(value: Any, update: Callable[[bytes], None], seen: dict[int, Any]) -> 
         return
     without_digest = (nn.Module, nn.Parameter, types.FunctionType, types.MethodType)
     if isinstance(value, without_digest) or len(seen) > _MAX_OBJECTS:
+        # Why: copies of these differ in each call.
         raise _Unknown
     update(f"{cls.__module__}.{cls.__qualname__}:".encode())
     if id(value) in seen:
@@ -433,6 +414,8 @@ def _feed(value: Any, update: Callable[[bytes], None], seen: dict[int, Any]) -> 
     elif isinstance(value, (set, frozenset)):
         update(repr(sorted([digest(item) or b"" for item in value])).encode())
     else:
+        # Note: a user's object may raise, lie about its length or compare to arrays, so none of its
+        # methods is called.
         _feed(object.__getattribute__(value, "__dict__"), update, seen)
     update(b";")
 

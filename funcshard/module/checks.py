@@ -1,4 +1,4 @@
-"""What is refused: modules that cannot be functions, and functions that are taken for modules."""
+"""Errors for modules that cannot be functions, and for functions that are taken for modules."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_module(modules: Modules, parameters: NamedTensors, buffers: NamedTenso
 
 
 def _why_refused(m: nn.Module) -> str | None:
-    """Return why a call could not give a module its tensors, and what to do; ``None`` if it can."""
+    """Return why a call could not give a module its tensors, and what to do."""
     cls = type(m)
     if issubclass(cls, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return f"is parallelized by {cls.__name__}, {_EXCHANGES}; use its .module: {_IN_PLACE}"

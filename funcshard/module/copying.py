@@ -2,13 +2,8 @@
 
 ``make_template`` copies a whole tree, with empty tensors in place of its tensors, and every call
 copies attributes of that template. Both use ``copy.deepcopy``, with a memo for what it doesn't
-copy: modules and tensors that have a copy already, graphs of ``torch.fx``, tensors with a graph,
-and functions that captured modules.
-
-A module may hold a plain function whose closure or defaults refer to modules of the tree, such as a
-``forward`` that was wrapped in another function. ``copy.deepcopy`` returns such a function itself,
-and of a bound method it copies the object but not the function. ``References`` finds these
-functions and methods, and makes copies of them.
+copy. ``References`` finds functions whose closure or defaults refer to modules of the tree, such as
+a ``forward`` that was wrapped in another function: ``copy.deepcopy`` would return them themselves.
 """
 
 from __future__ import annotations
@@ -54,10 +49,7 @@ _IMMUTABLE = (
 
 
 def attributes_to_follow(module: nn.Module) -> list[tuple[str, Any]]:
-    """Return the attributes that may refer to something, without the tables of the tree.
-
-    The graph of a module of ``torch.fx`` is left out: no call changes it.
-    """
+    """Return the attributes that may refer to something, without the tables of the tree."""
     left_out = {*TABLES, "_compiled_call_impl", *graph_attributes(type(module))}
     return [
         (key, value)
@@ -69,7 +61,7 @@ def attributes_to_follow(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def graph_attributes(cls: type[nn.Module]) -> frozenset[str]:
-    """Return the attributes that describe the graph of a module that ``torch.fx`` made."""
+    """Return the attributes that hold the graph of a ``torch.fx`` module, which no call changes."""
     if issubclass(cls, fx.GraphModule):
         return _GRAPH_ATTRIBUTES
     return frozenset()
@@ -102,8 +94,7 @@ class Capture:
 
     Attributes:
         function: the function.
-        cells: positions of the cells of its closure that lead to the tree; its copies share the
-            other cells.
+        cells: positions of the cells of its closure that lead to the tree.
         defaults: whether default values of its arguments lead there.
     """
 
@@ -130,7 +121,7 @@ class Capture:
         return new_function
 
     def fill(self, new: types.FunctionType, memo: dict[int, Any]) -> None:
-        """Give a copy what the function captured, copied: the contents of cells, and defaults."""
+        """Give a copy copies of what the function captured."""
         old_closure, new_closure = self.function.__closure__ or (), new.__closure__ or ()
         for cell_index in self.cells:
             cell_contents = old_closure[cell_index].cell_contents
@@ -142,13 +133,12 @@ class Capture:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class References:
-    """What attributes refer to that ``copy.deepcopy`` would copy in another way, or not at all.
+    """What attributes refer to that ``copy.deepcopy`` would copy otherwise, or not at all.
 
     Attributes:
         captures: the functions that captured a part of the tree.
-        methods: the bound methods of such functions, and of other callables that lead to the tree.
-        shared: the objects that aren't copied: DeviceMeshes, which represent connections between
-            ranks, and functions of ``torch.jit``, which have no state and cannot be copied.
+        methods: the bound methods of these, and of other callables that lead to the tree.
+        shared: the objects that aren't copied: DeviceMeshes, and functions of ``torch.jit``.
     """
 
     captures: tuple[Capture, ...]
@@ -193,7 +183,7 @@ class References:
 
     @contextlib.contextmanager
     def in_memo(self, memo: dict[int, Any]) -> Iterator[dict[int, Any]]:
-        """Yield a memo for ``copied`` that holds copies of the functions, which the end fills."""
+        """Yield a memo for ``copied`` with copies of the functions, which the end fills."""
         memo.update((id(value), value) for value in self.shared)
         function_copies = [(capture, capture.empty_copy()) for capture in self.captures]
         memo.update((id(capture.function), function) for capture, function in function_copies)
@@ -210,10 +200,7 @@ def _leads(value: Any, parts: Collection[int]) -> bool:
 
 
 class _MethodsToo(dict[int, Any]):
-    """A memo of ``copy.deepcopy`` that copies bound methods when they are asked for.
-
-    Not before, because the object that a method is bound to may have no copy yet.
-    """
+    """A memo of ``copy.deepcopy`` that copies bound methods when they are asked for."""
 
     def __init__(self, memo: dict[int, Any], methods: Iterable[types.MethodType]) -> None:
         super().__init__(memo)
@@ -222,13 +209,14 @@ class _MethodsToo(dict[int, Any]):
     def get(self, key: int, default: Any = None) -> Any:
         if key not in self and key in self.methods:
             method = self.methods[key]
+            # Why only now: before, the object that the method is bound to may have no copy.
             function, owner = copied(method.__func__, self), copied(method.__self__, self)
             self[key] = types.MethodType(function, owner)
         return super().get(key, default)
 
 
 def copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of ``value`` under ``memo``, which may hold copies of functions too."""
+    """Return a deep copy of ``value`` under ``memo``, which may hold functions too."""
     # Why here: new versions of Python copy a function without a look at the memo.
     if isinstance(value, types.FunctionType) and id(value) in memo:
         return memo[id(value)]
@@ -294,12 +282,9 @@ def make_template(
 
 
 def _copy_by_attributes(modules: Sequence[nn.Module], memo: dict[int, Any]) -> None:
-    """Put copies of modules of ``torch.fx``, and of those with another pickle, into ``memo``.
-
-    ``GraphModule.__deepcopy__`` loses attributes and compiles the graph again. The copies share the
-    graph, which no call changes. A pickle may make other children and other tensors, as that of
-    e3nn's modules does.
-    """
+    """Put copies of modules of ``torch.fx``, and of those with their own pickle, into ``memo``."""
+    # Why not deepcopy: that of GraphModule loses attributes and compiles the graph again, and a
+    # pickle may make other children and tensors, as that of e3nn's modules does.
     originals: list[nn.Module] = []
     for module in modules:
         cls = type(module)
@@ -327,7 +312,6 @@ def _copy_by_attributes(modules: Sequence[nn.Module], memo: dict[int, Any]) -> N
 
 
 def _can_copy_attributes(module: nn.Module, memo: dict[int, Any]) -> bool:
-    """Return whether all attributes can be copied; a pickle may leave out others, or make them."""
     attributes = {key: value for key, value in module.__dict__.items() if key not in TABLES}
     # Why: a copy of a weak reference refers to the same object, as that of nn.LSTM to its weights.
     if any(issubclass(type(value), weakref.ref) for value in reachable([*attributes.values()])):
@@ -340,7 +324,6 @@ def _can_copy_attributes(module: nn.Module, memo: dict[int, Any]) -> bool:
 
 
 def _has_own_pickle(cls: type[nn.Module]) -> bool:
-    """Return whether a class says by its pickle alone how its modules are copied."""
     return not hasattr(cls, "__deepcopy__") and (
         cls.__getstate__ is not nn.Module.__getstate__
         or cls.__setstate__ is not nn.Module.__setstate__

@@ -86,59 +86,51 @@ def fully_shard(
 ) -> FullyShard:
     """Turn the function of a module into a function of this rank's shards.
 
-    Each unit is a module: the model itself or one inside it. When the model calls a unit, the
-    unit's parameters are gathered, its forward runs, and backward reduces the gradients. In terms
-    of the two combinators, the forward runs through ``unshard``, and also through ``reshard`` if
-    the plan reshards the unit after forward; then its parameters are in memory only while its
-    forward or its backward runs. The model may call units in any order and any number of times.
+    Each unit is a module: the model itself or one inside it. When the model calls a unit, its
+    forward runs through ``unshard``, and also through ``reshard`` if the plan reshards it after
+    forward. Your model may call units in any order and any number of times.
 
-    The modules of a group share what the first of them gathers. It is freed when all of them have
-    run, or at the end of the call, and its gradients are reduced once, when backward has passed the
-    first of them. Inside a ``torch.func`` transform that the model itself uses, each of them
-    gathers the group for itself. So do those that ``remat`` names under any transform.
+    The modules of a group share what the first of them gathers, until all of them have run. Inside
+    a ``torch.func`` transform that the model itself uses, each of them gathers the group for
+    itself.
 
     Arguments:
         apply: the function that ``make_functional`` returned.
         plan: the plan for the params of ``make_functional``. Each unit must be a module with a
-            its own forward, or with a method that ``methods`` names.
-        mesh: the ranks; the mesh must have the plan's shape. Every rank must call ``fully_shard``
-            with the same arguments, which is checked; functions are compared by their names.
-        schedule: which units are gathered ahead of their use, and when. By default
-            ``make_schedule(plan)``, in the order in which the first call runs the units.
-        cast: ``cast(unit, buffer)`` -> the ``Cast`` of that buffer, or ``None``; as in ``unshard``.
-        remat: names or globs of units whose forward is computed again in backward, as ``fs.remat``
-            does; ``True`` for all but the root. The modules of a group can be named one by one.
-            Between forward and backward such a module keeps only its inputs and outputs, and its
-            gathered leaves if the plan does not free it after forward. Under ``torch.func``
-            transforms, these are the only units that are freed between forward and backward.
-        compiler: ``torch.compile``, possibly with options, such as
+            forward, or with a method that ``methods`` names.
+        mesh: the ranks, in the plan's shape. Every rank must pass the same arguments, which is
+            checked.
+        schedule: which units are gathered ahead of their use, and when; by default
+            ``make_schedule(plan)``, in the order of the first call.
+        cast: as in ``unshard``.
+        remat: names or globs of units, or of modules of a group, whose forward is computed again in
+            backward, as ``fs.remat`` does; ``True`` for all but the root. Under ``torch.func``
+            transforms, only these units are freed between forward and backward. See
+            docs/activation-checkpointing.md.
+        compiler: ``torch.compile``, or with options
             ``functools.partial(torch.compile, fullgraph=True)``. It compiles the forward of each
-            unit that contains no other unit and no full-precision module other than the unit
-            itself. Collectives are not compiled. Under ``torch.func`` transforms units run
-            uncompiled, and so does a module whose ``forward`` was set on the object.
+            unit that contains no other unit or full-precision module. Under ``torch.func``
+            transforms units run uncompiled. See docs/compiling.md.
         ignored_params: paths or globs of parameters that the plan lacks, because each rank has its
-            own, and maybe another number of them. Each call takes them among its ``buffers``, under
-            their names. They are neither gathered, nor cast, nor reduced, and a gradient with
-            respect to them is one with respect to any tensor. A glob may match nothing, and ranks
-            may name different ones.
-        methods: paths or globs of units -> the methods besides ``forward`` that gather the unit
-            when they are called, such as ``{"encoder": ["encode"]}``. They run through the unit as
-            ``forward`` does, uncompiled and without the hooks of the module. For another method of
-            the whole model, or a function of it, pass ``apply.method(name)``.
+            own. Pass them to each call among the ``buffers``, under their names; they are neither
+            gathered, nor cast, nor reduced. A glob may match nothing, and ranks may name different
+            ones.
+        methods: the methods besides ``forward`` that gather a unit when you call them, by paths or
+            globs of units: ``{"encoder": ["encode"]}``. They run uncompiled and without the hooks
+            of the module. For another method of the whole model, pass ``apply.method(name)``.
 
     Returns:
-        ``sharded(shards, buffers, *args, **kwargs)``, which returns the same results as ``apply``.
+        ``sharded(shards, buffers, *args, **kwargs)``, with the results of ``apply``.
 
     Raises:
         TypeError: ``apply`` did not come from ``make_functional``, or ``compiler`` is not a
             function.
-        RuntimeError: there is a ``compiler``, the ranks are simulated, and torch is older than
-            2.13.
+        RuntimeError: you compile on simulated ranks, and torch is older than 2.13.
         ValueError: the plan was made for another module; a unit is not a module with a forward, or
             has a hook of the old ``weight_norm``, ``spectral_norm`` or ``prune``; a tied parameter
-            is used outside the unit that owns it; ``remat`` or ``methods`` names a unit that the
-            plan does not have; ``methods`` names a method that the unit's module does not have;
-            ``ignored_params`` match a leaf of the plan; or the arguments of the ranks differ.
+            is used outside the unit that owns it; ``remat`` or ``methods`` names a unit or method
+            that there is not; ``ignored_params`` match a leaf of the plan; or the arguments of the
+            ranks differ.
 
     Example:
         >>> import torch, funcshard as fs
@@ -232,22 +224,20 @@ def fully_shard(
 class FullyShard:
     """The function that ``fully_shard`` returns: it runs the module on this rank's shards.
 
-    Between calls it keeps only the order in which the first call ran the units, unless a schedule
-    gave the order. The order is a hint for the prefetcher: it decides when data is gathered, and
-    does not change any result.
+    Between calls it keeps only the order in which the first call ran the units, a hint for the
+    prefetcher.
 
     Attributes:
         apply: the function that ``make_functional`` returned.
         plan: the plan.
         mesh: the ranks.
         units: how the modules of each unit run, by its name.
-        methods: of each module that runs through the combinators or in full precision, by its
-            index, the methods that do.
+        methods: the methods that run through a unit or in full precision, by index of the module.
         outside: the placeholder of each parameter, for code outside of the forward of its unit.
         ignored: name and shape of each parameter that is no part of the plan.
         precision: the casts of a call besides those of the units.
         slow_path: the modules whose fast path in evaluation mode would read placeholders.
-        warned: whether the function has said that ``torch.compile`` compiles nothing of it.
+        warned: whether you were told that ``torch.compile`` compiles nothing of it.
     """
 
     apply: Functional
@@ -363,18 +353,19 @@ class FullyShard:
 
 
 def _run_inside(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run the forward of the root, whose unit is entered already."""
+    # Note: the call has entered the root's unit already.
     return forward(args, kwargs)
 
 
 def _begin_backward_with(out: Any, prefetcher: Prefetcher) -> None:
-    """Let the prefetcher begin as soon as backward has the gradient of the call's last output."""
+    """Let the prefetcher begin as soon as backward has the gradient of the last output."""
     reducer = current_reducer()
     computed_outputs = [tensor for tensor in tensors_in(out) if tensor.grad_fn is not None]
     if reducer is None or not prefetcher.sources or not computed_outputs:
         return
 
     def begin(_: torch.Tensor) -> None:
+        # Why ask: a backward inside the loss function, as for a gradient penalty, is another one.
         if reducer.in_backward:
             prefetcher.begin_backward()
 
@@ -385,7 +376,6 @@ def _begin_backward_with(out: Any, prefetcher: Prefetcher) -> None:
 
 
 def _misfit(apply: Any) -> str:
-    """Return what was found in place of an ``apply``, and what to do."""
     if hasattr(apply, "_torchdynamo_orig_callable"):
         return (
             f"{type(apply).__name__}, compiled: pass apply itself, and compiler=torch.compile, "
@@ -407,7 +397,6 @@ def _misfit(apply: Any) -> str:
 
 
 def _check_buffers_on_meta(buffers: NamedTensors, shards: Shards) -> None:
-    """Raise ``ValueError`` if buffers are on meta and shards are not."""
     if all(shard.is_meta for shard in tensors_in(shards)):
         return
     buffer_name = next(name for name, value in buffers.items() if value.is_meta)
@@ -419,7 +408,7 @@ def _check_buffers_on_meta(buffers: NamedTensors, shards: Shards) -> None:
 
 
 def _warn_of_unfrozen(skeleton: Skeleton, plan: Plan) -> None:
-    """Warn if the plan trains every parameter although some were frozen in the module."""
+    """Warn if the plan trains every parameter although some were frozen."""
     trainable_buffers = [
         buffer for unit in plan.unit_list for buffer in unit.buffers if buffer.trainable
     ]

@@ -25,34 +25,29 @@ def make_functional(
 ) -> tuple[Functional, Tensors, Tensors]:
     """Turn a module into a pure function of its parameters and buffers.
 
-    A call of the function changes neither the module nor the call's arguments, and later changes of
-    the module do not reach the function: the returned tensors are copies. So set training modes,
-    freeze parameters, add hooks and load state dicts before. Calls may run in several
-    threads at once, inside one another, and under the transforms of ``torch.func``. A tied
-    parameter appears once, under its first name, and stays tied.
-
-    Parameters that ``torch.distributed.tensor.parallel`` made DTensors stay DTensors.
+    A call changes neither the module nor its arguments, and later changes of the module do not
+    reach the function. So set training modes, freeze parameters, add hooks and load state dicts
+    before. You may call it in several threads at once, inside itself, and under the transforms of
+    ``torch.func``. A tied parameter appears once, under its first name, and stays tied; DTensors
+    stay DTensors.
 
     Arguments:
         module: any module, on any device, including ``"meta"``.
         mutable: whether the function also returns the new buffers, such as the running statistics
-            of BatchNorm. Without it, the first call that would change a buffer of the state dict
-            warns, and names it.
+            of BatchNorm. If not, the first call that would change one warns you.
 
     Returns:
         ``(apply, params, buffers)``. ``apply(params, buffers, *args, **kwargs)`` returns the output
-        of the module; with ``mutable`` it returns ``(output, new_buffers)``. ``params`` and
-        ``buffers`` are ``{name: tensor}``, under the names of ``named_parameters`` and
-        ``named_buffers``; parameters keep their ``requires_grad``. ``apply.eval()``,
-        ``apply.train()`` and ``apply.method(name)`` return functions of the same ``params`` and
-        ``buffers`` that run the module in another mode, or another method of it.
+        of the module; with ``mutable`` ``(output, new_buffers)``. ``params`` and ``buffers`` are
+        ``{name: tensor}``, copies under the names of ``named_parameters`` and ``named_buffers``,
+        with their ``requires_grad``. ``apply.eval()``, ``apply.train()`` and ``apply.method(name)``
+        return functions that run the module in another mode, or another method.
 
     Raises:
-        TypeError: ``module`` is not an ``nn.Module``; ``mutable`` is neither ``True`` nor
-            ``False``; ``torch.compile`` or DistributedDataParallel wrapped one of its modules, FSDP
-            has changed it, or ``torch.jit`` made it; an attribute refers to one of its modules in a
-            way that copying does not follow, such as a global variable; a parameter or buffer is of
-            a tensor class with its own operations, other than DTensor.
+        TypeError: ``module`` is not an ``nn.Module``; ``torch.compile``, DistributedDataParallel,
+            FSDP or ``torch.jit`` wrapped, changed or made one of its modules; an attribute refers
+            to one in a way that copying does not follow, such as a global variable; a parameter or
+            buffer is of a tensor class with its own operations, other than DTensor.
         ValueError: a lazy module has not been initialised; an embedding has a ``max_norm``.
 
     Example:
@@ -69,8 +64,7 @@ def make_functional(
         >>> buffers["num_batches_tracked"], new_buffers["num_batches_tracked"]
         (tensor(0), tensor(1))
 
-    Source: ``torch.func.functional_call``, which swaps tensors into one shared module. Here every
-    call has its own module objects, so calls cannot disturb each other.
+    Source: ``torch.func.functional_call``, which swaps tensors into one shared module.
     """
     if not isinstance(module, nn.Module):
         title, remedy = type(module).__name__, "unshard shards a function of your own"
@@ -112,7 +106,7 @@ class Functional:
         discarded: warns when a call throws changes of its modules away.
         late_changes: warns if the module was changed later; ``None`` in another process.
         method_name: the method that a call runs, or a function of the module.
-        training: the training flag of every module; ``None`` keeps the flag that each module had.
+        training: the training flag of every module; ``None`` keeps each one's.
 
     Example:
         >>> import torch, funcshard as fs
@@ -174,9 +168,9 @@ class Functional:
         """Return the function that runs another method, with the same parameters and buffers.
 
         Arguments:
-            name: the method, or a function that takes the module as its first argument. It may call
-                the module any number of times, and what the modules keep between these calls, such
-                as the offset of positions while you decode, lasts until the function returns.
+            name: the method, or your function of the module. It may call the module any number of
+                times, and what the modules keep between these calls, such as the offset of
+                positions while you decode, lasts until it returns.
 
         Raises:
             AttributeError: the module has no such method.
@@ -191,7 +185,7 @@ class Functional:
         """Return the function with every module in training mode; ``eval`` is the inverse.
 
         Raises:
-            TypeError: ``torch.export`` made a module, whose graph has the mode of the export.
+            TypeError: ``torch.export`` made a module, whose graph has one mode.
         """
         check_flag("mode", mode)
         for spec in self.skeleton.specs:
@@ -204,7 +198,7 @@ class Functional:
         return dataclasses.replace(self, training=mode)
 
     def eval(self) -> Functional:
-        """Return the function with every module in evaluation mode; ``train`` is the inverse."""
+        """Return the function with every module in evaluation mode."""
         return self.train(False)
 
     @property
@@ -213,10 +207,10 @@ class Functional:
         return tuple(names for names in self.skeleton.parameters.values() if len(names) > 1)
 
     def without_ties(self, params: NamedTensors) -> NamedTensors:
-        """Return the parameters of a state dict, where a tied parameter has all of its names, once.
+        """Return the parameters of a state dict with each tied parameter once.
 
         Raises:
-            ValueError: there are different values under two names of a tied parameter.
+            ValueError: there are different values under two of its names.
         """
         first_names = {
             alias: first_name
@@ -235,7 +229,7 @@ class Functional:
         return {name: value for name, value in params.items() if name not in first_names}
 
     def persistent(self, buffers: NamedTensors) -> Tensors:
-        """Return the buffers in the module's state dict, under all names that they have there."""
+        """Return the buffers in the module's state dict, under all of their names there."""
         self.check_names("buffers", buffers, self.skeleton.buffers)
         all_names = self.skeleton.buffers
         saved_names = set(self.skeleton.state_names)
@@ -252,7 +246,7 @@ class Functional:
         return _copies(buffers)
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the method on ``module``, the root of a call's own modules; return the result."""
+        """Run the method on ``module``, the root of a call's modules."""
         method_name = self.method_name
         if callable(method_name):
             out = method_name(module, *args, **kwargs)
@@ -269,7 +263,7 @@ class Functional:
 
     @staticmethod
     def check_names(kind: str, tensors: Any, expected: Mapping[str, Any]) -> None:
-        """Raise unless ``tensors`` is a dictionary with exactly the expected names."""
+        """Raise unless ``tensors`` has exactly the expected names."""
         remedy = "pass the dictionary that make_functional returned"
         if not isinstance(tensors, Mapping):
             raise TypeError(
@@ -292,7 +286,7 @@ class Functional:
 
 
 def _copies(tensors: NamedTensors) -> Tensors:
-    """Return copies of tensors; those of large ones share their memory until it is written to."""
+    """Return copies of tensors; large ones share their memory until it is written to."""
     # Why not below a transform: it has to see the copy, and so has a graph that is recorded.
     large_copy: Callable[[torch.Tensor], torch.Tensor] = late_copy
     if torch.compiler.is_compiling() or recording_or_transforming():

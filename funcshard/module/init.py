@@ -1,8 +1,4 @@
-"""Initialise shards one unit at a time, so that no rank ever holds all parameters.
-
-``init_shards`` takes a function that makes the leaves of one unit. ``init_module`` takes a module
-on the meta device and calls the ``reset_parameters`` of its modules.
-"""
+"""Initialise shards one unit at a time, so that no rank ever holds all parameters."""
 
 from __future__ import annotations
 
@@ -63,29 +59,26 @@ class _Location(NamedTuple):
 def init_shards(init: Callable[[UnitPlan], NamedTensors], plan: Plan, mesh: Mesh) -> Shards:
     """Make the shards of new parameters, with the full leaves of only one unit in memory at a time.
 
-    Every rank calls ``init`` for every unit, in plan order, keeps its slices of the leaves, and
-    frees the rest. So ``init`` must return the same values on every rank, which is checked. Random
-    values of torch's generators are the same if all ranks were seeded alike.
+    Every rank calls your ``init`` for every unit, in plan order, keeps its slices of the leaves,
+    and frees the rest. So return the same values on every rank, which is checked; seed torch's
+    generators alike.
 
-    Leaves that the plan keeps local to a rank also come from ``init``, and may differ between
-    ranks. A leaf that is local along one mesh axis may depend on the rank's index along that axis,
-    and on nothing else of the rank. A leaf that is a slice of a larger tensor comes as that whole
-    tensor, of the shape ``leaf.whole_shape``, and each rank keeps its slice: ranks that are seeded
-    alike would draw the same values for different slices.
+    A leaf that is local along a mesh axis may depend on the rank's index along that axis. Return a
+    slice of a larger tensor as that whole tensor; each rank keeps its slice.
 
     Arguments:
-        init: ``init(unit)`` returns ``{path: tensor}`` for the leaves of one unit, each of the
-            shape ``leaf.whole_shape``; ``unit`` is ``plan.units[name]``.
+        init: ``init(unit)`` returns ``{path: tensor}`` for the leaves of ``plan.units[name]``, each
+            of the shape ``leaf.whole_shape``.
         plan: the plan of the parameters.
-        mesh: the ranks, in a mesh of the plan's shape.
+        mesh: the ranks, in the plan's shape.
 
     Returns:
         The shards, as from ``shard``.
 
     Raises:
         ValueError: ``init`` returned too few or too many leaves, or one of another shape or dtype
-            than planned; the states of the ranks' random number generators differ, or the values
-            that ``init`` returned do. Every rank raises, also if ``init`` failed on one rank only.
+            than planned; or ranks differ in their random number generators, or in the values. Every
+            rank raises, also if ``init`` failed on one rank only.
 
     Example:
         >>> import torch, funcshard as fs
@@ -122,7 +115,7 @@ def _init_unit(
     mesh: Mesh,
     checksums: LeafChecksums,
 ) -> Tensors:
-    """Return the shard of a unit; its leaves are freed before ``init`` makes those of the next."""
+    """Return the shard of a unit, whose leaves are freed before those of the next are made."""
     leaf_values = init(unit)
     leaf_paths = sorted([leaf.path for leaf in unit.leaves])
     if not isinstance(leaf_values, Mapping) or leaf_values.keys() != {*leaf_paths}:
@@ -131,6 +124,8 @@ def _init_unit(
             f"{leaf_paths[:6]}; found {outline(leaf_values)}"
         )
     # Why before the checksums: it tells leaves of another shape or dtype.
+    # Why whole tensors: ranks that are seeded alike would draw the same values for different
+    # slices.
     shard = cut(unit, leaf_values, mesh, "init(unit)", whole=True)
     for buffer in unit.buffers:
         for leaf in buffer.leaves:
@@ -149,45 +144,38 @@ def init_module(
     """Make shards and buffers of a module on meta, with one unit's parameters in memory at a time.
 
     The values equal, to the bit, those of ``module.to_empty(device=mesh.device).apply(reset)``
-    after the same seed. They can differ from those of the module's constructor: modules are reset
-    in the order of ``nn.Module.apply``, children first, and a constructor may draw its random
+    after the same seed, which resets modules children first. A constructor may draw its random
     numbers in another order.
 
-    Modules that follow one another in that order and belong to one unit are reset together: their
-    parameters are allocated, the modules are reset, this rank keeps its slices, and the rest is
-    freed. A reset therefore cannot read or write parameters of another unit.
+    Modules that follow one another in that order and belong to one unit are reset together. A reset
+    therefore cannot read or write parameters of another unit.
 
     A parameter that is a slice of a larger tensor has the shape of that whole tensor while it is
-    reset, and this rank keeps its slice. So a reset that goes by the shapes of parameters, as those
-    of torch.nn do, gives the values of the whole model.
+    reset.
 
     Arguments:
-        module: a module whose parameters are all on meta; it is not changed. Its buffers may be on
-            meta, or have values, which are copied before the modules are reset.
+        module: a module whose parameters are all on meta; it is not changed. Buffers that have
+            values are copied.
         plan: the plan of its parameters.
-        mesh: the ranks, in a mesh of the plan's shape. All ranks must be seeded alike, and a reset
-            must write the same values on all of them; both are checked.
-        reset: ``reset(module)`` writes the module's own parameters and buffers, in place or by
-            assignment. It may also write those of modules inside it that belong to the same unit.
-            By default it calls the module's ``reset_parameters`` or ``_reset_parameters``, if it
-            has one.
-        draws: ``"whole"``: every rank draws the random numbers of the whole model, and gets the
-            values that are described above. ``"blocks"``: each block of 32,768 elements of a
-            parameter has its own generator, and a rank draws the blocks that its shards touch.
-            So the time falls with the number of ranks. The values are others, but again the same on
-            every mesh. A reset has to write a parameter by operations in place on all elements, as
-            ``nn.init.normal_`` and the resets of ``nn.Linear`` and ``nn.Embedding`` do. A parameter
-            that it reads or writes in parts, as ``nn.init.trunc_normal_`` and ``orthogonal_`` do,
-            is made whole on every rank.
+        mesh: the ranks, in the plan's shape. Seed them alike; that, and the values, are checked.
+        reset: ``reset(module)`` writes the module's own parameters and buffers, or those of its
+            unit, in place or by assignment. By default it calls the module's ``reset_parameters``
+            or ``_reset_parameters``, if it has one.
+        draws: ``"whole"``: every rank draws the random numbers of the whole model. ``"blocks"``:
+            each block of 32,768 elements of a parameter has its own generator, and a rank draws the
+            blocks that its shards touch, so the time falls with the number of ranks. The values are
+            others, but the same on every mesh. A parameter that the reset reads or writes in parts,
+            as ``nn.init.trunc_normal_`` and ``orthogonal_`` do, is made whole on every rank. See
+            docs/training.md.
 
     Returns:
         ``(shards, buffers)``, as from ``shard`` and ``make_functional``.
 
     Raises:
-        ValueError: the plan is for another module; a parameter is not on meta; no reset wrote a
-            parameter, or a buffer on meta, or it wrote only some elements; a reset used a parameter
-            of another unit; the states of the ranks' random number generators differ, or the values
-            that a reset wrote do. Every rank raises, also if a reset failed on one rank only.
+        ValueError: the plan is for another module; a parameter is not on meta; no reset wrote all
+            of a parameter, or of a buffer on meta; a reset used a parameter of another unit; ranks
+            differ in their random number generators, or in the values. Every rank raises, also if a
+            reset failed on one rank only.
 
     Example:
         >>> import torch, funcshard as fs
@@ -227,7 +215,7 @@ def _reset_module(
     checksums: LeafChecksums,
     draws: BlockDraws | None,
 ) -> tuple[Shards, Tensors]:
-    """Reset a copy of the module, one unit after another; see ``init_module``."""
+    """Reset a copy of the module, one unit after another."""
     locations = _locate(module, plan)
     new_module = copy.deepcopy(module)  # cheap: its parameters are meta tensors
     parameters = module.named_parameters(remove_duplicate=False)
@@ -253,7 +241,7 @@ def _reset_module(
     later_puts: dict[str, Callable[[], None]] = {}
 
     def keep(name: str, value: Any, blank: Any) -> None:
-        """Keep this rank's part of a parameter that was reset, if it was written."""
+        """Keep this rank's part of a parameter, if it was written."""
         unit, buffer, leaf = locations[name]
         shard, local_axes = new_shards[unit.name][buffer.key], own_axes(buffer.local, leaf.cuts)
         drawn_leaf = drawn_values(value)
@@ -319,7 +307,7 @@ def _reset_module(
 
 
 def _own_names(path: str, module: nn.Module) -> list[tuple[str, str]]:
-    """Return (key in the module's table, name in the model) of the module's own parameters."""
+    """Return key in the module's table, and name in the model, of its own parameters."""
     table = module._parameters
     return [
         (key, f"{path}.{key}".removeprefix("."))
@@ -329,7 +317,7 @@ def _own_names(path: str, module: nn.Module) -> list[tuple[str, str]]:
 
 
 def _locate(module: nn.Module, plan: Plan) -> dict[str, _Location]:
-    """Return where the plan keeps each parameter, and check that the plan is for ``module``."""
+    """Return where the plan keeps each parameter of ``module``."""
     locations = {
         name: _Location(unit, buffer, leaf)
         for unit in plan.unit_list

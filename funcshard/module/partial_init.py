@@ -1,9 +1,8 @@
 """Initialise a part of a module on meta: its buffers, and parameters that a file lacks.
 
-A checkpoint holds parameters, and some buffers. Tables that a module computes, such as those of
-rotary embeddings, are in no file, and a module on the meta device has not computed them.
-``init_buffers`` resets the modules that hold such buffers, while all parameters stay on meta.
-``init_missing`` does the same for parameters, in one unit after another.
+Tables that a module computes, such as those of rotary embeddings, are in no file. ``init_buffers``
+resets the modules that hold such buffers, while all parameters stay on meta; ``init_missing`` does
+the same for parameters, one unit after another.
 """
 
 from __future__ import annotations
@@ -38,16 +37,15 @@ def init_buffers(module: nn.Module, mesh: Mesh, *, reset: Reset | None = None) -
     """Compute the buffers of a module on meta, such as the tables of rotary embeddings.
 
     Each module that holds a buffer on meta is reset, and so are the modules around it, children
-    first. Parameters on meta stay there, so a reset writes to them in vain and takes no memory for
-    them. Call this where the parameters come from a file, and ``init_module`` where they do not.
+    first. Parameters on meta stay there. Call this where your parameters come from a file, and
+    ``init_module`` where they do not.
 
     Arguments:
         module: a module; it is not changed. Buffers that have values are copied.
         mesh: the ranks; the buffers are on its device.
         reset: ``reset(module)`` writes the module's own buffers. By default it is the
-            ``_init_weights(module)`` of the module or of the nearest one around it, as Hugging
-            Face's models have it, and then, for a buffer that is still unwritten, the module's
-            ``reset_parameters``.
+            ``_init_weights(module)`` of the module or of the nearest one around it, as in Hugging
+            Face's models, and then, for buffers that are still unwritten, ``reset_parameters``.
 
     Returns:
         The buffers by name, as from ``make_functional``.
@@ -83,9 +81,9 @@ def init_missing(
     missing: Collection[str],
     reset: Reset | None = None,
 ) -> None:
-    """Write initial values of some leaves into shards, with one unit's leaves in memory at a time.
+    """Write initial values of some leaves into shards, one flat buffer's at a time.
 
-    Ranks have to be seeded alike. Their values are compared, so every rank has to call.
+    Every rank has to call, seeded alike; the values are compared.
 
     Arguments:
         module: a module on meta; it is not changed.
@@ -116,7 +114,7 @@ def init_missing(
 def _reset_parameters(
     module: nn.Module, mesh: Mesh, names: Collection[str], reset: Reset | None
 ) -> Tensors:
-    """Return initial values of some parameters, by name; the module's own are on meta again."""
+    """Return initial values of some parameters, by name."""
     meta_params = {name: module.get_parameter(name) for name in names}
     blank_params: dict[str, Any] = {}
     for name, old in meta_params.items():
@@ -133,7 +131,7 @@ def _reset_parameters(
 
 
 def _replace(module: nn.Module, old: Any, new: Any) -> None:
-    """Replace one parameter in every table: a tied one is in several."""
+    # Note: a tied parameter is in several tables.
     for m in module.modules():
         m._parameters.update(
             {key: new for key, parameter in m._parameters.items() if parameter is old}
@@ -141,7 +139,6 @@ def _replace(module: nn.Module, old: Any, new: Any) -> None:
 
 
 def _reset_buffers(module: nn.Module, mesh: Mesh, reset: Reset | None) -> Tensors:
-    """Compute the buffers of ``module``, in place, and return them."""
     blanks = allocate_buffers(module, mesh.device)
     _reset_around(module, blanks, reset)
     check_written(unwritten_buffers(module, blanks))
@@ -150,7 +147,7 @@ def _reset_buffers(module: nn.Module, mesh: Mesh, reset: Reset | None) -> Tensor
 
 @torch.no_grad()
 def _reset_around(module: nn.Module, blanks: NamedTensors, reset: Reset | None) -> None:
-    """Reset the modules that hold the tensors named in ``blanks``, and those around them."""
+    """Reset the modules that hold the tensors named in ``blanks``, and those around."""
     holder_paths = dict.fromkeys(name.rpartition(".")[0] for name in blanks)
     around_paths = {outer for path in holder_paths for outer in tree.upwards(path)}
     for path, m in in_apply_order(module):
@@ -181,7 +178,7 @@ def _reset_rest(module: nn.Module, blanks: Collection[torch.Tensor]) -> None:
 
 
 def _init_weights_around(module: nn.Module, path: str) -> Reset | None:
-    """Return the ``_init_weights`` of the innermost module that has one and holds ``path``."""
+    """Return the ``_init_weights`` of the innermost module that has one."""
     inside_out = (module.get_submodule(outer) for outer in tree.upwards(path))
     init_methods = (getattr(m, "_init_weights", None) for m in inside_out)
     return next(filter(None, init_methods), None)

@@ -16,10 +16,7 @@ def placeholder(
 ) -> torch.Tensor:
     """Return a tensor with the shape, dtype and device of the gathered leaf, but without values.
 
-    Models look at shapes, dtypes and devices of parameters in many places, and that continues
-    working. Code that computes with a placeholder gets an error with the parameter's path and its
-    unit. The alternatives would be to compute with garbage, or to gather the unit unasked, in a
-    collective that the plan does not predict.
+    Code that computes with it gets an error with the parameter's path and its unit.
     """
     tensor: Any = wrapper_subclass(
         _Placeholder,
@@ -53,6 +50,8 @@ class _Placeholder(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # Why an error: the alternatives are to compute with garbage, or to gather the unit in a
+        # collective that the plan does not predict.
         tensor = next(x for x in tree.leaves((args, kwargs)) if isinstance(x, cls))
         if graph_task_id() != -1:
             raise ValueError(

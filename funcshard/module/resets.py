@@ -1,4 +1,4 @@
-"""Blank tensors, and which of them a reset wrote: for all functions that initialise modules."""
+"""Blank tensors, and which of them a reset wrote."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Reset = Callable[[nn.Module], object]
 
 
 def blank_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor that shows whether it was written: it is full of NaN, or its version is 0."""
+    """Return a tensor that shows whether it was written: full of NaN, or else with version 0."""
     filler = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full(shape, filler, dtype=dtype, device=device)
 
 
 def is_blank(value: torch.Tensor) -> bool:
-    """Return whether no reset wrote a tensor of ``blank_tensor``, or only some of its elements."""
+    """Return whether a blank tensor still has elements that no reset wrote."""
     if not (value.is_floating_point() or value.is_complex()):
         return bool(value.numel()) and version(value) == 0
     # Why the sum: it is NaN if an element is, and takes a fifteenth of the time of isnan.
@@ -84,10 +84,7 @@ def unwritten_buffers(module: nn.Module, blanks: NamedTensors) -> list[str]:
 
 
 def in_apply_order(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield paths and modules in the order of ``nn.Module.apply``, children first.
-
-    A module with two parents comes twice, as in ``nn.Module.apply``.
-    """
+    """Yield paths and modules in the order of ``nn.Module.apply``, children first."""
     for name, child in module.named_children():
         yield from in_apply_order(child, f"{path}.{name}".removeprefix("."))
     yield path, module
@@ -101,7 +98,7 @@ def own_reset(module: nn.Module) -> Callable[[], object] | None:
 
 @contextlib.contextmanager
 def compared(checksums: LeafChecksums) -> Iterator[None]:
-    """Compare the checksums at the end of the block; every rank raises if it failed on one rank."""
+    """Compare the checksums at the end of the block, also if it failed on one rank."""
     fault: Exception | None = None
     try:
         yield

@@ -1,19 +1,15 @@
 """A module tree without its tensors, from which every call gets its own module objects.
 
-``torch.func.functional_call`` swaps tensors into one shared module and out again.
-``make_functional`` does not. A ``Skeleton`` keeps the class, the attributes and the table entries
-of each module, and every call builds new module objects from it, with the call's tensors in their
-tables. The reasons:
+``torch.func.functional_call`` swaps tensors into one shared module and out again. A ``Skeleton``
+keeps the class, the attributes and the table entries of each module, and every call builds new
+module objects, with the call's tensors in their tables:
 
-- Threads: simulated ranks are threads, and the tensors of one rank must not show up in the forward
-  of another.
-- Nested calls: a loss that calls the same function again does not overwrite the tensors of the
-  outer call.
-- Recomputation: activation checkpointing runs parts of forward again during backward, after the
-  call has returned. The closure that recomputes still holds the call's modules, tensors included.
-- Purity: a forward that changes its module (a counter, a cache, a buffer) changes the objects of
-  the call only.
-- Host time: building the objects takes less time than swapping the tensors.
+- Threads, as simulated ranks are, and nested calls do not see each other's tensors.
+- Activation checkpointing, which runs parts of forward again after the call, still has the call's
+  modules.
+- A forward that changes its module (a counter, a cache, a buffer) changes the objects of the call
+  only.
+- Building the objects takes less time than swapping the tensors.
 """
 
 from __future__ import annotations
@@ -89,17 +85,15 @@ class Skeleton:
         stand_ins: the empty tensor that the template holds for each parameter and buffer.
         specs: the same modules as data.
         indices: the index of each module, by all of its paths.
-        copied_attributes: (index of a module, name of an attribute) for the attributes that are
-            copied for each call, because the call could change them or because they lead to a
-            module or tensor of the tree.
-        hook_tables: the same for tables of hooks that are functions; a call copies the table alone.
-        references: what the copied attributes refer to besides modules and tensors of the tree.
-        large: large tensors in copied attributes, whose copies share memory until they are written.
-        parameters: name of each parameter -> all names under which the tree holds it, its own
-            first.
+        copied_attributes: (index of a module, name) of the attributes that are copied for each
+            call, because it could change them or because they lead to a part of the tree.
+        hook_tables: the same for tables of hooks that are functions.
+        references: what the copied attributes refer to besides.
+        large: large tensors in copied attributes, copied when they are written.
+        parameters: name of each parameter -> all of its names, this one first.
         shapes: name of each parameter -> its shape.
-        frozen: the parameters that required no gradient when the skeleton was made.
-        buffers: name of each buffer -> all names under which the tree holds it, its own first.
+        frozen: the parameters that required no gradient.
+        buffers: name of each buffer -> all of its names, this one first.
         state_names: the names of the module's state dict, in its order.
     """
 
@@ -129,13 +123,12 @@ class Skeleton:
         *,
         training: bool | None = None,
     ) -> list[nn.Module]:
-        """Return the modules of a new tree with the given tensors, in the order of ``specs``.
+        """Return the modules of a new tree with these tensors, in the order of ``specs``.
 
         Arguments:
             parameters: a tensor for every name in ``self.parameters``.
             buffers: a tensor for every name in ``self.buffers``.
-            training: the training flag of every module; ``None`` keeps the flag that each module
-                had.
+            training: the training flag of every module; ``None`` keeps each one's.
         """
         # Why not cls.__new__: that of torch.fx.GraphModule returns an object of another class.
         modules: list[nn.Module] = [object.__new__(spec.cls) for spec in self.specs]
@@ -175,7 +168,6 @@ class Skeleton:
         return modules
 
     def _copy_attributes(self, modules: list[nn.Module], tensors: NamedTensors) -> None:
-        """Give the modules of a call their own copies of attributes."""
         # Why this memo: deepcopy follows an attribute to the template's modules and empty tensors,
         # and the memo makes the copy refer to the call's modules and tensors instead.
         memo: dict[int, Any] = dict(zip(map(id, self.modules), modules, strict=True))
@@ -192,23 +184,20 @@ class Skeleton:
                 modules[index].__dict__[key] = copied(self.specs[index].attributes[key], memo)
 
     def paths(self) -> dict[str, int]:
-        """Return the index of every module by its path, or its first path if it is shared."""
+        """Return the index of every module by its first path."""
         return {spec.path: index for index, spec in enumerate(self.specs)}
 
     def classes(self, name: str) -> tuple[type[nn.Module], ...]:
-        """Return the classes of the modules that contain a parameter or buffer, the root first."""
+        """Return the classes of the modules around a parameter or buffer, the root first."""
         outer_paths = list(tree.upwards(name.rpartition(".")[0]))
         return tuple([self.specs[self.indices[path]].cls for path in reversed(outer_paths)])
 
 
 def make_skeleton(module: nn.Module) -> tuple[Skeleton, Tensors, Tensors]:
-    """Split ``module`` into a skeleton, its parameters and its buffers.
-
-    None of them shares memory with ``module``.
+    """Split ``module`` into a skeleton and copies of its parameters and buffers.
 
     Returns:
-        ``(skeleton, parameters, buffers)``; the two dictionaries hold each tensor once, under its
-        first name.
+        ``(skeleton, parameters, buffers)``, each tensor once, under its first name.
 
     Raises:
         TypeError: an attribute refers to a module of the tree in a way that copying does not
@@ -280,7 +269,6 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, Tensors, Tensors]:
 
 
 def _by_name(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Tensors, Names]:
-    """Return the tensors by their first names, and all names of each."""
     first_names: dict[int, str] = {}
     by_name: Tensors = {}
     all_names: Names = {}
@@ -294,7 +282,6 @@ def _by_name(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Tensors, Name
 def _spec(
     path: str, m: nn.Module, tensor_names: Mapping[int, str], module_indices: Mapping[int, int]
 ) -> ModuleSpec:
-    """Return a module of a template as data."""
     return ModuleSpec(
         path=path,
         cls=class_for_calls(m),
@@ -310,12 +297,10 @@ def _spec(
 
 
 def _looked_up(table: Mapping[str, Any], by_id: Mapping[int, Entry]) -> dict[str, Entry | None]:
-    """Return a table with what represents its entries, which may be ``None``."""
     return {key: None if value is None else by_id[id(value)] for key, value in table.items()}
 
 
 def _needs_copy(cls: type[nn.Module], value: Any) -> bool:
-    """Return whether each call needs its own copy of an attribute of a module of class ``cls``."""
     if is_immutable(value):
         return False
     if not issubclass(cls, fx.GraphModule):
@@ -327,12 +312,11 @@ def _needs_copy(cls: type[nn.Module], value: Any) -> bool:
 
 
 def _is_plain_table(table: Any) -> bool:
-    """Return whether one of torch's tables holds no object with a state."""
     return all(map(is_immutable, table.values() if isinstance(table, dict) else table))
 
 
 def _large_tensors(values: Iterable[Any]) -> tuple[torch.Tensor, ...]:
-    """Return the large plain tensors among attributes, and inside their lists and dictionaries."""
+    """Return the large plain tensors among attributes and in their lists and dictionaries."""
     plain_tensors: dict[int, torch.Tensor] = {}
     for value in values:
         items: Iterable[Any] = (value,)
@@ -364,14 +348,7 @@ def _check_copies(
     specs: tuple[ModuleSpec, ...],
     foreign: set[int],
 ) -> None:
-    """Raise if an attribute of a call's modules still leads to a module outside the call.
-
-    Arguments:
-        modules: the modules of a call.
-        attributes: index of a module, name and value of the attributes to look at.
-        specs: the modules as data.
-        foreign: ids of the objects outside the call.
-    """
+    """Raise if an attribute of a call's modules leads to an object outside the call."""
     for index, key, value in attributes:
         call_value = modules[index].__dict__[key]
         if not isinstance(value, Mesh) and any(

@@ -1,16 +1,10 @@
 """How the module of a unit runs inside one call of ``fully_shard``.
 
-Every call has its own module objects (see ``skeleton``). During a call, attributes of a unit's
-module object hide ``forward`` and the methods of ``methods=``, and enter the unit (``UnitEntry``);
-its class stays as it is. User code calls the module as before, in any order, any number of times.
-
-While the unit runs, the object has no such attributes. So a method that calls another one, or
-``forward``, of the same module does not gather the unit again, and neither does a checkpoint inside
-the method, which calls another one again from backward.
-
+During a call, attributes of a unit's module object hide ``forward`` and the methods of
+``methods=``, and enter the unit (``UnitEntry``); the object's class stays as it is.
 ``UnitCall.enter`` asks the prefetcher of the call for the unit's all-gathers, and runs the forward
-through the combinators ``unshard`` and ``reshard``. They call ``forward_with_leaves``, which puts
-the gathered leaves into the parameter tables of the unit's modules while it runs.
+through ``unshard`` and ``reshard``. These call ``forward_with_leaves``, which puts the gathered
+leaves into the parameter tables of the unit's modules.
 """
 
 from __future__ import annotations
@@ -77,7 +71,7 @@ class UnitModule:
     Attributes:
         path: path of the module.
         index: index of the module in the skeleton.
-        f: ``unshard`` of the module's forward, or ``reshard``, if the unit is freed after forward.
+        f: ``unshard`` or ``reshard`` of the module's forward.
         remat: whether backward computes the forward again.
     """
 
@@ -107,8 +101,7 @@ def unit_modules(
         methods: the methods besides ``forward`` that enter units, by index of the module.
 
     Raises:
-        ValueError: the unit is not a module with a forward, or a hook of ``torch.nn.utils`` needs
-            its parameters before forward.
+        ValueError: the unit has no forward, or a hook needs its parameters before forward.
     """
     f = unshard_with(forward_with_leaves, unit, mesh, comms, listed=True)
     if unit.reshard_after_forward:
@@ -129,7 +122,7 @@ def unit_modules(
 def _checked_index(
     unit: UnitPlan, path: str, skeleton: Skeleton, methods: Mapping[int, Sequence[str]]
 ) -> int:
-    """Return the index of a module of ``unit``, after checking that it has something to enter."""
+    """Return the index of a module of ``unit`` that has something to enter."""
     module_index = skeleton.indices.get(path)
     unit_title = repr(unit.title)
     if unit.members:
@@ -165,11 +158,11 @@ class UnitCall:
     Attributes:
         units: the modules of each unit, by name.
         shards: the shards that the units read.
-        prefetcher: gathers the units; ``None`` under a transform, where each unit gathers itself.
+        prefetcher: gathers the units; ``None`` under a transform.
         mesh: the ranks, while they still compare the order of units.
         level: the number of ``torch.func`` transforms around the call.
-        used: by unit, version and address of each shard that forward used.
-        groups: the groups that are gathered now, and the indices of the modules that have not run.
+        used: version and address of each shard that forward used, by unit.
+        groups: the groups that are gathered, and the indices of their modules that have not run.
     """
 
     def __init__(
@@ -199,16 +192,13 @@ class UnitCall:
     def enter(
         self, member: UnitModule, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs
     ) -> Any:
-        """Run one module of a unit as part of the call: the only way in.
-
-        The module of a group that comes first gathers the group, which is freed when all of its
-        modules have run, or at the end of the call. A module that backward computes again, or that
-        is inside a transform that the call is not, gathers the group for itself.
-        """
+        """Run one module of a unit as part of the call: the only way in."""
         # Note: backward may enter too, from a checkpoint, after the call has returned.
         inputs = module, forward, args, kwargs
         group, prefetcher = self.units[member.f.unit.name], self.prefetcher
         if len(group) > 1:
+            # Note: a module that backward computes again, or that runs in a transform that the call
+            # is not in, gathers the group for itself.
             if prefetcher is None:
                 gathers_alone = member.remat or transform_level() != self.level
             else:
@@ -244,7 +234,6 @@ class UnitCall:
                 self.groups.pop(unit_name)[0].close()
 
     def _run_alone(self, member: UnitModule, inputs: Inputs) -> Any:
-        """Gather the unit for one module, and run that."""
         needs_leaves = torch.is_grad_enabled() and (
             member.f.trainable or any(tensor.requires_grad for tensor in tensors_in(inputs[2:]))
         )
@@ -255,7 +244,6 @@ class UnitCall:
             gathered.close()
 
     def _gather(self, f: Unshard, *, needed: bool) -> Gathered:
-        """Gather a unit; ``needed`` says whether backward may need its leaves."""
         unit, shard, prefetcher = f.unit, self.shards[f.unit.name], self.prefetcher
         # A transform inside the call has to see the all-gather, which the unit then starts itself.
         if prefetcher is None or transforms_active():
@@ -289,7 +277,6 @@ class UnitCall:
             )
 
     def _run_recomputed(self, member: UnitModule, inputs: Inputs) -> Any:
-        """Run a module under ``remat``, as a function of every tensor to differentiate by."""
         module, forward, args, kwargs = inputs
         # Why buffers: under a transform the call's copies of buffers belong to the transform, so
         # they have to be arguments and results. Why by module: ``remat`` refuses a function that
@@ -339,7 +326,7 @@ def _set_buffers(owners: Sequence[nn.Module], buffers: Buffers) -> None:
 
 
 def check_order(mesh: Mesh, reached: str, prefetcher: Prefetcher) -> None:
-    """Raise on every rank unless all come to the same unit; ``reached`` is that of this rank."""
+    """Raise on every rank unless all come to the same unit as this one, ``reached``."""
     remedy = (
         "let every rank call the same units in one order, equally often; if generate() stops at "
         "different times, ask for equally many tokens"
@@ -359,10 +346,10 @@ class UnitEntry:
     """How a module of one call enters its unit.
 
     Attributes:
-        enter: runs a method in the unit; a function of the module, the method, args and kwargs.
+        enter: function of module, method, args and kwargs that runs the method in the unit.
         methods: the methods that enter the unit.
-        hidden: while the module is outside its unit, what the user set on the object in place of
-            these methods; inside, the methods.
+        hidden: outside the unit, what the user set on the object in place of these; inside, the
+            methods.
     """
 
     enter: Method
@@ -379,20 +366,18 @@ class UnitEntry:
         state[_ENTRY] = self
 
     def exchange(self, state: dict[str, Any]) -> None:
-        """Exchange what the object has under the names of the methods for what is hidden."""
+        """Exchange what the object has under the methods' names for what is hidden."""
         visible = {name: state.pop(name) for name in self.methods if name in state}
         state.update(self.hidden)
         self.hidden = visible
 
     def end(self, module: nn.Module) -> None:
-        """Let the methods refer to ``module`` weakly, so that it is freed without ``gc``.
-
-        Why not from the beginning: a checkpoint may keep the forward of a unit for backward, and
-        nothing else of the unit.
-        """
+        """Let the methods refer to ``module`` weakly, so that it is freed without ``gc``."""
         state = module.__dict__
         for name, method in self.methods.items():
             if getattr(state.get(name), "__func__", None) is method:
+                # Why only now: a checkpoint may keep a unit's forward for backward, and nothing
+                # else of it.
                 state[name] = types.MethodType(method, weakref.ref(module))
 
 
@@ -402,7 +387,7 @@ def through_unit(cls: type[nn.Module], name: str, compiled: Method | None = None
     Arguments:
         cls: the class.
         name: the name of the method.
-        compiled: what runs in place of the class's method.
+        compiled: what runs in place of the class's method, if anything.
     """
 
     @functools.wraps(getattr(cls, name))
@@ -412,6 +397,8 @@ def through_unit(cls: type[nn.Module], name: str, compiled: Method | None = None
         # Why around the method: backward may run it again, without entering the unit here.
         def inside(args: Any, kwargs: Any) -> Any:
             state = module.__dict__
+            # Why: a method that calls another one of this module must not gather the unit again,
+            # and neither may a checkpoint inside the method, which calls it again from backward.
             entry = state.pop(_ENTRY, None)
             if entry is not None:  # or else the object is as the user made it already
                 entry.exchange(state)
@@ -436,7 +423,7 @@ def through_unit(cls: type[nn.Module], name: str, compiled: Method | None = None
 
 
 def table_entries(unit: UnitPlan, skeleton: Skeleton) -> dict[str, TableEntries]:
-    """Return the entries at and below each module of ``unit`` that hold leaves of the unit."""
+    """Return the entries at and below each module of ``unit`` that hold its leaves."""
     unit_tables: dict[str, dict[tuple[str, ...], dict[str, int]]] = {
         path: {} for path in unit.paths
     }
@@ -457,10 +444,7 @@ def forward_with_leaves(
     args: Args,
     kwargs: Kwargs,
 ) -> Any:
-    """Run ``forward`` while the tables below ``module`` hold the unit's gathered ``leaves``.
-
-    Afterwards, or after an exception, the tables hold the placeholders again.
-    """
+    """Run ``forward`` while the tables below ``module`` hold the gathered ``leaves``."""
     # Dictionary, key, and the value that the dictionary holds after forward.
     afterwards: list[tuple[dict[str, Any], str, Any]] = []
     saved_unit = current_unit.get() if torch.is_grad_enabled() else None

@@ -1,11 +1,8 @@
 """What ``fully_shard`` sets up for its units by its options, before the first call.
 
-- ``methods=``: a unit is gathered when its module's ``forward`` is called. ``read_methods`` reads
-  the names of further methods, such as the ``encode`` and ``decode`` of an autoencoder.
-- ``compiler=``: ``compile_units`` compiles the forwards of units that contain no other unit.
-- ``ignored_params=``: calls take parameters that are no part of the plan among their buffers.
-
-``without_fast_path`` keeps torch's transformer layers from reading placeholders.
+``read_methods`` reads ``methods=``, ``compile_units`` compiles by ``compiler=``, and
+``take_ignored`` serves ``ignored_params=``. ``without_fast_path`` keeps torch's transformer layers
+from reading placeholders.
 """
 
 from __future__ import annotations
@@ -43,10 +40,10 @@ def entering_methods(
 
     Arguments:
         apply: the function of the whole model, whose method the root unit runs.
-        units: path of each module that is, or is part of, a unit -> its index.
-        full_precision: indices of modules that run in full precision without being units.
+        units: index of each module of a unit, by path.
+        full_precision: indices of modules that run in full precision without a unit.
         methods: the methods besides ``forward`` that enter units, by index of the module.
-        compiler: the function that compiles a forward, if there is any.
+        compiler: the function that compiles a forward, if any.
     """
     specs, compiled_forwards = apply.skeleton.specs, {}
     if compiler is not None:
@@ -75,9 +72,9 @@ def read_methods(
     """Return the names of the methods by index of the module, after checking them.
 
     Arguments:
-        methods: the option of ``fully_shard``: by path or glob of units.
+        methods: the option of ``fully_shard``.
         skeleton: the module tree.
-        units: path of the module of each unit -> its index in the skeleton.
+        units: index of the module of each unit, by path.
 
     Raises:
         TypeError: ``methods`` is no dictionary from paths to lists of names.
@@ -114,7 +111,6 @@ def read_methods(
 
 
 def _check_names(path: str, cls: type[nn.Module], names: Sequence[str]) -> None:
-    """Raise unless all names are those of methods that can enter a unit of class ``cls``."""
     # Why dir: methods that the class inherited count too.
     method_names = [
         name
@@ -148,12 +144,7 @@ def check_compiler(compiler: Any) -> None:
 def compile_units(
     apply: Functional, units: Mapping[str, int], full_precision: Collection[int], compiler: Compiler
 ) -> dict[int, Method]:
-    """Compile the forward of each unit that contains no other unit and no full-precision module.
-
-    A compiled forward contains nothing of this library: its graph is that of a plain module, with
-    the leaves as arguments. Units of one class share one compiled forward, which takes the module
-    and its inputs. It is returned by the index of each module that is compiled.
-    """
+    """Compile the forward of each unit that contains no other unit and no full-precision module."""
     specs = apply.skeleton.specs
     # Note: a call enters full-precision modules as it enters units.
     barriers = {*units, *[specs[index].path for index in full_precision]}
@@ -170,6 +161,8 @@ def compile_units(
         )
         # Why not around units: collectives would break the graph.
         if isinstance(class_method, types.FunctionType) and not contains_unit:
+            # Note: units of one class share a compiled forward, whose graph is that of a plain
+            # module with the leaves as arguments.
             if class_method not in compiled_methods:
                 compiled_methods[class_method] = _compile_forward(class_method, compiler)
             forwards_by_index[index] = compiled_methods[class_method]
@@ -203,17 +196,9 @@ def _compile_forward(forward: Method, compiler: Compiler) -> Method:
 
 
 def without_fast_path(skeleton: Skeleton, units: Collection[str]) -> tuple[int, ...]:
-    """Return the indices of the transformer layers whose fast path would read placeholders.
-
-    In evaluation mode the forward of ``nn.TransformerEncoderLayer`` does not call its modules: it
-    passes all their parameters to one function. If one of these modules is a unit, its parameters
-    are placeholders there. torch takes the usual path if a module of the layer has a hook, so
-    layers that have forward hooks need nothing.
-
-    Arguments:
-        skeleton: the model.
-        units: the paths of the units' modules.
-    """
+    """Return the indices of the transformer layers whose fast path would read placeholders."""
+    # Note: in evaluation mode ``nn.TransformerEncoderLayer`` passes all parameters of its modules
+    # to one function, but not if one of them has a hook.
     return tuple(
         [
             index
@@ -226,7 +211,7 @@ def without_fast_path(skeleton: Skeleton, units: Collection[str]) -> tuple[int, 
 
 
 def leave_fast_path(module: nn.Module) -> None:
-    """Give a call's module a hook, without which it might take its fast path."""
+    """Give a call's module a hook, with which torch leaves the fast path."""
     # Why -1: torch counts the hooks of users from 0.
     module.__dict__["_forward_hooks"][-1] = _return_nothing
 
@@ -241,11 +226,7 @@ def _return_nothing(module: nn.Module, args: Any, result: Any) -> None:
 def take_ignored(
     ignored: Shapes, buffers: NamedTensors, params: NamedTensors
 ) -> tuple[Tensors, Tensors]:
-    """Return ``params`` with the ignored ones among ``buffers``, and the buffers without them.
-
-    Raises:
-        ValueError: an ignored parameter is missing, or has another shape than in the module.
-    """
+    """Return ``params`` with the ignored ones among ``buffers``, and the buffers without them."""
     call_params, call_buffers = dict(params), dict(buffers)
     for name, shape in ignored.items():
         tensor = call_buffers.pop(name, None)
