@@ -32,20 +32,18 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"
 def delayed(mesh: Mesh, kind: str, seconds: float) -> Mesh:
     """Return a mesh like ``mesh`` on which collectives of one kind are slow.
 
-    Until a slow collective has been waited for, its output is full of NaN, or of zeros if the dtype
-    has no NaN. ``wait`` returns the result once ``seconds`` have passed since the start. So code
-    that reads too early computes NaN in every run, instead of the right numbers in most runs. Code
-    that waits gets the same bits as without the delay. On CUDA a separate stream sleeps, for a
-    number of clock cycles, and the host does not.
+    Until you wait for a slow collective, its output is full of NaN, or of zeros if the dtype has no
+    NaN. So code that reads too early computes NaN in every run, and code that waits gets the same
+    bits as without the delay. On CUDA a separate stream sleeps, and the host does not.
 
     Arguments:
-        mesh: simulated, local or real ranks; it does not change.
+        mesh: simulated, local or real ranks.
         kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"`` or
             ``"broadcast"``. For several kinds, nest the calls.
         seconds: the time from the start of a collective to its result.
 
     Returns:
-        A new mesh of the same ranks. If only some ranks use it, only those ranks are slow.
+        A new mesh of the same ranks. If only some ranks use it, only those are slow.
 
     Raises:
         ValueError: ``kind`` is none of these, or ``seconds`` is negative or not finite.
@@ -63,8 +61,7 @@ def delayed(mesh: Mesh, kind: str, seconds: float) -> Mesh:
         >>> fs.simulate(main, world_size=2)
         [([nan, nan], [2.0, 2.0]), ([nan, nan], [2.0, 2.0])]
 
-    Source: ``ModuleWithDelay`` of ``torch.testing._internal.common_fsdp``, which sleeps before the
-    reduction.
+    Source: ``ModuleWithDelay`` of ``torch.testing._internal.common_fsdp``.
     """
     if kind not in KINDS:
         raise ValueError(
@@ -137,7 +134,6 @@ class DelayedGroup(WrappedGroup):
 
 
 def _sleep(device: torch.device, seconds: float) -> Callable[[], None]:
-    """Return a function that sleeps until ``seconds`` from now."""
     return _sleep_on_stream(device, seconds) if device.type == "cuda" else _sleep_on_host(seconds)
 
 
@@ -148,6 +144,7 @@ def _sleep_on_host(seconds: float) -> Callable[[], None]:
 
 def _sleep_on_stream(device: torch.device, seconds: float) -> Callable[[], None]:
     """Start a sleep on a new stream; the function returned makes the current stream wait for it."""
+    # Why another stream: the current one computes until it waits, as with a real collective.
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -157,7 +154,6 @@ def _sleep_on_stream(device: torch.device, seconds: float) -> Callable[[], None]
 
 @functools.cache
 def _cycles_per_second(device: torch.device) -> float:
-    """Measure how many cycles of ``cuda_sleep`` take a second."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     cycles = 10_000_000
     with torch.cuda.device(device):

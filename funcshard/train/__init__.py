@@ -2,7 +2,7 @@
 
 Read the files in this order:
 
-- ``train_step``: ``make_train_step``, which calls everything below.
+- ``train_step``: ``make_train_step``, which calls all below.
 - ``train_state``: ``TrainState``, the state between two steps, and its copies.
 - ``metering``: ``make_meter``, the numbers of a step for a log.
 - ``clipping``: ``global_norm`` and ``clip_by_global_norm`` of sharded gradients.
@@ -15,7 +15,7 @@ Read the files in this order:
 - ``state_checks``: whether options and a state fit an optimizer.
 - ``muon_step``: ``muon``, the optimizer that updates whole matrices.
 - ``muon_assignment``: ``assign_owners``, which rank computes the update of which matrix.
-- ``sample_sums``: the sums of single samples' clipped gradients on one rank.
+- ``sample_sums``: sums of single samples' clipped gradients on one rank.
 - ``per_sample``: ``per_sample_grad``, which adds noise to these sums and reduces them.
 """
 

@@ -19,14 +19,13 @@ PIECE = 1024  # elements that norm_of_rows adds up in one pass
 
 @untraced
 def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -> torch.Tensor:
-    """Return the norm of the whole gradient, given every rank's shards of it.
+    """Return the norm of the whole gradient, of which each rank passes its shards.
 
-    Each rank computes the norm of its shards, and an all-gather of one number along the shard axis
-    combines them. Leaves that are local to a rank take one further all-reduce.
+    An all-gather of one number along the shard axis combines the norms of the shards. Leaves that
+    are local to a rank take one further all-reduce.
 
     Arguments:
-        grads: this rank's shards of the gradient, a tree like the plan's shards. ``None`` leaves do
-            not count.
+        grads: this rank's shards of the gradient. ``None`` leaves do not count.
         plan: the plan of the shards.
         mesh: the ranks.
         norm_type: order of the norm; may be ``math.inf``.
@@ -36,8 +35,7 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
         that is wider.
 
     Raises:
-        ValueError: ``norm_type`` is not positive, ``mesh`` does not have the plan's shape, or
-            ``grads`` is not a tree of this plan's shards.
+        ValueError: ``norm_type`` is not positive, or ``mesh`` or ``grads`` does not fit the plan.
         TypeError: ``norm_type`` is no number, or a leaf has integers, booleans or float8 numbers.
 
     Example:
@@ -109,21 +107,18 @@ def clip_by_global_norm(
     """Scale the gradient so that the norm of the whole gradient is at most ``max_norm``.
 
     Arguments:
-        grads: this rank's shards of the gradient, a tree like the plan's shards. ``None`` leaves
-            stay ``None``.
+        grads: this rank's shards of the gradient. ``None`` leaves stay ``None``.
         plan: the plan of the shards.
         mesh: the ranks.
-        max_norm: the largest norm that the result may have, a positive finite number. For the norm
-            alone, without clipping, call ``global_norm``.
+        max_norm: the largest norm that the result may have, a positive finite number.
         norm_type: order of the norm; may be ``math.inf``.
-        donate: whether to scale the gradients in their own memory, which saves memory and time. The
-            given tensors cannot be used afterwards.
+        donate: whether to scale the gradients in their own memory, so that you can't use ``grads``
+            afterwards.
 
     Returns:
-        ``(clipped, norm)``: a new tree like ``grads``, and the norm of the whole gradient before
-        clipping, the same on every rank. ``grads`` itself does not change, unless it is donated. If
-        the norm is infinite or NaN, the clipped gradients have NaN, as torch's have: skip the step
-        then.
+        ``(clipped, norm)``: a new tree like ``grads``, and the norm before clipping, the same on
+        every rank. If it is infinite or NaN, the clipped gradients have NaN, as torch's have: skip
+        the step then.
 
     Raises:
         ValueError: ``max_norm`` is not positive or not finite; or see ``global_norm``.
@@ -159,7 +154,7 @@ def clip_by_global_norm(
 
 
 def _norm(leaves: list[torch.Tensor], norm_type: float, mesh: Mesh) -> torch.Tensor:
-    """Return the norm of all elements of ``leaves`` on the mesh's device, in float32 or wider."""
+    """Return the norm of all elements of ``leaves`` on the mesh's device."""
     wide_dtypes = {leaf.dtype: torch.promote_types(leaf.dtype, torch.float32) for leaf in leaves}
     # Why from all leaves: a rank that has nothing but padding of one must send its norm in the same
     # dtype as the ranks that hold its elements.
@@ -190,7 +185,7 @@ def norm_of_rows(x: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch
     """Return the norm over the last dimension, in ``dtype``.
 
     Arguments:
-        x: a tensor; the last dimension has at least one element.
+        x: a tensor whose last dimension is not empty.
         norm_type: order of the norm, positive; may be ``math.inf``.
         dtype: dtype of the computation and of the result.
 
@@ -220,13 +215,12 @@ def norm_of_rows(x: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch
 def without_padding(shard: torch.Tensor, buffer: BufferPlan, rank: int) -> torch.Tensor:
     """Return a view of a shard, or of a stack of shards, without the padding at its end.
 
-    An optimizer may leave any value in the padding, such as NaN, so no number may depend on it.
-
     Arguments:
         shard: a shard of ``buffer``, or a tensor whose last dimension is like one.
         buffer: the flat buffer.
         rank: index of the rank along the shard axis.
     """
+    # Why: an optimizer may leave any value in the padding, such as NaN.
     filled_numel = buffer.filled(rank)
     if filled_numel == shard.shape[-1]:
         return shard

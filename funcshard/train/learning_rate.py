@@ -1,8 +1,4 @@
-"""Learning rates as functions of the step, and the rate of a step for its metrics.
-
-Every option of ``torch_optimizer`` and ``muon`` may be a function of the number of steps taken, as
-schedules of optax are. ``torch_schedule`` makes such a function of a scheduler of torch.
-"""
+"""Learning rates as functions of the step, and the rate of a step for its metrics."""
 
 from __future__ import annotations
 
@@ -21,24 +17,22 @@ from funcshard._utils.options import absent, check_count, check_number
 def torch_schedule(make: Callable[..., Any], /, *, lr: float, **options: Any) -> TorchSchedule:
     """Return a scheduler of ``torch.optim.lr_scheduler`` as a function of the number of steps.
 
-    The function gives the rates that the scheduler gives an optimizer when it is stepped once after
-    each step, to the last bit. It is an option like any other: ``lr=torch_schedule(...)``. Options
-    of the optimizer besides ``lr`` stay as they are.
+    You get the rates of a scheduler that is stepped once after each step, to the last bit. Pass the
+    function as ``lr=``.
 
     Arguments:
-        make: a class of ``torch.optim.lr_scheduler``; or, for schedulers made of several, a
-            function ``make(optimizer)`` that returns a scheduler of that optimizer.
+        make: a class of ``torch.optim.lr_scheduler``, or your ``make(optimizer)`` that returns a
+            scheduler made of several.
         lr: the learning rate that the scheduler starts from.
         options: arguments of the class (``T_max``, ``gamma`` and so on).
 
     Returns:
-        ``schedule(step)``, the learning rate of the step after ``step`` steps. The first question
-        for a step takes the scheduler there from the last one it was asked for; the rates are kept,
+        ``schedule(step)``, the learning rate of the step after ``step`` steps. It keeps the rates,
         8 bytes a step.
 
     Raises:
-        TypeError: ``make`` is no function, or returned no scheduler of torch; or the scheduler
-            needs the loss of each step, as ``ReduceLROnPlateau`` does.
+        TypeError: ``make`` returned no scheduler of torch, or one that needs the loss of each step,
+            as ``ReduceLROnPlateau`` does.
         ValueError: ``lr`` is negative or not finite, or the scheduler changes other options too.
 
     Example:
@@ -103,7 +97,6 @@ class TorchSchedule:
             raise absent("a schedule of torch_schedule", name, _REMEDIES)
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of the step after ``step`` steps."""
         if step >= len(self._rates):
             with self._lock:
                 # Schedulers go forward only, so each rate on the way is kept.
@@ -117,7 +110,7 @@ class TorchSchedule:
 
 
 class _Rate(torch.optim.Optimizer):
-    """An optimizer that has a learning rate and nothing else."""
+    """An optimizer of nothing but a learning rate."""
 
     def __init__(self, lr: float) -> None:
         super().__init__([torch.zeros(0, dtype=torch.float32, device="cpu")], {"lr": float(lr)})
@@ -130,13 +123,13 @@ class _Rate(torch.optim.Optimizer):
 
 
 def rate_in(options: Mapping[str, Any], cls: type) -> Any:
-    """Return the learning rate in the options of a class, or its default; ``None`` if neither."""
+    """Return the learning rate in the options of a class, or its default, if any."""
     if "lr" in options:
         return plain_number(options["lr"])
     return getattr(inspect.signature(cls).parameters.get("lr"), "default", None)
 
 
 def plain_number(value: Any) -> Any:
-    """Return a scalar of another library, such as NumPy, as a ``float``; others unchanged."""
+    """Return a scalar of another library as a ``float``, and anything else unchanged."""
     is_plain = isinstance(value, float | int | torch.Tensor) or not hasattr(value, "__float__")
     return value if is_plain else float(value)

@@ -1,4 +1,4 @@
-"""Numbers of a step for a log: its metrics as plain numbers, tokens a second, peak memory."""
+"""Numbers of a step for a log."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from funcshard.train.train_state import TrainState
 def make_meter(
     mesh: Mesh, *, tokens: int | None = None, step: int = 0
 ) -> Callable[[TrainState, Mapping[str, Any]], dict[str, float]]:
-    """Return a function from the state and the metrics of a step to a dictionary of plain numbers.
+    """Return a function from the state and the metrics of a step to plain numbers for a log.
 
-    Call the meter where you log, on one rank or on all: after every step, or after every tenth. It
-    starts no collective. It reads the metrics, so the host waits for the device there.
+    Call it where you log, on one rank or on all, after every step or every tenth. It starts no
+    collective, but the host waits for the metrics.
 
     Arguments:
         mesh: the ranks.
-        tokens: number of tokens, or samples, in this rank's batch of one step; ``None`` for a log
-            without ``"tokens_per_second"``.
+        tokens: number of tokens, or samples, in this rank's batch of one step; ``None`` for no
+            ``"tokens_per_second"``.
         step: number of steps taken before the first, such as ``state.step`` of a restored state.
 
     Returns:
@@ -35,13 +35,11 @@ def make_meter(
 
         - ``"step"``: number of steps taken;
         - every metric of one element, such as ``"loss"``, ``"lr"`` and ``"grad_norm"``;
-        - ``"seconds_per_step"``: the mean over the steps since the last call, or since the meter
-          was made;
-        - ``"tokens_per_second"``: that of all ranks together. Ranks along a model axis share their
-          tokens, which count once;
-        - ``"peak_memory"``: on CUDA, the most bytes that tensors of this process have taken on the
-          device; on the CPU, the most memory of this process that was resident. Systems without
-          such a count leave it out.
+        - ``"seconds_per_step"``: the mean over the steps since the last call;
+        - ``"tokens_per_second"``: of all ranks together. Tokens that ranks along a model axis share
+          count once;
+        - ``"peak_memory"``: on CUDA, the most bytes that tensors of this process have taken; on the
+          CPU, the largest resident memory of this process, if the system counts it.
 
     Raises:
         TypeError: ``mesh`` is no mesh; in ``meter``: ``state`` is no ``TrainState``.
@@ -96,7 +94,6 @@ def make_meter(
 
 
 def _peak_memory(device: torch.device) -> int | None:
-    """Return the most bytes that this process has taken on a device; ``None`` if nothing tells."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     try:

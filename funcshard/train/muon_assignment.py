@@ -1,11 +1,9 @@
 """The Muon assignment: which rank computes the update of which matrix, and the data sent for it.
 
-Muon orthogonalises the update of each matrix as a whole, but every rank holds only a part of most
-matrices. So the assignment gives each matrix an owner. The parts meet there in stages: first, along
-the shard axis, the elements of flat shards; then, along each model axis that cuts the matrix, its
-slices. The owner orthogonalises the update, and the stages run back in reverse. Each is one
-all-to-all each way. Everything here is pure data that follows from the plan; ``muon_step`` executes
-it.
+Muon orthogonalises whole matrices, so each one has an owner. Its parts meet there in stages: first,
+along the shard axis, the elements of flat shards; then, along each model axis that cuts the matrix,
+its slices. Afterwards the stages run back in reverse. Each is one all-to-all each way. All of this
+is data that follows from the plan; ``muon_step`` executes it.
 """
 
 from __future__ import annotations
@@ -45,22 +43,21 @@ meet along the shard axis."""
 def assign_owners(plan: Plan, matrices: Iterable[str] | None = None) -> Owners:
     """Assign each matrix of a plan to the rank that computes its update, with the work balanced.
 
-    The work of a matrix is its number of elements times its smaller side, as in the products of the
-    Newton–Schulz iteration. The heaviest matrix is assigned first, and each matrix goes to the rank
-    that has the least work so far. The matrices are shared out among the ranks along the shard
-    axis, and those that are cut along a model axis also among the ranks along that axis. Ranks
-    along every other axis repeat the same work and send each other nothing.
+    The work of a matrix is its number of elements times its smaller side. The heaviest matrix is
+    assigned first, each to the rank that has the least work so far: among the ranks along the shard
+    axis, and along each model axis that cuts the matrix. Ranks along other axes repeat the same
+    work.
 
     Arguments:
         plan: the plan.
-        matrices: paths or globs of nodes; the trainable leaves of two dimensions under these nodes
-            are assigned. By default every trainable leaf of two dimensions is.
+        matrices: paths or globs of nodes, whose trainable leaves of two dimensions are assigned; by
+            default all such leaves.
 
     Returns:
         The owners.
 
     Raises:
-        ValueError: a glob matches nothing, or the nodes that the globs match hold no matrix.
+        ValueError: a glob matches nothing, or the nodes hold no matrix.
 
     Example:
         >>> import torch, funcshard as fs
@@ -122,13 +119,11 @@ _Candidate = tuple[int, int, tuple[tuple[int, ...], list[int]]]
 def _least_loaded(
     candidates: list[_Candidate], load: Sequence[int]
 ) -> tuple[tuple[int, ...], list[int]]:
-    """Return the first group of ranks with the least load, from a heap.
-
-    Loads only grow, so the load that the heap has for a group is never too large. The first group
-    for which it is right has the least load of all.
-    """
+    """Return the first group of ranks with the least load, from a heap."""
     while True:
         seen_load, order, (index, ranks) = candidates[0]
+        # Note: loads only grow, so the heap's load is never too large, and the first group for
+        # which it is right has the least of all.
         current_load = max(load[rank] for rank in ranks)
         if current_load == seen_load:
             return index, ranks
@@ -136,7 +131,6 @@ def _least_loaded(
 
 
 def _positions(axes: Mapping[str, int]) -> list[dict[str, int]]:
-    """Return the index along each axis of every rank of a grid, in the order of ranks."""
     return [position_of(rank, axes) for rank in range(math.prod(axes.values()))]
 
 
@@ -152,9 +146,8 @@ class Matrix:
         unit: name of its unit.
         buffer: its flat buffer.
         leaf: the leaf.
-        owners: the stages in which its parts meet, in order, each with the position along the
-            stage's axis of the rank at which they meet. A leaf that is local to a rank has none, so
-            that every rank owns its own matrix.
+        owners: the stages in which its parts meet, in order, each with the index along the stage's
+            axis at which they meet; none for a leaf that is local to a rank.
     """
 
     unit: str
@@ -165,7 +158,7 @@ class Matrix:
     def place(self, stage: Stage = "") -> dict[str, int]:
         """Return the position, along some axes, of the ranks that hold a part in ``stage``.
 
-        Without a stage, it is that of the ranks that own the whole matrix.
+        Without a stage, it is that of the owners of the whole matrix.
         """
         before = itertools.takewhile(lambda owner: owner[0] != stage, self.owners)
         return {axis or "shard": index for axis, index in before}
@@ -185,15 +178,12 @@ class Matrix:
         return Part(self, peer, dim, index * shape[dim], shape)
 
     def runs(self, stage: Stage, ranks: int, back: bool) -> list[tuple[range, int]]:
-        """Return the ranks along the stage's axis whose parts are sent, in runs of equal parts.
+        """Return the ranks whose parts are sent, in runs of equal parts, with a part's elements.
 
         Arguments:
             stage: the stage.
             ranks: number of ranks along its axis.
-            back: whether the parts are sent back by the owner.
-
-        Returns:
-            Ranks, and the number of elements of the part of each of them.
+            back: whether the owner sends the parts back.
         """
         if stage is not None:
             return [(range(ranks), math.prod(self.shape(stage)))]
@@ -217,7 +207,7 @@ class Part(NamedTuple):
 
     Attributes:
         matrix: the matrix.
-        peer: the rank along the stage's axis that it goes to, or comes from.
+        peer: the index along the stage's axis that it goes to, or comes from.
         dim: the dimension along which the parts follow one another.
         begin: where it begins along this dimension.
         shape: its shape; that of elements of a flat shard has one dimension.
@@ -246,12 +236,12 @@ class AllToAll:
 
     Attributes:
         axis: the mesh axis.
-        sent: the parts that it sends, in the order of the ranks that receive them.
+        sent: the parts that it sends, in the order of their receivers.
         send_sizes: number of elements that it sends to each rank, itself included.
-        received: the parts that it receives, in the order of the ranks that send them.
+        received: the parts that it receives, in the order of their senders.
         receive_sizes: number of elements that it receives from each rank, itself included.
-        event: the collective as ``record_events`` records it; ``None`` if no rank has anything to
-            send to another one, so that no collective runs.
+        event: the collective as ``record_events`` records it; ``None`` if no rank sends anything to
+            another one, and none runs.
     """
 
     axis: str
@@ -283,21 +273,12 @@ class Owners(Shown):
 
     @property
     def of(self) -> dict[str, int | None]:
-        """The position of each matrix's owner along the shard axis, by path.
-
-        ``None`` represents a matrix that is local to a rank: every rank owns its own.
-        """
+        """Index of each matrix's owner along the shard axis; ``None`` if every rank owns one."""
         return {matrix.leaf.path: dict(matrix.owners).get(None) for matrix in self.matrices}
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """The collectives of one step, as ``record_events`` records them.
-
-        The first all-to-all brings the updates to the owners, the last one brings the
-        orthogonalised updates back. Between them are two for each axis along which ranks hold
-        slices of matrices: to join the slices, and to return them. An all-to-all in which no
-        rank sends anything to another one does not run.
-        """
+        """The collectives of one step, as ``record_events`` records them."""
         stages = self.stages
         step_events = [
             *(self._event(stage, back=False) for stage in stages),
@@ -312,7 +293,7 @@ class Owners(Shown):
         return tuple(stage for stage in (None, *reversed(dict(self.axes))) if stage in used)
 
     def all_to_all(self, stage: Stage, position: Mapping[str, int], back: bool) -> AllToAll:
-        """Return the part of the rank at ``position`` in a stage, on the way there or back."""
+        """Return the part of the rank at ``position`` in a stage, there or back."""
         axis = stage or "shard"
         mine, ranks = position[axis], dict(self.axes)[axis]
         held: list[Part] = []
@@ -332,7 +313,6 @@ class Owners(Shown):
         )
 
     def _event(self, stage: Stage, back: bool) -> Event | None:
-        """Return the all-to-all of a stage; it counts the busiest rank."""
         axis = stage or "shard"
         ranks = dict(self.axes)[axis]
         members = [matrix for matrix in self.matrices if stage in dict(matrix.owners)]
@@ -355,6 +335,7 @@ class Owners(Shown):
                     steps[key][run.start] += numel
                     steps[key][run.stop] -= numel
         held = (max(itertools.accumulate(changes)) for changes in steps.values())
+        # Note: an event of an exchange counts the busiest rank; see ``Event.bytes``.
         size = max(*owned.values(), *held, 0, 0) * dtype_of(_SENT_DTYPE).itemsize
         return Event("all_to_all", None, "", _SENT_DTYPE, size, axis, ranks) if size else None
 
@@ -372,7 +353,7 @@ class Owners(Shown):
 
 
 def _in_order(parts: list[Part], ranks: int) -> tuple[tuple[Part, ...], tuple[int, ...]]:
-    """Return parts in the order of their peers, and the number of elements of each peer."""
+    """Return parts in the order of their peers, and each peer's number of elements."""
     sizes = [0] * ranks
     for part in parts:
         sizes[part.peer] += part.numel

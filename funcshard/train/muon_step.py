@@ -1,12 +1,7 @@
 """``muon``: Muon on flat shards, without gathering any matrix on every rank.
 
-Momentum, weight decay and the final update are elementwise, so they run on the shards. Only the
-orthogonalisation needs whole matrices. Each matrix has an owner (see ``muon_assignment``). An
-all-to-all brings the owners the parts of the update that they do not hold; each owner
-orthogonalises its matrices; and a second all-to-all brings every rank the parts that it holds. If
-ranks along a model axis hold slices of a matrix, two further all-to-alls join them at one of their
-owners and return them. All carry bfloat16, so the bits are those of ``torch.optim.Muon`` on the
-whole model.
+Momentum, weight decay and the final update are elementwise, so they run on the shards. All-to-alls
+bring the updates to the owners of matrices, which orthogonalise them, and back.
 """
 
 from __future__ import annotations
@@ -48,24 +43,23 @@ def muon(
 ) -> TorchOptimizer:
     """Return a pair ``(init, step)`` that updates matrices with Muon and other leaves with AdamW.
 
-    One rank computes the update of each matrix, its owner; see ``assign_owners``. The assignment is
-    ``optimizer.step.owners``, and ``optimizer.step.owners.events`` lists the collectives of one
-    step: two all-to-alls along the shard axis, and two along each axis along which ranks hold
-    slices of matrices (``local={"up": {"tensor": 0}}``). Ranks along other axes do the same work.
+    One rank computes the update of each matrix, its owner: ``optimizer.step.owners``, from
+    ``assign_owners``. ``optimizer.step.owners.events`` lists the collectives of one step: two
+    all-to-alls along the shard axis, and two along each axis that cuts matrices
+    (``local={"up": {"tensor": 0}}``). The bits are those of ``torch.optim.Muon`` on the whole
+    model.
 
-    The state is ``{"steps", "momentum", "adamw"}``. ``momentum`` has one flat tensor for each
-    shard, as long as the parts of matrices in that shard; ``adamw`` is AdamW's state of all other
-    leaves. The step donates parameters and state, as in ``torch_optimizer``. While it runs, a rank
-    also holds the updates of all matrices that it owns: about as many elements as its shards, in
-    bfloat16.
+    The state is ``{"steps", "momentum", "adamw"}``: one flat momentum for the parts of matrices in
+    each shard, and AdamW's state of all other leaves. The step donates parameters and state, as in
+    ``torch_optimizer``.
 
     Arguments:
         plan: the plan of the shards.
         mesh: the ranks.
-        matrices: paths or globs of nodes; Muon updates the trainable leaves of two dimensions under
-            these nodes. By default it updates every trainable leaf of two dimensions, though
-            embeddings and output layers are better left to AdamW.
-        adamw: options of ``torch.optim.AdamW``, and ``"groups"`` as ``torch_optimizer`` takes them.
+        matrices: paths or globs of nodes, whose trainable leaves of two dimensions Muon updates; by
+            default all such leaves, though you'd better leave embeddings and output layers to
+            AdamW.
+        adamw: options of ``torch.optim.AdamW``, and ``"groups"`` as in ``torch_optimizer``.
         options: options of ``torch.optim.Muon`` (``lr``, ``momentum``, ``weight_decay`` and so on),
             with its defaults. An option may be a function of the number of steps taken.
 
@@ -73,10 +67,9 @@ def muon(
         The pair ``(init, step)``, for ``make_train_step`` or to be called by hand.
 
     Raises:
-        ValueError: a path or glob of ``matrices`` matches nothing, the nodes that they match hold
-            no matrix, ``torch.optim.Muon`` refuses the value of an option, or the mesh has another
-            shape than the plan. In ``step``: the state is one of another optimizer or plan, as far
-            as its names and sizes tell.
+        ValueError: ``matrices`` match nothing or no matrix, an option has no valid value, or the
+            mesh does not have the plan's shape. In ``step``: the state is one of another optimizer
+            or plan, as far as its names and sizes tell.
         TypeError: ``torch.optim.Muon`` has no such option.
 
     Example:
@@ -170,7 +163,7 @@ class MuonStep:
         return {"steps": 0, "momentum": momentum, "adamw": {"steps": 0, "leaves": leaf_states}}
 
     def __call__(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        """Update ``params`` and ``state``, which are donated, by one step, and return them."""
+        """Update ``params`` and ``state``, which are donated, by one step."""
         check_shards(self.plan, params)
         self._check_state(state)
         options = self._options_at(state["steps"])
@@ -203,13 +196,13 @@ class MuonStep:
 
     @property
     def schedules(self) -> dict[str, Schedule]:
-        """The options that are functions of the number of steps; AdamW's begin with ``adamw.``."""
+        """The options that are functions of the number of steps; AdamW's with ``adamw.`` before."""
         return schedules_in(self.options) | {
             f"adamw.{name}": schedule for name, schedule in self.adamw.schedules.items()
         }
 
     def param_groups(self, steps: int) -> list[dict[str, Any]]:
-        """Return Muon's options as ``torch.optim`` writes them, with the paths of the matrices."""
+        """Return Muon's options as ``torch.optim`` writes them, with the matrices' paths."""
         paths = list(self.owners.of)
         return [{**self._options_at(steps), "params": paths}] if paths else []
 
@@ -225,7 +218,6 @@ class MuonStep:
         return options
 
     def _check_state(self, state: Any) -> None:
-        """Raise ``ValueError`` unless ``state`` is one of this optimizer."""
         check_form(state, {"steps", "momentum", "adamw"}, "muon")
         check_not_donated(state["momentum"])
         for (unit_name, key), numel in self.numels.items():
@@ -241,7 +233,7 @@ class MuonStep:
     def _update_momentum(
         self, grads: Any, momentum: Any, options: Mapping[str, Any]
     ) -> dict[str, torch.Tensor]:
-        """Update momentum in place; return this rank's part of each matrix's update, by path."""
+        """Update momentum; return this rank's part of each matrix's update, by path."""
         updates: dict[str, torch.Tensor] = {}
         for unit, buffer in trainable_buffers(self.plan):
             momentum_shard, grad = momentum[unit.name][buffer.key], grads[unit.name][buffer.key]
@@ -266,7 +258,7 @@ class MuonStep:
         return updates
 
     def _bring_to_owners(self, updates: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the updates that this rank owns, given the parts that lie in its shards."""
+        """Return the updates that this rank owns, given the parts in its shards."""
         for stage in self.there:
             sent_parts = [updates.pop(part.path) for part in stage.sent]
             received_updates = self._exchange(stage, sent_parts)
@@ -280,7 +272,7 @@ class MuonStep:
         return updates
 
     def _bring_back(self, updates: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the parts of updates that lie in this rank's shards; undoes the above."""
+        """Return the parts in this rank's shards, given the updates that it owns."""
         for stage in self.back:
             sent_parts = []
             for part in stage.sent:
@@ -296,7 +288,7 @@ class MuonStep:
         return updates
 
     def _exchange(self, stage: AllToAll, sent: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run one all-to-all; return the parts that this rank receives."""
+        """Run one all-to-all; return the parts received."""
         flat_parts = [part.reshape(-1) for part in sent]
         if stage.event is not None:
             # A rank without matrices takes part all the same.
@@ -316,7 +308,6 @@ class MuonStep:
 
 
 def _with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Muon's options with its defaults; ``torch.optim.Muon`` checks them."""
     # The class checks the options and fills in the defaults for any matrix.
     matrix = torch.nn.Parameter(torch.empty(1, 1, dtype=torch.float32, device="cpu"))
     (group,) = torch.optim.Muon([matrix], **options).param_groups
@@ -325,13 +316,12 @@ def _with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _orthogonalise(update: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
-    """Return a matrix like ``update`` with singular values near one, as ``torch.optim.Muon`` does.
-
-    The iteration is Newton–Schulz; ``options`` holds its coefficients and number of iterations.
-    """
+    """Return a matrix like ``update`` with singular values near one, by Newton–Schulz iteration."""
     if update.size(0) > update.size(1):  # the products of a wide matrix are the smaller ones
         return _orthogonalise(update.T, options).T
     a, b, c = options["ns_coefficients"]
+    # Why like this: operations and their order are those of ``torch.optim.Muon``, whose bits we
+    # match.
     x = update / update.norm().clamp(min=options["eps"])
     for _ in range(options["ns_steps"]):
         gram = x @ x.T
@@ -340,7 +330,7 @@ def _orthogonalise(update: torch.Tensor, options: Mapping[str, Any]) -> torch.Te
 
 
 def _adjusted_lr(options: Mapping[str, Any], shape: tuple[int, ...]) -> float:
-    """Return the learning rate for a matrix of ``shape``, adjusted as ``torch.optim.Muon`` does."""
+    """Return the learning rate for a matrix of ``shape``, as ``torch.optim.Muon`` adjusts it."""
     rows, columns = shape
     lr: float = options["lr"]
     if options["adjust_lr_fn"] == "match_rms_adamw":

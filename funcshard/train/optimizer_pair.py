@@ -1,8 +1,4 @@
-"""An optimizer as a pair of functions, of either kind; and errors for other objects in its place.
-
-``torch_optimizer`` and ``muon`` return a ``TorchOptimizer``; TorchOpt and optax make pairs
-``(init, update)``.
-"""
+"""An optimizer as a pair of functions: a ``TorchOptimizer``, or ``(init, update)`` as in optax."""
 
 from __future__ import annotations
 
@@ -38,9 +34,9 @@ class TorchOptimizer(NamedTuple):
 
     Attributes:
         init: ``init(params) -> state``.
-        step: ``step(grads, state, params) -> (params, state)``. The tensors of ``state`` and
-            ``params`` are donated: the step updates them in place and returns them, and the old
-            ones raise an error when they are used.
+        step: ``step(grads, state, params) -> (params, state)``. It donates ``state`` and
+            ``params``: it updates their tensors in place, and the old ones raise an error if you
+            use them.
     """
 
     init: Callable[[Any], Any]
@@ -54,7 +50,7 @@ class TorchOptimizer(NamedTuple):
 
 
 def refusal(cls: Any) -> Exception:
-    """Return the error for a value that is no class of elementwise optimizers."""
+    """Return the error for what is no class of elementwise optimizers."""
     remedy = "pass elementwise=True if it is one too"
     if isinstance(cls, torch.optim.Optimizer):
         remedy = f"pass torch_optimizer(torch.optim.{type(cls).__name__}, lr=...)"
@@ -75,7 +71,7 @@ def refusal(cls: Any) -> Exception:
 
 
 def check_optimizer(optimizer: Any, plan: Plan) -> None:
-    """Raise unless ``optimizer`` is a pair of functions, made for shards that ``plan`` cuts."""
+    """Raise unless ``optimizer`` is a pair of functions, for shards that ``plan`` cuts."""
     is_pair = isinstance(optimizer, tuple) and len(optimizer) == 2
     # The second function of a plain pair returns updates, and not parameters.
     is_opened = is_pair and hasattr(optimizer[1], "param_groups")
@@ -108,7 +104,6 @@ def check_optimizer(optimizer: Any, plan: Plan) -> None:
 
 
 def _title(value: Any) -> str:
-    """Return the name of a class or function, or what else was found, for an error."""
     if isinstance(value, torch.optim.Optimizer):
         return f"an instance of {type(value).__name__}"
     return repr(getattr(value, "__name__", value))

@@ -1,6 +1,6 @@
 """Optimizers as pairs of pure functions: ``torch_optimizer`` for the classes of ``torch.optim``.
 
-The class computes on views of this rank's flat shards, one for each parameter group.
+The class computes on views of this rank's flat shards.
 """
 
 from __future__ import annotations
@@ -56,41 +56,38 @@ def torch_optimizer(
 ) -> TorchOptimizer:
     """Return a ``torch.optim`` class as a pair of functions ``(init, step)``.
 
-    The class does the computing, so its ``fused`` and ``foreach`` kernels work as usual. The state
-    is ``{"steps": number of steps taken, "leaves": tree}``. The tree is like the parameters, with a
-    dictionary of the class's own state (``exp_avg``, ``step`` and so on) in place of each leaf. The
-    dictionaries are empty until the first step, as in ``torch.optim``.
+    The class does the computing, so ``fused`` and ``foreach`` work as usual. The state is
+    ``{"steps": number of steps taken, "leaves": tree}``, with a dictionary of the class's own state
+    (``exp_avg``, ``step`` and so on) in place of each parameter, empty until the first step.
 
     ``step(grads, state, params) -> (params, state)`` *donates* ``params`` and ``state``: it updates
-    their tensors in place and returns them, so that no second copy ever exists. To use the old
-    ``params`` or ``state`` after the call is an error; ``fs.copy`` makes a copy before it.
+    their tensors in place, and you can't use the old ones after the call. Call ``fs.copy`` before
+    to keep them.
 
     Arguments:
         cls: an optimizer class that updates each element by itself: SGD, Adam, AdamW, NAdam, RAdam,
             Adamax, Adadelta, Adagrad, RMSprop, Rprop, ASGD, or a subclass of one of these.
         elementwise: ``True`` accepts any other class, on your word that it updates each element by
-            itself. ``False`` refuses the class, even if it inherits from one of the above.
+            itself; ``False`` is an error, even for one of the above.
         groups: parameter groups, ``{"paths": [paths or globs of nodes], "weight_decay": 0.0}``
-            each. A group's options override ``options`` for the leaves under its paths; all other
-            leaves have ``options``. Groups cost no communication: the class updates views of each
-            shard. With groups, a scalar of the state (``step``) is a tuple with one value for each
-            group.
+            each, whose options override ``options`` for the leaves under these paths. Groups cost
+            no communication. With them, a scalar of the state (``step``) is a tuple with one value
+            for each group.
         plan: the plan of the shards; needed with ``groups``.
         mesh: the ranks; needed with ``groups``.
         options: arguments of the class (``lr``, ``weight_decay``, ``fused`` and so on). An option
-            may be a function of the number of steps taken, which makes it a schedule, as those of
-            optax are; ``torch_schedule`` makes one of a scheduler of torch.
+            may be a function of the number of steps taken, such as one of optax or
+            ``torch_schedule``.
 
     Returns:
         The pair ``(init, step)``, for ``make_train_step`` or to be called by hand.
 
     Raises:
         TypeError: the class has no such option.
-        ValueError: the class is not known to be elementwise, and would silently compute something
-            else on flat shards; the class refuses the value of an option; or groups overlap, match
-            no leaf, or come without plan and mesh. In ``step``: the state is one of another
-            optimizer or plan, as far as its names and sizes tell, or a schedule returns a learning
-            rate that is negative or not finite.
+        ValueError: the class is not known to be elementwise; an option has no valid value; or
+            groups overlap, match no leaf, or come without plan and mesh. In ``step``: the state is
+            one of another optimizer or plan, as far as its names and sizes tell, or a schedule
+            returns no valid rate.
 
     Example:
         >>> import torch, funcshard as fs
@@ -135,7 +132,7 @@ def grouped_step(
     mesh: Mesh,
     left_out: Iterable[str] = (),
 ) -> TorchStep:
-    """Return the step of a class with parameter groups; it leaves the leaves ``left_out`` alone."""
+    """Return the step of a class with parameter groups, without the leaves ``left_out``."""
     check_fits(plan, mesh)
     # Group 0 has no options of its own: all leaves have ``options``, and a group overrides them.
     group_of, group_options = group_leaves(plan, groups, left_out)
@@ -169,10 +166,9 @@ class TorchStep:
 
     Attributes:
         cls: the class.
-        options: the options of all leaves, then the options that each further group overrides.
-        known: the entries that the class keeps of each leaf; ``None`` if these are not known.
-        plan: the plan of the shards; ``None`` without groups, and then parameters may be any
-            pytree.
+        options: the options of all leaves, then those that each further group overrides.
+        known: the entries that the class keeps of each leaf, if known.
+        plan: the plan of the shards; ``None`` without groups, for any pytree.
         layout: the groups of leaves; ``None`` without groups.
         ranges: the ranges of each shard that groups occupy, a tree like the shards.
     """
@@ -185,7 +181,7 @@ class TorchStep:
     ranges: Any = None
 
     def __call__(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        """Update ``params`` and ``state``, which are donated, by one step, and return them."""
+        """Update ``params`` and ``state``, which are donated, by one step."""
         check_form(state, {"steps", "leaves"}, self.title)
         check_not_donated(state["leaves"])
         leaves, unflatten = tree.flatten(params)
@@ -229,7 +225,7 @@ class TorchStep:
 
     @property
     def rate(self) -> Any:
-        """The learning rate of the leaves that no group has another rate for."""
+        """The learning rate of the leaves for which no group has another one."""
         return self.schedules.get("lr") or rate_in(self.options[0], self.cls)
 
     @property
@@ -245,7 +241,7 @@ class TorchStep:
 
         Arguments:
             steps: number of steps taken, which schedules depend on.
-            paths: the trainable leaves, in the order in which the groups shall list them.
+            paths: the trainable leaves, in the order to list them.
         """
         # The class fills in its defaults, for which it needs parameters of some kind.
         no_elements = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -259,7 +255,6 @@ class TorchStep:
         ]
 
     def _views(self, grads: Any, leaves: Sequence[torch.Tensor], params: Any) -> list[list[_View]]:
-        """Return the views of each leaf of ``params`` that the class shall update."""
         leaf_grads = subtrees(params, grads, "the gradient", _PASS_GRADIENTS)
         # Without groups each leaf is one view of itself, whatever its shape.
         leaf_ranges: list[_ShardRanges | None] = [None] * len(leaves)
@@ -305,7 +300,7 @@ class TorchStep:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """An option that is a function of the number of steps, and raises for a forbidden value.
+    """An option that is a function of the number of steps, with a check of its values.
 
     Attributes:
         name: name of the option.
@@ -316,7 +311,6 @@ class Schedule:
     function: Callable[[int], Any]
 
     def __call__(self, steps: int) -> Any:
-        """Return the value of the option after a number of steps."""
         # Note: a schedule of NumPy or of optax returns a scalar of its own class.
         value = plain_number(self.function(steps))
         check_value(self.name, value, f" at step {steps}")
@@ -324,7 +318,7 @@ class Schedule:
 
 
 def schedules_in(options: Mapping[str, Any], prefix: str = "") -> dict[str, Schedule]:
-    """Return the options that are functions of the number of steps, by name with a prefix."""
+    """Return the options that are functions of the number of steps, by prefixed name."""
     return {
         f"{prefix}{name}": Schedule(name, value)
         for name, value in options.items()
@@ -333,7 +327,7 @@ def schedules_in(options: Mapping[str, Any], prefix: str = "") -> dict[str, Sche
 
 
 def options_at(options: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """Return options with the values that schedules have after a number of steps."""
+    """Return options with the values that schedules have after so many steps."""
     if current_recording() is not None:
         steps = 0  # a graph that fs.trace records asks the schedules each time it runs
     option_values = dict(options)
@@ -363,7 +357,7 @@ class _View(NamedTuple):
     Attributes:
         parameter: the view, with its part of the gradient.
         group: number of its group.
-        in_state: where its elements lie in the flat tensors of the leaf's state.
+        in_state: the place of its elements in the flat tensors of the leaf's state.
     """
 
     parameter: torch.nn.Parameter
@@ -374,7 +368,6 @@ class _View(NamedTuple):
 def _views_of(
     leaf: torch.Tensor, grad: torch.Tensor | None, ranges: _ShardRanges | None
 ) -> list[_View]:
-    """Return a view of each range of a leaf; of the whole leaf without ranges."""
     if grad is not None:
         grad = grad.to(leaf.dtype)  # it may be of lower precision
     if ranges is None:
@@ -394,10 +387,7 @@ def _views_of(
 def _split_state(
     leaf_state: Mapping[str, Any], views: Sequence[_View], num_groups: int | None
 ) -> list[dict[str, Any]]:
-    """Return the state of each view, given its leaf's state; ``_merge_state`` is the inverse.
-
-    A group without a scalar that another group has begins from scratch, as its views have no state.
-    """
+    """Return the state of each view, given its leaf's state; inverse of ``_merge_state``."""
     if num_groups is None:
         return [dict(leaf_state)]
     view_states: list[dict[str, Any]] = [{} for _ in views]
@@ -413,6 +403,7 @@ def _split_state(
             group_states = [
                 state for state, view in zip(view_states, views, strict=True) if view.group == group
             ]
+            # Note: a group without a scalar that another group has begins from scratch.
             if scalar is None and has_begun:
                 fresh_states += group_states
                 continue
@@ -434,10 +425,7 @@ def _merge_state(
     states: list[dict[str, Any]],
     num_groups: int | None,
 ) -> dict[str, Any]:
-    """Return the state of a leaf, given the states of its views after the step.
-
-    The flat tensors of ``leaf_state``, which the step has updated in place, are reused.
-    """
+    """Return the state of a leaf in the flat tensors of ``leaf_state``, given that of its views."""
     if num_groups is None:
         return states[0]
     merged_state: dict[str, Any] = {}
@@ -464,16 +452,7 @@ def _merge_state(
 
 
 def apply_optimizer(optimizer: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    """Return ``(params, state)`` after one update by an optimizer of either kind.
-
-    Arguments:
-        optimizer: the pair that ``torch_optimizer`` or ``muon`` returned, or a pair
-            ``(init, update)`` as TorchOpt and optax write it: ``update(grads, state, params)``
-            returns ``(updates, state)``, and the updates are added to the parameters.
-        grads: a tree like ``params``.
-        state: the optimizer's state.
-        params: the tree to update.
-    """
+    """Return ``(params, state)`` after one update by an optimizer of either kind."""
     if isinstance(optimizer, TorchOptimizer):
         return optimizer.step(grads, state, params)
     _, update = optimizer

@@ -1,8 +1,6 @@
 """Parameter groups on flat shards: the group of each leaf, and a group's ranges of a shard.
 
-A flat shard holds its leaves one after another, so the leaves of one group occupy a few contiguous
-ranges of the shard. A slice of such a range is a view: an optimizer that updates the view in place
-updates the shard.
+A slice of such a range is a view: an optimizer that updates it in place updates the shard.
 """
 
 from __future__ import annotations
@@ -43,12 +41,10 @@ class GroupRange(NamedTuple):
 class ParamGroupLayout:
     """The ranges that each group occupies in the shards of one rank.
 
-    A leaf that is missing from ``group_of`` belongs to no group, and its elements to no range.
-
     Attributes:
-        group_of: number of each leaf's group, by path.
+        group_of: number of each leaf's group, by path; leaves of no group are missing.
         count: number of groups.
-        shard_rank: this rank's position along the shard axis.
+        shard_rank: this rank's index along the shard axis.
     """
 
     group_of: Mapping[str, int]
@@ -56,10 +52,7 @@ class ParamGroupLayout:
     shard_rank: int
 
     def ranges(self, buffer: BufferPlan) -> tuple[GroupRange, ...]:
-        """Return the ranges of this rank's shard of ``buffer``, in order.
-
-        The padding at the end of the buffer belongs to the group of the last leaf.
-        """
+        """Return the ranges of this rank's shard of ``buffer``, in order."""
         group_ranges: list[GroupRange] = []
         for leaf in buffer.leaves:
             group = self.group_of.get(leaf.path)
@@ -67,6 +60,7 @@ class ParamGroupLayout:
             start = max(part.shard_begin, 0)  # negative in a shard that holds nothing but padding
             stop = start + part.numel
             if leaf is buffer.leaves[-1]:
+                # Note: the padding belongs to the group of the last leaf.
                 stop = buffer.shard_numel
             if group is None or start >= stop:
                 continue
@@ -76,21 +70,14 @@ class ParamGroupLayout:
         return tuple(group_ranges)
 
     def pick(self, flat: torch.Tensor, buffer: BufferPlan) -> torch.Tensor:
-        """Return the elements of a shard that belong to a group, range after range.
-
-        ``spread`` is the inverse. The result is ``flat`` itself if every element belongs to a
-        group.
-        """
+        """Return the elements of a shard that belong to a group; ``spread`` is the inverse."""
         picked_parts = [flat[start:stop] for _, start, stop in self.ranges(buffer)]
         if sum(part.numel() for part in picked_parts) == flat.numel():
             return flat
         return torch.cat([flat[:0], *picked_parts])
 
     def spread(self, picked: torch.Tensor, buffer: BufferPlan) -> torch.Tensor:
-        """Return a flat tensor as long as the shard, with zeros outside the ranges.
-
-        ``pick`` is the inverse.
-        """
+        """Return a flat tensor as long as the shard, with zeros outside the ranges."""
         if picked.numel() == buffer.shard_numel:
             return picked
         flat = picked.new_zeros(buffer.shard_numel)
@@ -106,12 +93,12 @@ def group_leaves(
 ) -> tuple[dict[str, int], list[dict[str, Any]]]:
     """Return the number of each trainable leaf's group by path, and the options of each group.
 
-    Group 0 holds the leaves that no group's globs match, and has no options.
+    Group 0 holds the leaves that no group matches, and has no options.
 
     Arguments:
         plan: the plan.
         groups: ``{"paths": [paths or globs of nodes], option: value, ...}`` for each group.
-        left_out: paths of leaves that belong to no group, not even to group 0.
+        left_out: paths of leaves of no group, not even group 0.
     """
     trainable_paths = {leaf.path for _, buffer in trainable_buffers(plan) for leaf in buffer.leaves}
     group_of = dict.fromkeys(sorted(trainable_paths.difference(left_out)), 0)
@@ -133,7 +120,7 @@ def group_leaves(
 
 
 def check_groups(groups: Any) -> Sequence[Any]:
-    """Return parameter groups as they are; raise ``TypeError`` if they are no list of groups."""
+    """Return parameter groups; raise ``TypeError`` unless they are a list of groups."""
     if not isinstance(groups, list | tuple) or not all(
         isinstance(group, Mapping) and "paths" in group for group in groups
     ):
@@ -147,8 +134,7 @@ def check_groups(groups: Any) -> Sequence[Any]:
 def leaves_under(plan: Plan, globs: Iterable[str], kind: str) -> list[str]:
     """Return the paths of the leaves under the nodes that ``globs`` match, in tree order.
 
-    ``kind`` names the globs in error messages. A tied leaf lies under a node if any of its paths
-    does.
+    ``kind`` names the globs in errors. A tied leaf is there if any of its paths is.
     """
     leaf_uses = [
         (leaf.path, *leaf.aliases) for leaf in sorted(plan.leaves, key=lambda leaf: leaf.index)
@@ -165,7 +151,7 @@ def leaves_under(plan: Plan, globs: Iterable[str], kind: str) -> list[str]:
 
 
 def trainable_buffers(plan: Plan) -> list[tuple[UnitPlan, BufferPlan]]:
-    """Return every flat buffer that has gradients, with its unit, in plan order."""
+    """Return every flat buffer that has gradients, with its unit."""
     return [
         (unit, buffer) for unit in plan.unit_list for buffer in unit.buffers if buffer.trainable
     ]

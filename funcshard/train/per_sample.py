@@ -1,9 +1,7 @@
 """``per_sample_grad``: the mean of single samples' gradients, each clipped to a norm, plus noise.
 
-Each rank clips and adds up the gradients of its samples, and only the sum is reduced. After the
-reduction a gradient is already a sum over ranks, and no sample's own gradient can be told from it.
-Ranks along a model axis compute a sample's loss together, so the gradient of each sample is added
-up over them first.
+Each rank clips and adds up its samples' gradients before anything is reduced: afterwards a gradient
+is a sum over ranks, from which no sample's can be told.
 """
 
 from __future__ import annotations
@@ -52,55 +50,47 @@ def per_sample_grad(
 ) -> Callable[..., tuple[tuple[torch.Tensor, torch.Tensor], Shards]]:
     """Return a function that computes the mean of the samples' clipped gradients, plus noise.
 
-    This is the gradient of differentially private training:
-    ``(Σ_i g_i · min(1, max_norm / |g_i|) + noise) / batch_size``. Here ``g_i`` is the gradient of
-    sample i of the whole world's batch, over all units together.
+    This is the gradient of differentially private training: ``(Σ_i g_i · min(1, max_norm / |g_i|) +
+    noise) / batch_size``, where ``g_i`` is the gradient of sample i of the whole world's batch.
 
-    Each rank clips the gradients of its samples and adds them up before anything is reduced. So
-    a call gathers each unit once and reduces it once, and ranks may have different numbers of
+    A call gathers each unit once and reduces it once, and your ranks may have different numbers of
     samples, or none. A rank holds all units gathered, one sum of gradients of that size, and the
     gradients of ``chunk_size`` samples at a time.
 
     Ranks along model axes, such as ``tensor``, work on the same samples, and the loss of a sample
-    is the mean of theirs. Of leaves that they share, the gradients of all samples are added up over
-    them, in an all-reduce for each chunk and buffer. The norm counts slices of one tensor, and
-    leaves that are local along model axes, on every rank, and all other leaves once.
+    is the mean of theirs. The gradients of leaves that they share take an all-reduce for each chunk
+    and buffer. docs/transforms.md explains both.
 
     Arguments:
         loss_fn: ``loss_fn(shards, *rest, sample)`` returns the loss of one sample, a scalar. It
-            runs under ``torch.vmap``, and must not communicate except by gathering units of
-            ``plan``, and along model axes. Random operations such as dropout draw different numbers
-            for each sample.
+            runs under ``torch.vmap``, and may communicate by gathering units of ``plan`` and along
+            model axes only. Dropout draws different numbers for each sample.
         plan: the plan of the shards.
         mesh: the ranks.
-        max_norm: a sample's gradient is scaled down to this norm if its own norm is larger.
-            ``None`` for no clipping.
+        max_norm: the largest norm of a sample's gradient; ``None`` for no clipping.
         noise_multiplier: standard deviation of the Gaussian noise that is added to the sum, in
-            units of ``max_norm``. Each element gets one draw, of a whole tensor that ranks hold in
-            slices too. The noise is the same for any number of ranks and any strategy.
-        generator: the generator that the noise is drawn from. It must be in the same state on every
-            rank; each call checks this.
+            units of ``max_norm``. The noise is the same for any number of ranks and any strategy.
+        generator: the generator of the noise, in the same state on every rank, which each call
+            checks.
         batch_size: the number that the sum is divided by, such as the expected size of a batch
-            whose samples are drawn at random. By default it is the number of samples of all ranks,
-            which one further small all-reduce counts.
-        chunk_size: the number of samples whose gradients exist at one time. By default it is the
-            number of this rank's samples.
+            whose samples are drawn at random; by default the number of samples of all ranks.
+        chunk_size: the number of samples whose gradients exist at one time; by default all of this
+            rank's.
         on_grads: ``on_grads(unit, grads)``, called for each chunk and unit with this rank's
-            gradients before clipping, ``{path: [samples, *shape]}``. It may change them in place;
-            the norms are those of the changed gradients.
+            gradients before clipping, ``{path: [samples, *shape]}``, which you may change in place.
 
     Returns:
         ``f(shards, *rest, batch, **kwargs)``, which returns ``((losses, norms), grads)``. ``batch``
-        is a pytree of tensors whose dim 0 counts this rank's samples. ``losses`` and ``norms`` are
-        this rank's own, of shape ``[samples]``; the norms are those before clipping. ``grads`` is a
-        tree like ``shards``, with ``None`` for frozen leaves.
+        is a pytree of tensors whose dim 0 counts this rank's samples. ``losses`` and ``norms``,
+        before clipping, are this rank's, of shape ``[samples]``. ``grads`` is a tree like
+        ``shards``, with ``None`` for frozen leaves.
 
     Raises:
-        ValueError: an argument is out of range or needs another one that is missing; generators
-            differ between ranks; the batch is not a pytree of tensors with one size of dim 0; the
-            plan has trainable leaves that are local along a data axis; ranks along a model axis
-            pass different numbers of samples; a loss depends on no trainable shard; or a gradient
-            reaches a shard other than by gathering its unit.
+        ValueError: an argument is out of range or needs another one; generators differ between
+            ranks; the batch is not a pytree of tensors with one size of dim 0; trainable leaves are
+            local along a data axis; ranks along a model axis pass different numbers of samples; a
+            loss depends on no trainable shard; or a gradient reaches a shard other than by
+            gathering its unit.
 
     Example:
         >>> import torch, funcshard as fs
@@ -188,7 +178,7 @@ def _noise(
     generator: torch.Generator,
     mesh: Mesh,
 ) -> torch.Tensor:
-    """Return this rank's shard of the noise for a buffer, with zeros on the padding."""
+    """Return this rank's shard of the noise for a buffer."""
     # Why every rank draws noise for the whole buffer: an element's noise then does not depend
     # on how many ranks share the buffer.
     buffer_noise = torch.zeros(buffer.padded_numel, dtype=grad.dtype, device=generator.device)
@@ -204,7 +194,7 @@ def _noise(
 def _draw_slices(
     buffer: BufferPlan, out: torch.Tensor, deviation: float, generator: torch.Generator, mesh: Mesh
 ) -> None:
-    """Draw noise for the whole tensors of local leaves; put this rank's slices into ``out``."""
+    """Put this rank's slices of noise for whole tensors into ``out``."""
     for leaf in buffer.leaves:
         # Ranks along these axes have leaves of their own, each of which gets a draw.
         own_sizes = {axis: mesh.shape.get(axis, 1) for axis in own_axes(buffer.local, leaf.cuts)}
@@ -219,10 +209,10 @@ def _draw_slices(
 
 
 def _over_data_axes(entry: UnitBuffer, mesh: Mesh) -> BufferComm:
-    """Return the communication of a sum that ranks along model axes agree on already."""
     axes = model_axes(mesh)
     if not axes:
         return entry.comm
+    # Note: ranks along model axes have agreed on the sum already, so it counts as local there.
     local_axes = tuple(dict.fromkeys((*entry.buffer.local, *axes)))
     topology = Topology(mesh, entry.unit.sharded, local_axes)
     return dataclasses.replace(entry.comm, topology=topology)

@@ -1,8 +1,7 @@
 """Sums of single samples' clipped gradients on one rank, before anything is reduced.
 
-Units are gathered once. Gradients are taken with respect to their gathered leaves, with ``vmap``.
-They stay apart by leaf, because to put each sample's gradients into a flat buffer would copy all of
-them once more.
+Gradients are taken with respect to gathered leaves, with ``vmap``. They stay apart by leaf: to put
+each sample's into a flat buffer would copy all of them once more.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class UnitBuffer(NamedTuple):
 
 
 def buffers_of(unit: UnitPlan, mesh: Mesh) -> list[UnitBuffer]:
-    """Return the flat buffers of a unit, frozen ones included."""
+    """Return the flat buffers of a unit."""
     comms = unshard(lambda leaves: leaves, unit, mesh).comms
     return [UnitBuffer(unit, *pair) for pair in zip(unit.buffers, comms, strict=True)]
 
@@ -53,10 +52,10 @@ class _Gathered(NamedTuple):
 
     Attributes:
         source: the buffer.
-        shard: its shard, which stands for it in the tree that the loss function gets.
+        shard: its shard in the tree that the loss function gets.
         whole: the gathered buffer.
         leaves: the leaves in it.
-        writes: how often torch had written to it when it came.
+        writes: its version when it came.
     """
 
     source: UnitBuffer
@@ -79,7 +78,8 @@ def sum_of_samples(
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Return losses and norms of this rank's samples, and the sums of their clipped gradients.
 
-    The sums are those of each trainable buffer, ``[padded_numel]``.
+    The sums are those of each trainable buffer, ``[padded_numel]``. Further arguments are those of
+    ``per_sample_grad``.
 
     Arguments:
         call: ``call(shards, sample)`` returns the loss of one sample.
@@ -87,9 +87,9 @@ def sum_of_samples(
         batch: a pytree of tensors whose dim 0 counts samples.
         buffers: all buffers of the plan.
         mesh: the ranks.
-        max_norm: see ``per_sample_grad``.
-        chunk_size: see ``per_sample_grad``.
-        on_grads: see ``per_sample_grad``.
+        max_norm: see there.
+        chunk_size: see there.
+        on_grads: see there.
     """
     samples, unflatten_sample = tree.flatten(batch)
     count = _count(samples)
@@ -174,10 +174,7 @@ def model_axes(mesh: Mesh) -> list[str]:
 
 
 def _over_model_axes(grads: Grads, source: UnitBuffer, mesh: Mesh) -> Grads:
-    """Return the gradients of samples from those of each rank's loss; may overwrite these.
-
-    They are contiguous, so that hooks may write to them and that they reshape without a copy.
-    """
+    """Return the gradients of samples, contiguous, from those of each rank's loss."""
     grads = [grad.detach().contiguous() for grad in grads]
     all_axes = model_axes(mesh)
     if not all_axes:
@@ -196,7 +193,6 @@ def _over_model_axes(grads: Grads, source: UnitBuffer, mesh: Mesh) -> Grads:
 def _call_hook(
     trained: Sequence[_Gathered], grads: Sequence[Grads], on_grads: OnSampleGrads
 ) -> None:
-    """Call ``on_grads`` for each unit with the gradients of one chunk."""
     by_unit: dict[str, dict[str, torch.Tensor]] = {}
     for entry, buffer_grads in zip(trained, grads, strict=True):
         by_path = by_unit.setdefault(entry.source.unit.name, {})
@@ -208,7 +204,7 @@ def _call_hook(
 
 
 def _norms(grads: Sequence[Grads], trained: Sequence[_Gathered], mesh: Mesh) -> torch.Tensor:
-    """Return the norm of each sample's gradient over all buffers, in float32 or wider."""
+    """Return the norm of each sample's gradient over all buffers."""
     by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for entry, buffer_grads in zip(trained, grads, strict=True):
         local_axes = tuple(axis for axis in model_axes(mesh) if axis in entry.source.buffer.local)
@@ -241,15 +237,7 @@ def _add(
     norms: torch.Tensor,
     max_norm: float | None,
 ) -> None:
-    """Add one chunk's gradients, each sample's clipped to ``max_norm``.
-
-    Arguments:
-        sums: the sum of each buffer so far.
-        grads: the gradients of each buffer.
-        trained: the buffers.
-        norms: the norm of each sample.
-        max_norm: the bound.
-    """
+    """Add one chunk's gradients to ``sums``, each sample's clipped to ``max_norm``."""
     clip_scale = torch.ones_like(norms)
     if max_norm is not None:
         clip_scale = (max_norm / norms).clamp(max=1.0)
@@ -258,11 +246,13 @@ def _add(
         for leaf, grad in zip(entry.source.buffer.leaves, buffer_grads, strict=True):
             if leaf.numel:
                 grad_rows = grad.reshape(len(grad), -1).to(buffer_sum.dtype)
+                # Why a product: it clips and adds in one pass, without a copy of the clipped
+                # gradients.
                 buffer_sum.narrow(0, leaf.offset, leaf.numel).addmv_(grad_rows.t(), sample_weights)
 
 
 def _count(samples: list[Any]) -> int:
-    """Return the number of samples, the one size of dim 0 of the batch's tensors."""
+    """Return the number of samples."""
     sizes: set[int | str] = set()
     for sample in samples:
         is_tensor = isinstance(sample, torch.Tensor) and sample.ndim > 0
@@ -297,7 +287,6 @@ def _check_samples(count: int, chunk_size: int | None, mesh: Mesh) -> None:
 
 
 def _check_direct(trained: Sequence[_Gathered], losses: torch.Tensor) -> None:
-    """Raise ``ValueError`` if a gradient reaches a shard other than by gathering its unit."""
     if not losses.requires_grad:
         return
     shards = [entry.shard for entry in trained]

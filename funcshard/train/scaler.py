@@ -23,8 +23,7 @@ class ScalerState(NamedTuple):
 
     Attributes:
         scale: the factor that the next loss is multiplied by, a float32 scalar.
-        growth_tracker: number of steps without infinities or NaN since the scale last changed, an
-            int32 scalar.
+        growth_tracker: number of good steps since the scale last changed, an int32 scalar.
 
     Example:
         >>> import torch, funcshard as fs
@@ -52,17 +51,15 @@ _REMEDIES = {
 class GradScaler:
     """Loss scaling: multiply the loss by a scale, so that small gradients do not vanish in float16.
 
-    The scale adapts. A step whose gradients have an infinity or NaN on any rank is skipped, and the
-    scale shrinks; after enough good steps in a row, the scale grows. The scaler itself holds the
-    options only: the scale lives in a ``ScalerState``. Pass the scaler to ``make_train_step``, or
-    call its methods in your own step: ``scale`` the loss, ``unscale`` the gradients, skip the
-    optimizer if ``found_inf``, and ``update`` the state.
+    A step whose gradients have an infinity or NaN on any rank is skipped, and the scale shrinks;
+    after enough good steps in a row, it grows. The scale is in a ``ScalerState``, not here. Pass
+    the scaler to ``make_train_step``, or call its methods in your own step: ``scale`` the loss,
+    ``unscale`` the gradients, skip the optimizer if ``found_inf``, and ``update`` the state.
 
     Attributes:
         init_scale: the first scale.
-        growth_factor: the scale is multiplied by this after ``growth_interval`` steps in a row
-            without infinities or NaN.
-        backoff_factor: the scale is multiplied by this after a step with infinities or NaN.
+        growth_factor: the factor of the scale after ``growth_interval`` good steps in a row.
+        backoff_factor: its factor after a step with infinities or NaN.
         growth_interval: the number of good steps after which the scale grows.
 
     Example:
@@ -77,8 +74,7 @@ class GradScaler:
         >>> bool(found_inf), scaler.update(state, found_inf).scale
         (True, tensor(4.))
 
-    Source: ``torch.amp.GradScaler``, which has the same scales step for step, except that a scale
-    of torch's can shrink to zero, and
+    Source: ``torch.amp.GradScaler``, whose scale can shrink to zero, and
     ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``.
     """
 
@@ -127,19 +123,16 @@ class GradScaler:
         donate: bool = False,
         plan: Plan | None = None,
     ) -> tuple[Any, torch.Tensor]:
-        """Divide gradients by the scale, and report whether any rank found an infinity or NaN.
-
-        It undoes ``scale``.
+        """Divide gradients by the scale, and tell whether any rank found an infinity or NaN.
 
         Arguments:
             grads: a tree like the shards; ``None`` leaves stay ``None``.
             state: the state that the loss was scaled with.
-            mesh: the ranks; one all-reduce of one number tells each of them about the gradients of
-                all.
-            donate: whether to write into the memory of ``grads``, which saves memory and time. The
-                given tensors cannot be used afterwards.
-            plan: the plan of the shards that ``grads`` are like. With it, padding at the end of a
-                shard does not count, even if a hook or an update of your own has written to it.
+            mesh: the ranks, which all-reduce one number.
+            donate: whether to write into the memory of ``grads``, so that you can't use them
+                afterwards.
+            plan: the plan of the shards that ``grads`` are like. With it, padding does not count,
+                even if a hook of yours has written to it.
 
         Returns:
             ``(grads, found_inf)``: a new tree, with gradients of lower precision cast to float32,
@@ -190,10 +183,7 @@ class GradScaler:
         return unflatten(unscaled_leaves), psum_world(any_inf, mesh) > 0
 
     def update(self, state: ScalerState, found_inf: torch.Tensor) -> ScalerState:
-        """Return the state after a step.
-
-        The scale shrinks if ``found_inf``, and grows after ``growth_interval`` steps without.
-        """
+        """Return the state after a step, with a smaller scale if ``found_inf``."""
         # Note: no branch on a value, so that the host does not wait for the device.
         found_inf = torch.as_tensor(found_inf, device=state.scale.device)
         good_steps = state.growth_tracker + 1
@@ -213,7 +203,7 @@ class GradScaler:
 
 
 def _without_paddings(grads: Any, plan: Plan | None, mesh: Mesh) -> list[torch.Tensor]:
-    """Return views of gradients without the padding at their ends; the gradients without a plan."""
+    """Return views of gradients without padding, as far as ``plan`` tells."""
     if plan is None:
         return tree.leaves(grads)
     grad_buffers = [(grads[unit.name][b.key], b) for unit in plan.unit_list for b in unit.buffers]

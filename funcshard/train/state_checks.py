@@ -1,10 +1,9 @@
 """Check that options and a state fit an optimizer, before a step changes anything.
 
 The entries that a class of ``torch.optim`` keeps of a leaf depend on the class and on a few
-options: AdamW keeps ``exp_avg``, ``exp_avg_sq`` and ``step``, SGD ``momentum_buffer`` or nothing.
-When the optimizer is made, ``learn_entries`` steps one small parameter to see the names. Each step
-then compares names and sizes only. Adam, AdamW and RAdam keep the same names, so a state cannot
-tell them apart.
+options. When the optimizer is made, ``learn_entries`` steps one small parameter to see their names;
+each step then compares names and sizes only. Adam, AdamW and RAdam keep the same names, so a state
+cannot tell them apart.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ class KnownEntries:
     """The entries that a class keeps of each leaf after a step.
 
     Attributes:
-        flat: whether the entry has a value for each element of the leaf, by name.
-        exact: whether a leaf can have no other entries. That is so for torch's own classes, if no
-            schedule decides on the names. Any other class may add entries in later steps.
+        flat: whether an entry has a value for each element of the leaf, by name.
+        exact: whether a leaf can have no other entries, as for torch's own classes, if no schedule
+            decides on the names.
     """
 
     flat: Mapping[str, bool]
@@ -50,14 +49,7 @@ class KnownEntries:
 
 
 def check_options(cls: type[torch.optim.Optimizer], options: Sequence[Mapping[str, Any]]) -> None:
-    """Raise unless a class takes the options of all leaves, and those of each group.
-
-    Why here: ``torch.optim`` does not check the options of groups, and takes unknown ones.
-
-    Arguments:
-        cls: the class.
-        options: the options of all leaves, then the options that each further group overrides.
-    """
+    """Raise unless a class takes the options of all leaves, and those that each group overrides."""
     try:
         signature = inspect.signature(cls)
     except (TypeError, ValueError):  # a class that does not say what it takes
@@ -65,6 +57,7 @@ def check_options(cls: type[torch.optim.Optimizer], options: Sequence[Mapping[st
     # Group 0 has the options of all leaves, so they are checked first.
     for group_index, group_options in enumerate(options):
         where = f" of group {group_index}" if group_index else ""
+        # Why here: ``torch.optim`` does not check the options of groups, and takes unknown ones.
         merged_options = {**options[0], **group_options}
         for name, value in merged_options.items():
             if hasattr(value, "get_last_lr"):
@@ -100,13 +93,13 @@ def check_options(cls: type[torch.optim.Optimizer], options: Sequence[Mapping[st
 def check_value(name: str, value: Any, when: str) -> None:
     """Raise if an option is NaN, or if ``lr`` or ``weight_decay`` is infinite or negative.
 
-    Why here: SGD takes NaN, every class takes infinity, and no class checks the options of groups.
-
     Arguments:
         name: the option.
         value: its value, that of a schedule included.
-        when: ``""``, or the group, or the step for which a schedule gave the value, for the error.
+        when: the group or the step of the value, for the error; ``""`` without.
     """
+    # Why here: SGD takes NaN, every class takes infinity, and no class checks the options of
+    # groups.
     if name not in ("lr", "weight_decay"):
         if isinstance(value, float) and value != value:
             check_number(f"{name}{when}", value, infinite=True, remedy=_PASS_NUMBER)
@@ -132,7 +125,7 @@ def learn_entries(
 
     Arguments:
         cls: the class.
-        options: the options of all leaves, then the options that each further group overrides.
+        options: the options of all leaves, then those that each further group overrides.
         members: the groups that have leaves.
     """
     is_flat: dict[str, bool] = {}
@@ -167,7 +160,7 @@ def learn_entries(
 
 
 def check_form(state: Any, names: set[str], title: str) -> None:
-    """Raise ``ValueError`` unless a state has the entries of the optimizer of this title."""
+    """Raise ``ValueError`` unless a state has the entries of the optimizer ``title``."""
     if not isinstance(state, Mapping) or not names <= state.keys():
         raise ValueError(
             f"step takes (grads, state, params), and a state of {title} holds {sorted(names)}; "
@@ -176,7 +169,7 @@ def check_form(state: Any, names: set[str], title: str) -> None:
 
 
 def subtrees(params: Any, deeper: Any, title: str, remedy: str) -> list[Any]:
-    """Return the subtrees at the positions of the parameters; raise ``ValueError`` if these differ.
+    """Return the subtrees of ``deeper`` at the positions of the parameters.
 
     Arguments:
         params: the parameters.
@@ -204,9 +197,6 @@ def check_entries(
 ) -> None:
     """Raise ``ValueError`` unless each leaf's state has the entries and sizes that it must have.
 
-    Without groups, the first leaf that has a state speaks for all, because the class itself refuses
-    tensors of another size. With groups the class would get a slice of them.
-
     Arguments:
         known: the entries that the class keeps of a leaf; ``None`` checks nothing.
         states: the state of each leaf, in order.
@@ -224,12 +214,13 @@ def check_entries(
                 f"the state of leaf {tree.paths(params)[leaf_index]!r} is not one of {title}: "
                 f"{fault}; {NEW_STATE}"
             )
+        # Why only the first: the class itself raises for tensors of another size. With groups it
+        # would get a slice of them.
         if groups is None:
             return
 
 
 def _fault(known: KnownEntries, leaf_state: Mapping[str, Any], size: Any, groups: int) -> str:
-    """Return what is wrong with the state of a leaf, if anything."""
     if leaf_state.keys() != known.flat.keys():
         names = {name for name, value in leaf_state.items() if value is not None}
         # A class that is not torch's may have more entries than after its first step.
@@ -260,15 +251,13 @@ def _tiny() -> torch.nn.Parameter:
 def with_plain_factories() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which tensors that name no device are made on the CPU.
 
-    Inside ``with torch.device("meta")`` they are not: the state of an optimizer of torch, which
-    makes its counters in this way, would have no values there.
-
     Example:
         >>> import torch
         >>> with torch.device("meta"), with_plain_factories():
         ...     torch.zeros(1).device
         device(type='cpu')
     """
+    # Why: under ``torch.device("meta")`` the counters of torch's optimizers would have no values.
     if torch.get_default_device().type == "cpu":
         return contextlib.nullcontext()  # torch's context costs time for each operation
     return torch.device("cpu")

@@ -17,7 +17,7 @@ from funcshard.train.train_state import TrainState
 
 
 def texts_of_optimizer(optimizer: Any) -> dict[str, str]:
-    """Return the settings of an optimizer by name, as texts that ranks can compare."""
+    """Return the settings of an optimizer by name, as texts for ranks to compare."""
     _, step = optimizer
     if isinstance(step, MuonStep):
         setting_texts = {"the optimizer": "muon"}
@@ -42,7 +42,7 @@ def texts_of_optimizer(optimizer: Any) -> dict[str, str]:
 
 
 def check_scaler(scaler: Any) -> None:
-    """Raise ``TypeError`` unless ``scaler`` is a ``GradScaler`` of this library, or ``None``."""
+    """Raise ``TypeError`` unless ``scaler`` is a ``GradScaler``, or ``None``."""
     if scaler is None or isinstance(scaler, GradScaler):
         return
     title = outline(scaler)
@@ -76,7 +76,7 @@ def check_loss_fn(loss_fn: Any) -> None:
 
 
 def found_as_state(value: Any) -> str:
-    """Return what was found in place of a state, and what to do if it is known."""
+    """Return what was found in place of a state, and what to do."""
     if isinstance(value, tuple) and value and isinstance(value[0], TrainState):
         return "tuple: write state, metrics = step(state, batch)"
     if isinstance(value, Mapping):

@@ -1,7 +1,4 @@
-"""``TrainState``: the state of training between two steps; and ``copy``, which copies any state.
-
-``choose_tree`` returns one of two states, for graphs, in which Python cannot branch.
-"""
+"""``TrainState``, the state of training between two steps; ``copy``, which copies any state."""
 
 from __future__ import annotations
 
@@ -66,14 +63,14 @@ TrainState.__getattr__ = _absent  # type: ignore[attr-defined]
 
 
 def copy(state: T) -> T:
-    """Return a copy of a state, which stays as it is when a step donates the original.
+    """Copy a state, so that you keep it when a step donates the original.
 
     Arguments:
         state: a ``TrainState``, shards, an optimizer's state, or any other pytree.
 
     Returns:
-        A tree like ``state``. Each tensor is a new one of the same values, dtype, device and
-        ``requires_grad``, and has no autograd graph. All other leaves are the same objects.
+        A tree like ``state``, with new tensors of the same values, dtypes, devices and
+        ``requires_grad``, without autograd graphs. Other leaves are the same objects.
 
     Raises:
         RuntimeError: ``state`` was donated to a step already.
@@ -103,13 +100,7 @@ def copy(state: T) -> T:
 
 
 def choose_tree(is_first: torch.Tensor, first: T, second: T) -> T:
-    """Return the tree ``first`` where ``is_first`` is true, and ``second`` where it is not.
-
-    Arguments:
-        is_first: a boolean scalar.
-        first: a tree of tensors and whole numbers.
-        second: a tree of the same form.
-    """
+    """Return the tree ``first`` where ``is_first`` is true, and ``second`` where it is not."""
     # Why once: the host waits for each copy to the CPU, and for each number.
     flag_on = functools.cache(is_first.to)
     flag_number = functools.cache(lambda: is_first.to(torch.int64).item())

@@ -1,8 +1,4 @@
-"""``make_train_step``: one function from state and batch to the new state and metrics.
-
-A step evaluates the loss and its gradient, unscales and clips the gradient, and runs the optimizer.
-Each of these is its own function in this wing or in ``funcshard.core``.
-"""
+"""``make_train_step``: one function from state and batch to the new state and metrics."""
 
 from __future__ import annotations
 
@@ -91,12 +87,11 @@ def make_train_step(
 
     Start with ``state = step.init(shards, buffers)``, a ``TrainState``. Every rank calls ``step``
     with its own part of the batch. The step averages the gradient over the world, and the optimizer
-    updates this rank's shards with it.
+    updates this rank's shards.
 
-    With ``torch_optimizer`` or ``muon`` the state is donated: ``step`` updates its tensors in place
-    and returns them in the new state. To use the old state or its shards afterwards is an error. To
-    keep a state, call ``fs.copy(state)`` before the step, or pass ``donate=False``. A pair in the
-    style of TorchOpt or optax makes new tensors, and leaves the old state as it was.
+    With ``torch_optimizer`` or ``muon`` the state is donated: ``step`` updates its tensors in
+    place, and you can't use the old state or its shards afterwards. To keep a state, call
+    ``fs.copy(state)`` before the step, or pass ``donate=False``.
 
     Arguments:
         loss_fn: ``loss_fn(shards, buffers, batch)`` returns this rank's loss, the mean over its
@@ -108,48 +103,41 @@ def make_train_step(
         optimizer: the pair that ``torch_optimizer`` or ``muon`` returned, or a pair
             ``(init, update)`` in the style of TorchOpt and optax.
         plan: the plan of the shards.
-        mesh: the ranks. Every rank must call ``make_train_step`` with the same optimizer and
-            options, which is checked; functions are compared by their names.
+        mesh: the ranks. Every rank must pass the same optimizer and options, which is checked.
         mutable: whether ``loss_fn`` returns new buffers, such as running statistics. After the step
-            every rank has the buffers of rank 0, as in DistributedDataParallel; with ``weighted``,
-            those of the first rank whose weight is not zero. That holds along the data axes: ranks
-            that differ along a model axis keep their own. Each micro-batch gets the buffers that
-            the one before it returned. The buffers from a micro-batch of weight zero are dropped.
-        max_norm: clip the gradient to this global norm; ``metrics["grad_norm"]`` is the norm before
-            clipping. ``math.inf`` for the norm without clipping, ``None`` for neither.
+            every rank along the data axes has the buffers of rank 0, as in DistributedDataParallel;
+            with ``weighted``, those of the first rank with a weight. Each micro-batch gets the
+            buffers of the one before it; those from a weight of zero are dropped.
+        max_norm: the global norm to clip the gradient to; ``metrics["grad_norm"]`` is the norm
+            before. ``math.inf`` for the norm without clipping, ``None`` for neither.
         scaler: scales the loss, and skips a step whose gradients have infinities or NaN on any
             rank. A skipped step leaves shards, optimizer state and ``state.step`` unchanged, but
             updates buffers. ``metrics["scale"]`` is the scale that was used, and
             ``metrics["found_inf"]`` tells whether the step was skipped.
         donate: whether the step may update the state in place. With ``False`` it copies the
-            trainable shards and the optimizer's state first, and the old state stays as it was.
+            trainable shards and the optimizer's state first.
         gradient: options of ``accumulate`` for a plain ``loss_fn``: ``has_aux``, ``weighted``,
             ``reduce``, ``on_grads``, ``on_reduce_scattered``, ``divisor``; and ``accumulate``, its
             number of micro-batches.
 
-            An aux becomes ``metrics["aux"]``, which is a list if the batch is split, and is not
-            reduced. ``metrics["weight"]`` is the sum of the weights over the world. If it is zero,
-            no rank had data, and the step returns the state unchanged. With a ``scaler``, hooks see
-            scaled gradients.
+            An aux becomes ``metrics["aux"]``, a list if the batch is split. ``metrics["weight"]``
+            is the sum of the weights over the world; if it is zero, the step returns the state
+            unchanged. With a ``scaler``, hooks see scaled gradients.
 
     Returns:
-        The step. ``step.init(shards, buffers)`` returns the first state. ``step(state, batch)``
-        returns the new state and the metrics, a dictionary. ``metrics["loss"]`` is the mean over
-        the world, the same on every rank. ``metrics["local_loss"]`` is the mean over this rank's
-        own batch, zero if that has no weight. Both are in float32, or in the loss's own dtype if
-        that is wider. ``metrics["lr"]`` is the learning rate of the step,
-        if the optimizer comes from ``torch_optimizer`` or ``muon``; with groups, that of the leaves
-        of no group. ``make_meter`` makes a log of all this.
+        The step. ``metrics`` is a dictionary: ``metrics["loss"]`` is the mean over the world, and
+        ``metrics["local_loss"]`` that over this rank's batch, both in float32 or wider.
+        ``metrics["lr"]`` is the learning rate, if the optimizer comes from ``torch_optimizer`` or
+        ``muon``; with groups, that of the leaves of no group. ``make_meter`` makes a log of all
+        this.
 
     Raises:
         TypeError: ``optimizer`` is neither kind of pair, or an option is of another type. When the
             step runs: ``loss_fn`` returns something else than the options say.
-        ValueError: the plan has no trainable leaf; ``accumulate`` is not a whole number of at least
-            1, ``reduce`` is another value or names no unit of the plan, ``max_norm`` is not
-            positive, or ``divisor`` not positive and finite; ``mesh`` does not have the plan's
-            shape, the optimizer was made with another plan, or the ranks' arguments differ. In
-            ``step.init``: the shards are those of another plan. When the step runs: the errors of
-            ``value_and_grad``; only one of step and state has a scaler.
+        ValueError: the plan has no trainable leaf; an option is out of range, or names no unit of
+            the plan; ``mesh`` or optimizer is that of another plan, or the ranks' arguments differ.
+            In ``step.init``: the shards are those of another plan. When the step runs: the errors
+            of ``value_and_grad``; only one of step and state has a scaler.
         RuntimeError: when the step runs: the state was donated to an earlier step.
 
     Example:
@@ -218,7 +206,6 @@ def make_train_step(
 
 
 def _gradient_function(loss_fn: Any, mesh: Mesh, keywords: GradientKeywords) -> GradientFunction:
-    """Return a loss function with the options of its gradient."""
     if isinstance(loss_fn, GradientFunction):
         if keywords:
             raise TypeError(
@@ -242,7 +229,6 @@ def _gradient_function(loss_fn: Any, mesh: Mesh, keywords: GradientKeywords) -> 
 
 
 def _check_names(new_buffers: Any, buffers: Any) -> None:
-    """Raise unless the new buffers are a dictionary with the names of the old ones."""
     if isinstance(buffers, Mapping) and (
         not isinstance(new_buffers, Mapping) or new_buffers.keys() != buffers.keys()
     ):
@@ -271,11 +257,10 @@ def _named_results(result: Any, has_aux: bool, mutable: bool, weighted: bool) ->
 
 
 def _divides_all(plan: Plan) -> bool:
-    """Return whether the mean over ranks divides every gradient, which gives it its own memory.
-
-    Autograd returns an undivided gradient, which can share memory with a tensor of the user.
-    """
+    """Return whether the mean over ranks divides every gradient."""
     local_axes = {axis for _, buffer in trainable_buffers(plan) for axis in buffer.local}
+    # Why: a division makes new memory, whereas autograd may return a gradient that shares memory
+    # with a tensor of the user.
     return plan.world_size > 1 and not local_axes.intersection(AXES)
 
 
@@ -295,10 +280,10 @@ class TrainStep:
             neither.
         scaler: the loss scaling; ``None`` without.
         donate: whether the state may be updated in place.
-        owns_grads: whether no one else can hold the memory of the gradients, so that they may be
-            unscaled and clipped in place.
-        rate: the learning rate, a number or a function of the step; ``None`` if it is not known.
-        warned: whether the step has said that ``torch.compile`` compiles nothing of it.
+        owns_grads: whether the gradients may be unscaled in place, because no one else holds their
+            memory.
+        rate: the learning rate, a number or a function of the step, if it is known.
+        warned: whether you were told that ``torch.compile`` compiles nothing of it.
     """
 
     function: GradientFunction
@@ -344,11 +329,10 @@ class TrainStep:
 
     @property
     def schedules(self) -> dict[str, Callable[[int], Any]]:
-        """The optimizer's options that are functions of the number of steps, by name."""
+        """The optimizer's options that are functions of the number of steps."""
         return dict(getattr(self.optimizer[1], "schedules", {}))
 
     def _check(self, state: Any) -> None:
-        """Raise unless ``state`` is a training state, with a state of loss scaling if need be."""
         if not isinstance(state, TrainState):
             raise TypeError(
                 "a step takes (state, batch) and returns (state, metrics); the state must be the "
@@ -361,7 +345,7 @@ class TrainStep:
             )
 
     def _evaluate(self, state: TrainState, batch: Any) -> tuple[tuple[Any, ...], Shards]:
-        """Return losses, weights, buffers and aux, and the gradient; losses and gradient scaled."""
+        """Return losses (scaled), weights, buffers and aux, and the scaled gradient."""
         function, weighted = self.function, self.options.weighted
         buffers = state.buffers
         local_weight = 0.0
@@ -409,7 +393,7 @@ class TrainStep:
         "fully_shard(compiler=torch.compile)"
     )
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        """Take one step on this rank's ``batch``; return the new state and the metrics."""
+        """Take one step on this rank's ``batch``."""
         self._check(state)
         _log.debug("step %d begins", state.step + 1)
         plan, mesh = self.plan, self.mesh
@@ -491,7 +475,7 @@ class TrainStep:
 
         Arguments:
             before: the state before a step that may be skipped.
-            after: the state after it, if it is not skipped.
+            after: the state after it.
             weight: the sum of all weights, which skips the whole step if it is zero.
             found_inf: whether to skip the update.
         """
@@ -511,7 +495,6 @@ class TrainStep:
 
 
 def _trainable(shards: Shards, plan: Plan) -> Shards:
-    """Return the shards of a tree that have gradients."""
     return {
         unit.name: {
             buffer.key: shards[unit.name][buffer.key] for buffer in unit.buffers if buffer.trainable
@@ -521,12 +504,11 @@ def _trainable(shards: Shards, plan: Plan) -> Shards:
 
 
 def _has_data(weight: torch.Tensor) -> bool:
-    """Return whether the sum of all weights is not zero; the host waits for it."""
     return bool(weight > 0)
 
 
 def _first_rank_with(weight: float, mesh: Mesh) -> int:
-    """Return the first rank whose ``weight`` is not zero; at least one rank's must not be."""
+    """Return the first rank whose ``weight`` is not zero, of which there has to be one."""
     # Note: a recorded weight has no value, so its comparison can be a condition but no number.
     has_data = torch.full((), 1.0 if weight > 0 else 0.0, dtype=torch.float32, device=mesh.device)
     # One element for each rank, so that the sum holds what an all-gather would.
@@ -537,16 +519,14 @@ def _first_rank_with(weight: float, mesh: Mesh) -> int:
 
 
 def _broadcast(buffers: dict[str, torch.Tensor], mesh: Mesh, rank: int) -> dict[str, torch.Tensor]:
-    """Return copies of the buffers of ``rank``, on every rank along the data axes.
-
-    Along a model axis each rank keeps its own, because buffers may be parts of a whole there, such
-    as the statistics of slices, or of other experts.
-    """
+    """Return copies of the buffers of ``rank``, on every rank along the data axes."""
     flat, unflatten = tree.flatten(buffers)
     # Copies, because a broadcast writes into its argument, and the loss function owns these.
     buffer_copies = [buffer.contiguous().clone() for buffer in flat]
     local_parts = [local_part(buffer) if is_dtensor(buffer) else buffer for buffer in buffer_copies]
     source_place = position_of(rank, mesh.shape)
+    # Why no model axes: buffers may be parts of a whole there, such as statistics of slices or
+    # experts.
     for axis in ("shard", "replicate"):
         if mesh.groups[axis].size > 1:
             group = in_graph(mesh.groups[axis], axis)
