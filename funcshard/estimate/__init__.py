@@ -1,11 +1,11 @@
-"""Estimates of a step before it runs: its memory, its time, its traffic, and the best plan.
+"""Estimates of a step before you run it: memory, time, traffic, and the best plan.
 
 A model is traced once into a profile. A plan and a profile then give a report. Read in this order:
 
-- ``machine``: descriptions of machines, and the times that follow from them.
-- ``trace``: a model, traced once: its operations and its memory.
+- ``machine``: machines, and the times that follow from them.
+- ``trace``: a model's operations and memory.
 - ``walk``: the walk through a step, which counts memory and time.
-- ``reports``: the result as tables, pictures and traces; two results side by side.
+- ``reports``: the result as tables, pictures and traces.
 - ``estimating``: ``estimate``, which puts these four together.
 - ``search``: ``auto_plan``, the best plan under a budget.
 """

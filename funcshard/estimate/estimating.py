@@ -49,30 +49,28 @@ def estimate(
 ) -> Report:
     """Estimate the memory, the time and the traffic of one training step.
 
-    The estimate walks through the step as the runtime does, with the collectives that
-    ``predict_events`` predicts, and counts what a rank holds at every moment.
+    You need no GPU and no other ranks: see docs/estimating.md.
 
     Arguments:
         profile: the model, traced with the inputs of one micro-batch.
         plan: the plan.
-        hardware: name of a description (see ``load_hardware``), a path of one, or a ``Hardware``.
-        optimizer: name of an optimizer in ``OPTIMIZERS``; or an ``OptimizerMemory``, which also
-            says whether the step clips and updates in place; or ``None`` for no optimizer.
-        schedule: how far to gather ahead; its order is replaced by that of the trace. By default
-            that of ``make_schedule``.
+        hardware: name or path of a description, or a ``Hardware``; see ``load_hardware``.
+        optimizer: name in ``OPTIMIZERS``, or an ``OptimizerMemory``, or ``None`` for no optimizer.
+        schedule: how far to gather ahead; the trace gives the order. By default that of
+            ``make_schedule``.
         remat: names or globs of units that backward computes again, or ``True`` for all but the
             root and groups.
-        micro_batches: number of micro-batches, as in ``accumulate``.
-        reduce: when gradients are reduced, as in ``accumulate``.
-        budget: memory that a rank may use, in bytes or as text such as ``"80GiB"``; by default, and
-            at most, that of the hardware.
+        micro_batches: as in ``accumulate``.
+        reduce: as in ``accumulate``.
+        budget: memory of a rank in bytes, or as ``"80GiB"``; by default, and at most, the
+            hardware's.
         runtime: how ranks communicate; by default as on the hardware.
 
     Returns:
-        The report; ``print`` it for a table.
+        The report, which you can print.
 
     Raises:
-        TypeError: an argument is of another kind than it should be.
+        TypeError: an argument has the wrong type.
         ValueError: the profile is of another model or precision, a name is unknown, a number is too
             small, or the plan cuts no leaf along its model axes.
 
@@ -143,6 +141,7 @@ def estimate(
         step_time=simulation.step_time,
         exposed=simulation.exposed,
         tokens=profile.tokens * micro_batches,
+        # Why 3: backward computes the gradients of inputs and of weights, each as much as forward.
         flops=3 * profile.forward_flops * micro_batches,
         peak_flops=target_hardware.flops.get(profile.compute_dtype, 0.0),
         reserved=reserved_range[:2],
@@ -166,7 +165,7 @@ def estimate(
 
 
 def budget_on(hardware: Hardware, budget: int | str | None) -> tuple[int | None, int]:
-    """Return a budget in bytes, and what a rank may use: no more than the device has."""
+    """Return a budget in bytes, and what a rank may use: at most what the device has."""
     asked_budget = None if budget is None else check_bytes("budget", budget, example="80GiB")
     if asked_budget is None:
         return None, hardware.memory
@@ -174,7 +173,7 @@ def budget_on(hardware: Hardware, budget: int | str | None) -> tuple[int | None,
 
 
 def _check_model_axes(plan: Plan) -> None:
-    """Raise if all ranks along model axes hold the whole model: then nothing divides its work."""
+    """Raise if every rank along the model axes holds the whole model."""
     model_axes = [axis for axis, size in plan.model_axes if size > 1]
     cut_axes = {axis for unit in plan.unit_list for buffer in unit.buffers for axis in buffer.local}
     if model_axes and cut_axes.isdisjoint(model_axes):

@@ -2,13 +2,12 @@
 
 In reading order:
 
-- ``sources``: how far a number can be trusted.
-- ``hardware``: the description of a machine as data. Those of the folder ``descriptions/`` ship
-  with funcshard.
+- ``sources``: how far you can trust a number.
+- ``hardware``: a machine as data; ``descriptions/`` ships with funcshard.
 - ``timing``: the seconds of a collective, a computation and a copy.
-- ``reference``: a training step whose kernels are timed, for the efficiencies of this machine.
+- ``reference``: a training step whose kernels are timed.
 - ``measuring``: the figures of one rank, measured.
-- ``calibration``: ``calibrate``, which measures this machine and describes it.
+- ``calibration``: ``calibrate``, which measures and describes this machine.
 - ``reserved``: the memory that an allocator holds beside the memory in use.
 """
 

@@ -1,8 +1,4 @@
-"""``calibrate``: measure this machine's CPUs, and write a hardware description of it.
-
-The ranks are processes, as in a run: they communicate through shared memory or gloo. All ranks
-compute at the same time, each with one thread, because cores of one machine share its memory.
-"""
+"""``calibrate``: measure this machine's CPUs, and write a hardware description of it."""
 
 from __future__ import annotations
 
@@ -45,20 +41,18 @@ def calibrate(
 ) -> Hardware:
     """Measure this machine, and return its description.
 
-    The measurement starts ``ranks`` processes, so a script has to call it under
-    ``if __name__ == "__main__":``. It takes about half a minute of an idle machine. Other work on
-    the machine makes the figures worse.
+    It starts ``ranks`` processes, so call it under ``if __name__ == "__main__":``, on an idle
+    machine. You wait about half a minute.
 
     Arguments:
-        path: file to write the description to as JSON; ``load_hardware`` reads it. ``None``: none.
+        path: JSON file to write, which ``load_hardware`` reads; ``None`` writes none.
         ranks: number of processes; at least 2.
-        shared_memory: whether the ranks communicate as ``fs.init_mesh`` does by default, through
-            shared memory. ``False`` for gloo.
-        sizes: sizes of the collectives in bytes of the whole buffer.
-        seconds: time for each peak, in seconds.
-        reference: sizes of the transformer whose training step gives the efficiencies; by default
-            those of ``Reference()``.
-        progress: called with a line before each part. By default the lines go to standard error.
+        shared_memory: communicate through shared memory, as ``fs.init_mesh`` does; ``False`` for
+            gloo.
+        sizes: bytes of the collectives' whole buffers.
+        seconds: seconds for each peak.
+        reference: sizes of the transformer whose step gives the efficiencies.
+        progress: receives a line before each part; by default standard error does.
 
     Raises:
         ValueError: fewer than 2 ranks, fewer than 2 sizes, or a path in a missing folder.
@@ -111,9 +105,6 @@ def calibrate(
 def fit_link(kind: str, size: int, times: Mapping[int, float], source: Source) -> Link:
     """Return the link whose latency and bandwidth fit measured seconds by bytes best.
 
-    The fit minimises the squares of the *relative* errors, so that small and large buffers count
-    alike.
-
     Arguments:
         kind: kind of the collective.
         size: number of ranks.
@@ -125,7 +116,7 @@ def fit_link(kind: str, size: int, times: Mapping[int, float], source: Source) -
         >>> f"{link.latency:.1e} s, {link.bandwidth:.1e} B/s"
         '1.0e-06 s, 1.0e+09 B/s'
     """
-    # Points with their weights.
+    # Why 1 / seconds²: it makes the errors relative, so that small and large buffers count alike.
     weighted_points = [(nbytes, seconds, 1 / seconds**2) for nbytes, seconds in times.items()]
 
     # Note: the sums of a weighted least-squares line.
@@ -163,8 +154,8 @@ def _rank(
     seconds: float,
     reference: Reference,
 ) -> None:
-    """Measure on one rank and leave the times in a file of ``folder``."""
-    # Note: each rank of a job on the CPU has one thread.
+    """Measure on one rank and save the times in ``folder``."""
+    # Note: each rank of a job on the CPU has one thread, because all cores share the memory.
     torch.set_num_threads(1)
     if sys.platform == "linux" and "lo" in {name for _, name in socket.if_nameindex()}:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -181,7 +172,6 @@ def _rank(
 
 
 def _describe(measured: Sequence[Mapping[str, Any]], ranks: int, shared_memory: bool) -> Hardware:
-    """Return the description for the measurements of all ranks."""
     carrier_name, carrier_text, command_option = "gloo", "gloo", " --gloo"
     if shared_memory:
         carrier_name, carrier_text, command_option = "shm", "shared memory", ""
@@ -196,6 +186,7 @@ def _describe(measured: Sequence[Mapping[str, Any]], ranks: int, shared_memory: 
     best_times: dict[str, dict[int, float]] = {kind: {} for kind in KINDS}
     for kind, size in measured[0]["collectives"]:
         rank_times = zip(*(figures["collectives"][kind, size] for figures in measured), strict=True)
+        # Note: the mean over ranks is one run, and the fastest run counts.
         best_times[kind][size] = min(map(statistics.mean, rank_times))
     links = tuple(fit_link(kind, ranks, best_times[kind], source) for kind in KINDS)
     peak_flops = {
@@ -236,7 +227,7 @@ def _describe(measured: Sequence[Mapping[str, Any]], ranks: int, shared_memory: 
 
 
 def _cpu() -> str:
-    """Return the name of the CPU and the number of cores that this process may use."""
+    """Return the CPU's name, and the number of cores that this process may use."""
     name = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").is_file():
         info_lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
@@ -248,7 +239,6 @@ def _cpu() -> str:
 
 
 def _memory() -> int:
-    """Return the bytes of this machine's memory."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # Windows has no sysconf

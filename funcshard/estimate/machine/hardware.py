@@ -1,8 +1,4 @@
-"""``Hardware``: the figures of a kind of machine, each with its source, as data; and its JSON.
-
-The folder ``descriptions/`` beside this file holds one JSON file for each machine that ships with
-funcshard. ``timing`` turns the figures into seconds.
-"""
+"""``Hardware``: the figures of a machine, each with its source, as data and as JSON."""
 
 from __future__ import annotations
 
@@ -32,12 +28,11 @@ class Link:
     bandwidth*: the bytes of the whole buffer over the time beyond the latency.
 
     Attributes:
-        size: number of ranks inside one node, or number of nodes. A copy to the host has 1.
-        latency: seconds that a collective without data takes.
+        size: number of ranks in a node, or of nodes; 1 for a copy to the host.
+        latency: seconds of a collective without data.
         bandwidth: bytes per second.
-        source: the origin of the two figures.
-        kind: kind of event, such as ``"all_gather"``; ``"any"`` for all kinds without a link of
-            their own.
+        source: their origin.
+        kind: kind of event, such as ``"all_gather"``; ``"any"`` for all kinds without a link.
     """
 
     size: int
@@ -59,7 +54,7 @@ class SizeFactor:
     Attributes:
         bytes: bytes that each rank contributes.
         factor: share of the bandwidth, above 0 and at most 1.
-        source: the origin of the factor.
+        source: its origin.
     """
 
     bytes: int
@@ -83,23 +78,22 @@ class Hardware:
     """One kind of machine: a rank's processor and memory, and the links between ranks.
 
     Attributes:
-        name: name of the description, such as ``"h100-8x400gbps"``: 8 GPUs a node, and a network
-            card of 400 Gb/s for each.
+        name: such as ``"h100-8x400gbps"``: 8 GPUs a node, each with a network card of 400 Gb/s.
         about: one sentence about the machine.
         memory: bytes of device memory that one rank can allocate.
         memory_bandwidth: peak bytes per second of that memory.
         flops: peak FLOP/s of one rank by name of dtype, without sparsity.
         flops_efficiency: share of the peak FLOP/s that matrix products reach.
         memory_efficiency: share of the peak bandwidth that memory-bound kernels reach.
-        optimizer_efficiency: share that the optimizer's update reaches, if it is another one.
-            ``None``: that of other kernels.
+        optimizer_efficiency: share that the optimizer's update reaches; ``None``:
+            ``memory_efficiency``.
         kernel_overhead: seconds that each kernel takes beside its FLOPs and bytes.
         offload: copies between device and host, by bytes per second in one direction.
         ranks_per_node: number of ranks in one machine.
         node: links between ranks of one machine.
         network: links between machines, for groups with all ranks of each machine.
         size_factors: shares of the network's bandwidth by message size, small sizes first.
-        sources: the origin of each figure that is no link: ``"memory"``, ``"flops.bfloat16"``.
+        sources: the origin of each figure but links: ``"memory"``, ``"flops.bfloat16"``.
         aliases: further names for ``load_hardware``.
         device: ``"cuda"``, or ``"cpu"`` if ranks compute and communicate on the same processor.
 
@@ -186,7 +180,7 @@ class Hardware:
         return Hardware.from_json, (self.to_json(),)
 
     def _numbers(self) -> dict[str, Any]:
-        """Return every figure that is no link by the key of its source."""
+        """Return every figure that is no link, by the key of its source."""
         numbers = {name: getattr(self, name) for name in _FIGURES}
         if self.optimizer_efficiency is not None:
             numbers["optimizer_efficiency"] = self.optimizer_efficiency
@@ -279,13 +273,12 @@ def load_hardware(hardware: str | os.PathLike[str] | Hardware) -> Hardware:
     """Return a hardware description by its name, or from a file.
 
     Arguments:
-        hardware: a name that ships with funcshard, such as ``"h100-8x400gbps"`` or its alias
-            ``"h100"``; the path of a JSON file, such as ``calibrate`` writes; or a ``Hardware``.
+        hardware: a shipped name such as ``"h100-8x400gbps"``, or its alias ``"h100"``; the path of
+            a JSON file, such as ``calibrate`` writes; or a ``Hardware``.
 
     Raises:
         TypeError: ``hardware`` is no name, path or description.
-        ValueError: no shipped description has the name and no file has the path; or the file is
-            damaged.
+        ValueError: neither a description nor a file has this name, or the file is damaged.
 
     Example:
         >>> from funcshard.estimate import load_hardware
@@ -324,7 +317,7 @@ def load_hardware(hardware: str | os.PathLike[str] | Hardware) -> Hardware:
 
 
 def hardware_names() -> tuple[str, ...]:
-    """Return the names of the descriptions that ship with funcshard, in alphabetical order.
+    """Return the names of the descriptions that ship with funcshard, sorted.
 
     Example:
         >>> from funcshard.estimate import hardware_names
@@ -336,7 +329,6 @@ def hardware_names() -> tuple[str, ...]:
 
 @functools.cache
 def _names() -> Mapping[str, str]:
-    """Return the name of each shipped description by name and alias."""
     names_by_alias: dict[str, str] = {}
     for path in sorted(_FOLDER.glob("*.json")):
         names_by_alias[path.stem] = path.stem
@@ -383,7 +375,6 @@ def _source_data(source: Source) -> dict[str, str]:
 
 
 def _record(record: type[Any], name: str, data: Any) -> Any:
-    """Return a link or a size factor that ``_record_data`` wrote."""
     file_data.table(name, data)
     record_figures = {key: _part(data, key) for key in _figures_of(record)}
     # Note: a link without a kind serves all kinds.

@@ -1,11 +1,7 @@
 """``measure``: the figures of one rank, while all ranks work at once.
 
-- **Peaks** are those of the fastest of many runs, which finds its operands in caches.
-- **Efficiencies** come from a training step; see ``reference``. It is measured in processor time,
-  which other programs change little.
-- **Collectives** are measured one by one, after a sweep through memory that empties the caches, as
-  the computations between two collectives of a step do. The fastest run counts, because other
-  programs only add time; the time of a run is the mean of its ranks' times.
+Peaks are those of the fastest run, with operands in caches. Efficiencies come from a training step;
+see ``reference``. A collective is measured after a sweep through memory that empties the caches.
 """
 
 from __future__ import annotations
@@ -45,11 +41,11 @@ ROUNDS = 3  # of each figure in a pass
 def measure(
     mesh: Mesh, sizes: Sequence[int], seconds: float, reference: Reference, *, passes: int = PASSES
 ) -> dict[str, Any]:
-    """Return this rank's figures, by name; all ranks of the mesh call it together.
+    """Return this rank's figures by name. All ranks of the mesh call it together.
 
     Arguments:
         mesh: the ranks, along one axis.
-        sizes: sizes of the collectives, in bytes of the whole buffer.
+        sizes: bytes of the collectives' whole buffers.
         seconds: time for each peak.
         reference: sizes of the transformer whose step is timed.
         passes: number of passes over all figures.
@@ -121,16 +117,14 @@ def measure(
 
 
 def _collective(group: Group, kind: str, size: int) -> Callable[[], Any]:
-    """Return a function that runs one collective whose event has ``size`` bytes.
-
-    A reduction also joins gradients into one buffer and divides the sum, as in a training step.
-    """
+    """Return a function that runs one collective whose event has ``size`` bytes."""
     ranks, rank = group.size, group.rank
     whole_tensor = _ones(max(size // 4 // ranks, 1) * ranks * 4)
     shard = whole_tensor[: whole_tensor.numel() // ranks].clone()
     gradient_parts = [part_numel.clone() for part_numel in whole_tensor.tensor_split(LEAVES)]
     if kind == "all_gather":
         return lambda: group.all_gather_shared(shard).wait()
+    # Note: a reduction also joins gradients and divides the sum, as in a training step.
     if kind == "reduce_scatter":
         return lambda: _reduce(group.reduce_scatter, ranks, torch.empty_like(shard), gradient_parts)
     if kind == "all_reduce":
@@ -155,7 +149,6 @@ def _collective(group: Group, kind: str, size: int) -> Callable[[], Any]:
 
 
 def _reduce(start: Callable[..., Any], ranks: int, out: torch.Tensor, *grads: Any) -> None:
-    """Reduce gradients, and divide the sum."""
     start(out, *grads).wait()
     out.div_(ranks)
 
@@ -165,12 +158,11 @@ def _ones(nbytes: int) -> torch.Tensor:
 
 
 def _together(group: Group) -> None:
-    """Let all ranks start together."""
     group.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu")).wait()
 
 
 def _count(run: Callable[[], Any], group: Group, seconds: float) -> int:
-    """Return how often all ranks run a job, for a time; it runs once more before, to allocate."""
+    """Return how many runs fill ``seconds``, the same number on all ranks."""
     run()
     once_seconds = torch.tensor([_clock(run)], device="cpu")
     group.all_reduce(once_seconds).wait()
@@ -180,15 +172,15 @@ def _count(run: Callable[[], Any], group: Group, seconds: float) -> int:
 def _clock(
     run: Callable[[], Any], *, times: int = 1, now: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Return the seconds of one ``run``, as the mean of several."""
+    """Return the mean seconds of a ``run``."""
     start = now()
     for _ in range(times):
+        # Note: the first run allocates.
         run()
     return (now() - start) / times
 
 
 def _small_kernels() -> None:
-    """Run small products forward and backward."""
     x = y = torch.ones(16, requires_grad=True, dtype=torch.float32, device="cpu")
     for _ in range(KERNELS):
         y = y * 1.0
@@ -196,5 +188,5 @@ def _small_kernels() -> None:
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

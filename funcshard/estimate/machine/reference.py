@@ -1,8 +1,7 @@
 """The reference step: a training step of a small transformer, timed kernel by kernel.
 
-Peaks come from one kernel that runs again and again on the same operands, which then lie in caches.
-The kernels of a training step read cold operands, several functions take more time than a sum, and
-all ranks compute at once. So the shares of the peaks that a model reaches come from this step.
+A training step doesn't reach the peaks: its kernels read cold operands, several functions take more
+time than a sum, and all ranks compute at once. This step says which share a model reaches.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Reference:
 
 
 class KernelTime(NamedTuple):
-    """One kernel of a step: its FLOPs, the bytes that it moves, and its seconds."""
+    """The FLOPs of a kernel, the bytes that it moves, and its seconds."""
 
     flops: int
     bytes: int
@@ -64,13 +63,7 @@ class StepRates(NamedTuple):
 
 
 class KernelTimes(TorchDispatchMode):
-    """Time each kernel of a step, those of backward included, by ``CLOCK``.
-
-    A kernel makes a tensor or writes to one; other operations make views.
-
-    Attributes:
-        kernels: the kernels in order.
-    """
+    """Time each kernel of a step by ``CLOCK``, also in backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,6 +76,7 @@ class KernelTimes(TorchDispatchMode):
         seconds = CLOCK() - start_seconds
         inputs, results = list(tensors_in((args, kwargs))), list(tensors_in(out))
         known_storages = {storage_id(tensor) for tensor in inputs}
+        # Note: a kernel makes a tensor or writes to one. Other operations make views.
         if results and (
             writes_inputs(func)
             or any(storage_id(tensor) not in known_storages for tensor in results)
@@ -97,7 +91,7 @@ class KernelTimes(TorchDispatchMode):
 
 
 class _Block(nn.Module):
-    """Causal attention and an MLP, each after a norm and with a residual connection."""
+    """Causal attention and an MLP, both after a norm."""
 
     # Why not torch's TransformerEncoderLayer: it copies more, and its copies are faster than the
     # other kernels.
@@ -168,9 +162,6 @@ def rates_of(
     runs: Sequence[Sequence[KernelTime]], seconds: float, kernel_overhead: float
 ) -> StepRates:
     """Return the rates with which the estimate of a computation is as long as the measurement.
-
-    The times of the kernels say how the time is shared between kernels with and without FLOPs. The
-    computation itself, without a clock around each kernel, says how long both take together.
 
     Arguments:
         runs: the kernels of each of several runs, as ``times_of`` returns them.

@@ -1,10 +1,8 @@
 """``reserved_band``: the memory that a caching allocator holds, from the memory in use.
 
-torch's allocator on GPUs keeps freed blocks for later, in a pool for each stream. So the memory
-that it has *reserved* is more than the memory in use. How much more depends on the order and the
-sizes of all blocks, and no simulation gives it to a per cent. The band comes from runs whose
-reserved memory was published or measured. When the device is full, the allocator gives unused
-blocks back and tries again, so a step fits if its peak fits.
+torch's allocator on GPUs keeps freed blocks in a pool for each stream. How much it has *reserved*
+depends on the order and sizes of all blocks, which no simulation gives to a per cent. So the band
+comes from runs that were published or measured.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ class ReservedRun:
     Attributes:
         what: the model, the runtime and the checkpoints.
         reserved: the peak of reserved memory, in bytes.
-        pools: the sum of the simulated peaks of the allocator's pools, in bytes.
+        pools: the sum of the pools' simulated peaks, in bytes.
         source: where the number is printed.
     """
 
@@ -57,7 +55,7 @@ _GPU = "h100"  # the GPU of all these runs
 
 
 def reserved_how(hardware: str) -> str:
-    """Return how far the band can be trusted on hardware of a name, one of ``SOURCES``."""
+    """Return how far you can trust the band on some hardware, one of ``SOURCES``."""
     return "calibrated" if hardware.startswith(_GPU) else "extrapolated"
 
 
@@ -65,11 +63,11 @@ def reserved_band(pools: int, memory: int | None = None) -> tuple[int, int, str]
     """Return the least and the most reserved memory, and the source of the band.
 
     Arguments:
-        pools: bytes in use at the peak; the sum over the allocator's pools if it has several.
-        memory: bytes of the device, which bound the band unless the pools do not fit either.
+        pools: bytes in use at the peak, summed over the allocator's pools.
+        memory: bytes of the device, which bound the band.
 
     Returns:
-        Bytes, bytes, and a sentence about where the two factors come from.
+        Bytes, bytes, and a sentence.
 
     Raises:
         TypeError: a number is no whole number.
@@ -94,6 +92,7 @@ def reserved_band(pools: int, memory: int | None = None) -> tuple[int, int, str]
     # Note: a full allocator gives unused blocks back, so it never reserves more than the device
     # has.
     if memory is not None:
+        # Why max: a step whose pools don't fit needs more than the device has.
         bound = max(pools, check_count("memory", memory, 0, of="bytes"))
         least, most_bytes = min(least, bound), min(most_bytes, bound)
     return least, most_bytes, source_text

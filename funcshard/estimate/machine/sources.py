@@ -1,7 +1,7 @@
-"""How far a number can be trusted. Every number of a report and of a machine carries its source:
+"""How far you can trust a number. Every number of a report and of a machine has a source:
 
-- ``exact``: it follows from the plan alone, such as the size of a shard or of a collective.
-- ``traced``: it comes from the trace of the model's forward and backward.
+- ``exact``: it follows from the plan alone.
+- ``traced``: it comes from the trace of forward and backward.
 - ``calibrated``: it comes from a measurement of such hardware.
 - ``extrapolated``: it lies outside of that measurement.
 """
@@ -24,8 +24,8 @@ class Source:
 
     Attributes:
         text: a URL, or the words "measured by" and the command.
-        how: ``"calibrated"`` for a figure that was measured or that the maker states;
-            ``"extrapolated"`` for one taken over from another machine, or not fitted yet.
+        how: ``"calibrated"`` for a measured or stated figure, ``"extrapolated"`` for one of another
+            machine.
     """
 
     text: str
@@ -51,7 +51,7 @@ def weakest(*sources: str) -> str:
 
 
 def source_of_sum(parts: Iterable[tuple[float, str]]) -> str:
-    """Return the weakest source of a sum's parts, without those that make up less than a twentieth.
+    """Return the weakest source of a sum's parts, but for the least twentieth of the sum.
 
     Arguments:
         parts: the size and the source of each part.

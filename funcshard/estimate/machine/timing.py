@@ -1,9 +1,4 @@
-"""The seconds of a collective, a computation, an update and a copy to the host, as pure functions.
-
-A collective takes ``latency + bytes / bandwidth``, with the two figures of ``hardware``'s links.
-A computation takes the larger of the time of its FLOPs and the time of its bytes. Each result says
-how far it can be trusted: see ``Timed``.
-"""
+"""The seconds of collectives, computations, updates and copies to the host, as pure functions."""
 
 from __future__ import annotations
 
@@ -25,13 +20,7 @@ EXCHANGES = ("all_to_all", "ppermute")  # their events hold the bytes that one r
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A time, and how far it can be trusted.
-
-    Attributes:
-        seconds: the time.
-        source: ``"exact"``, ``"traced"``, ``"calibrated"`` (from measured figures), or
-            ``"extrapolated"`` (beyond what was measured, or from figures of another machine).
-    """
+    """Seconds, and how far you can trust them: ``source`` is one of ``SOURCES``."""
 
     seconds: float
     source: str
@@ -46,23 +35,17 @@ def collective_time(
 ) -> Timed:
     """Return the time of one collective along a mesh axis.
 
-    Inside a node, the time comes from the node's links. Across nodes it comes from the network's,
-    for the number of nodes that the axis reaches. Numbers of ranks or nodes between two links are
-    interpolated. Numbers beyond the last link are extrapolated: the latency grows in a straight
-    line through the last two links, and the bandwidth stays that of the last.
-
-    A group with ``l`` ranks in each node shares the node's network cards with the axis's other
-    groups. All of them communicate at once, so each has ``l / ranks_per_node`` of the cards'
-    bandwidth. Its ring also has fewer steps inside each node, which shortens the latency.
+    It's that of the node's links, or across nodes of the network's. Between two links it's
+    interpolated. Beyond the last one, the latency continues its line and the bandwidth stays.
 
     Arguments:
         hardware: the machine.
         event_kind: kind of the collective, as in ``fs.Event``, or ``"broadcast"``.
-        nbytes: size of the whole buffer, as in ``fs.Event``: the output of an all-gather, the input
-            of a reduction, the bytes that one rank sends in an exchange.
+        nbytes: size of the whole buffer, as in ``fs.Event``; of an exchange, the bytes that a rank
+            sends.
         ranks: number of ranks on the axis.
-        stride: distance in global rank between neighbours on the axis. Ranks are numbered row by
-            row, so it is the product of the sizes of all later axes of the mesh.
+        stride: distance in global rank between neighbours on the axis: the product of the sizes of
+            all later mesh axes.
 
     Raises:
         TypeError: a number is no whole number.
@@ -77,8 +60,7 @@ def collective_time(
         >>> collective_time(h100, "all_gather", 394_000_000, 16384).source
         'extrapolated'
 
-    Source: the model of ``hardware``'s links is that of funcshard's issue 20. An all-reduce is a
-    reduce-scatter and an all-gather, as in NCCL's rings.
+    Source: an all-reduce is a reduce-scatter and an all-gather, as in NCCL's rings.
     """
     check_choice("event_kind", event_kind, KINDS)
     nbytes, ranks = check_count("nbytes", nbytes, 0, of="bytes"), check_count("ranks", ranks)
@@ -107,9 +89,8 @@ def compute_time(
 ) -> Timed:
     """Return the time of a computation on one rank.
 
-    It is the larger of ``flops / (peak · flops_efficiency)`` and
-    ``nbytes / (memory_bandwidth · memory_efficiency)``, and ``kernels`` times the overhead of a
-    kernel. Its source is that of the longest of these three.
+    It's the larger of ``flops / (peak · flops_efficiency)`` and ``nbytes / (memory_bandwidth ·
+    memory_efficiency)``, plus the kernels' overhead.
 
     Arguments:
         hardware: the machine.
@@ -153,6 +134,7 @@ def compute_time(
         used_figures: max(flop_seconds, memory_seconds),
         ("kernel_overhead",): kernels * hardware.kernel_overhead,
     }
+    # Note: the longest of the three times gives the source.
     longest_figures = max(seconds_by_figures, key=seconds_by_figures.__getitem__)
     how = [
         hardware.sources[figure_name].how
@@ -167,7 +149,7 @@ def update_time(hardware: Hardware, nbytes: int) -> Timed:
 
     Arguments:
         hardware: the machine.
-        nbytes: bytes that are read or written.
+        nbytes: their number.
 
     Example:
         >>> from funcshard.estimate import load_hardware
@@ -190,7 +172,7 @@ def offload_time(hardware: Hardware, nbytes: int) -> Timed:
 
     Arguments:
         hardware: the machine.
-        nbytes: bytes that are copied; a copy of no bytes takes no time.
+        nbytes: bytes that are copied.
 
     Example:
         >>> from funcshard.estimate import load_hardware
@@ -217,7 +199,7 @@ def _of_kind(links: Sequence[Link], kind: str) -> list[Link]:
 
 
 def _shared(links: Sequence[Link]) -> list[Link]:
-    """Return the links of all kinds; if there are none, those of all-gathers."""
+    """Return the links of all kinds, or else those of all-gathers."""
     return _of_kind(links, ALL_KINDS) or _of_kind(links, "all_gather")
 
 
@@ -226,6 +208,7 @@ def _inside_node(hardware: Hardware, kind: str, nbytes: int, ranks: int) -> Time
     if node_links:
         latency, bandwidth, how = _at(node_links, ranks)
         return Timed(latency + nbytes / bandwidth, how)
+    # Note: a rank sends to one neighbour, however long the axis is.
     reached_ranks = 2 if kind == "ppermute" else ranks
     latency, bandwidth, how = _at(_node_links(hardware, kind), reached_ranks)
     if kind not in ("all_gather", "reduce_scatter"):
@@ -248,7 +231,7 @@ def _across_nodes(hardware: Hardware, kind: str, nbytes: int, ranks: int, nodes:
     crossed_nodes = 2 if kind == "ppermute" else nodes  # nodes that one message crosses
     links = _of_kind(hardware.network, kind) or _shared(hardware.network)
     latency, bandwidth, how = _at(links, crossed_nodes)
-    # Note: groups side by side share the cards of a node.
+    # Note: the axis's groups communicate side by side at once, and share the cards of a node.
     rank_share = ranks / nodes / ranks_per_node  # of the node's cards
     # Why: the links are those of a ring through all ranks of each node. A ring through fewer ranks
     # has fewer steps there.
@@ -279,7 +262,7 @@ def _across_nodes(hardware: Hardware, kind: str, nbytes: int, ranks: int, nodes:
 
 
 def _wire(bandwidth: float, ranks: int) -> float:
-    """Return bytes per second on the wire for an all-gather's algorithm bandwidth."""
+    """Return bytes per second on the wire for an all-gather's bandwidth."""
     return bandwidth * (ranks - 1) / ranks
 
 
@@ -312,7 +295,7 @@ def _at(links: Sequence[Link], size: int) -> tuple[float, float, str]:
 
 
 def _size_factor(hardware: Hardware, nbytes: int) -> tuple[float, str]:
-    """Return the share of the network's bandwidth for the bytes that a rank contributes."""
+    """Return the share of the network's bandwidth for messages of a size, with its source."""
     factors = hardware.size_factors
     if not factors:
         return 1.0, "exact"

@@ -3,7 +3,7 @@
 In reading order:
 
 - ``report``: a step that prints itself as tables. ``unit_use``: the same unit by unit.
-- ``comparing``, ``differences``: two reports, the changes between them, and how numbers moved.
+- ``comparing``, ``differences``: two reports, and what changed between them.
 - ``tabulating``: many reports as one table.
 - ``holding_map``: which rank holds which part of the parameters.
 - ``pictures``: reports and holdings, drawn. ``perfetto``: a report as a trace file.

@@ -1,4 +1,4 @@
-"""Two reports side by side: the changes between them, and how memory, time and traffic moved."""
+"""Two reports side by side: what changed, and how memory, time and traffic moved."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class UnitPair:
     """The use of a unit, or of equal units together, in two reports.
 
     Attributes:
-        before: its use in the first report; ``None`` if the first plan has no such unit.
-        after: its use in the second; ``None`` if the second plan has none.
+        before: its use in the first report; ``None`` if the plan has no such unit.
+        after: its use in the second.
     """
 
     before: UnitUse | None
@@ -43,7 +43,6 @@ class UnitPair:
         return use.title
 
     def of(self, number: Callable[[UnitUse], Any]) -> tuple[Any, Any]:
-        """Return a number of both uses, zero for a unit that is not there."""
         return number(self.before) if self.before else 0, number(self.after) if self.after else 0
 
 
@@ -55,7 +54,7 @@ class Comparison(Shown):
         before: the first report.
         after: the second report.
         units: the use of each unit in both; equal units are one.
-        changes: the differences between the plans, the options and the profiles, as clauses.
+        changes: the differences of plans, options and profiles, as clauses.
     """
 
     before: Report
@@ -98,16 +97,14 @@ class Comparison(Shown):
 
 
 def compare(before: Report, after: Report) -> Comparison:
-    """Compare two reports: the changes between them, and how memory, time and traffic moved.
-
-    If several things changed, only a further report with one of them alone tells how much it moves.
+    """Compare two reports: what changed, and how memory, time and traffic moved.
 
     Arguments:
         before: the first report.
         after: the second report.
 
     Returns:
-        The comparison. ``print`` and notebooks show it.
+        The comparison, which you can print.
 
     Raises:
         TypeError: an argument is no report.
@@ -161,14 +158,14 @@ def _row(name: str, old: Any, new: Any, text: Callable[[Any], str]) -> list[str]
 def _moves(
     numbers: Sequence[Mapping[str, Any]], text: Callable[[Any], str]
 ) -> tuple[list[list[str]], list[str]]:
-    """Return rows of numbers before and after, and the row of their sums."""
+    """Return rows of numbers before and after, and their sums."""
     old, new = numbers
     table_rows = [_row(name, old.get(name, 0), new.get(name, 0), text) for name in {**old, **new}]
     return table_rows, _row("total", sum(old.values()), sum(new.values()), text)
 
 
 def _times(report: Report) -> Mapping[str, float]:
-    """Return the seconds of each phase, and of the waits for collectives."""
+    """Return the seconds of each phase, and of the waits."""
     phase_seconds: defaultdict[str, float] = defaultdict(float)
     for span in report.spans:
         if span.lane == "compute":
@@ -177,7 +174,6 @@ def _times(report: Report) -> Mapping[str, float]:
 
 
 def _traffic(report: Report) -> Mapping[str, int]:
-    """Return the bytes that a rank sends, by kind of collective and mesh axis."""
     sent_bytes: defaultdict[str, int] = defaultdict(int)
     for event in report.events:
         sent_bytes[f"{event.kind.replace('_', '-')} along {event.axis}"] += event.traffic

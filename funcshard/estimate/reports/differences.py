@@ -27,10 +27,7 @@ _MANY = {"is": "are", "has": "have", "use": "use"}
 
 
 def differences_between(before: Report, after: Report) -> tuple[str, ...]:
-    """Return the differences of two reports as clauses: plan, options, and profile.
-
-    If several units differ in the same way, that is one difference.
-    """
+    """Return the differences of two reports as clauses: plan, options, and profile."""
     clauses = (
         *_of_whole(before, after),
         *_of_units(before, after),
@@ -43,7 +40,7 @@ def differences_between(before: Report, after: Report) -> tuple[str, ...]:
 
 
 def _change(words: str, old: Any, new: Any, noun: str = "") -> Iterable[str]:
-    """Yield the clause that says that ``new`` took the place of ``old``, if they differ."""
+    """Yield the clause of a change, if there is one."""
     if old != new:
         yield f"{words} {new}{noun} instead of {old}"
 
@@ -175,7 +172,7 @@ def _budget(budget: Any) -> str:
 
 
 def _of_profile(before: Report, after: Report) -> Iterable[str]:
-    """Yield what the same parameters compute otherwise: other inputs, code, or loss."""
+    """Yield the first difference of inputs, code or loss, if the parameters are the same."""
     if _shapes(before.plan) != _shapes(after.plan):
         return
     old, new = _forward(before), _forward(after)
@@ -189,7 +186,7 @@ def _of_profile(before: Report, after: Report) -> Iterable[str]:
 
 
 def _forward(report: Report) -> tuple[str, str, str]:
-    """Return tokens, FLOPs and moved bytes of the forward and loss of a micro-batch."""
+    """Return tokens, FLOPs and bytes of the forward of a micro-batch."""
     batch_count = int(str(report.options.get("micro_batches") or 1))
     forward_spans = [span for span in report.spans if span.what in ("forward", "loss")]
     forward_flops = sum(span.flops for span in forward_spans) // batch_count

@@ -1,9 +1,4 @@
-"""Which rank holds which part of each unit, from the plan alone.
-
-A buffer of a unit is cut into equal parts along the shard axis, and has other values along the axes
-to which its leaves are local. Along every other axis the ranks hold copies. Ranks differ in their
-bytes only by padding, which is at the end of a buffer, so a map of 16,384 ranks has few columns.
-"""
+"""Which rank holds which part of each unit, from the plan alone."""
 
 from __future__ import annotations
 
@@ -32,14 +27,7 @@ _MOST_GROUPS = 4  # groups of ranks with a column of their own
 
 
 class Held(NamedTuple):
-    """The elements of one leaf that a rank holds.
-
-    Attributes:
-        unit: name of the unit.
-        path: path of the leaf.
-        part: the elements.
-        bytes: their size.
-    """
+    """The elements of one leaf that a rank holds: ``part``, of ``bytes`` bytes."""
 
     unit: str
     path: str
@@ -48,12 +36,12 @@ class Held(NamedTuple):
 
 
 class RankGroup(NamedTuple):
-    """Ranks that hold equally many bytes of each buffer: those of some indices on the shard axis.
+    """Ranks that hold equally many bytes of each buffer.
 
     Attributes:
         begin: the first index on the shard axis.
-        end: the index after the last.
-        ranks: number of ranks; every axis but the shard axis has all its indices.
+        end: the index after the last one.
+        ranks: number of ranks, over all other axes.
     """
 
     begin: int
@@ -79,7 +67,7 @@ class Holding:
         group: the unit, or the equal units.
         buffer: the buffer of the first of them.
         axes: size of each mesh axis, in the order of ranks.
-        cut: the axes along which ranks hold other parts; copies lie along the others.
+        cut: the axes along which parts differ; along the others are copies.
         gathered: bytes of the gathered buffer of one unit, padding included.
     """
 
@@ -125,7 +113,7 @@ class Holdings(Shown):
     Attributes:
         plan: the plan.
         rows: how the ranks hold each buffer, equal units once.
-        ranks: the groups of ranks that hold equally many bytes.
+        ranks: the groups of equal ranks.
     """
 
     plan: Plan
@@ -191,7 +179,7 @@ def holdings(plan: Plan) -> Holdings:
         plan: the plan.
 
     Returns:
-        The map, with equal units and equal ranks once. ``print`` and notebooks show it as a table.
+        The map, with equal units and equal ranks once. It prints as a table.
 
     Raises:
         TypeError: ``plan`` is no plan.
@@ -238,8 +226,10 @@ def _rows(plan: Plan) -> Iterator[Holding]:
 
 
 def _bounds(buffer: BufferPlan) -> Iterator[int]:
-    """Yield the indices on the shard axis from which ranks hold fewer elements than before."""
+    """Yield the indices on the shard axis from which ranks hold fewer elements."""
     if buffer.shards > 1 and buffer.numel:
+        # Note: padding is at the end of a buffer, so at most one rank holds a part of a shard, and
+        # the map of 16,384 ranks has few columns.
         full_ranks, last_numel = divmod(buffer.numel, buffer.shard_numel)
         yield full_ranks
         if last_numel:

@@ -1,9 +1,5 @@
 """A report as a trace file: tracks as threads, memory as counters.
 
-Perfetto (https://ui.perfetto.dev) and ``chrome://tracing`` read the file. Its format is the Trace
-Event Format: ``X`` events have a duration, ``C`` events are counters, ``M`` events name things, and
-times are in microseconds.
-
 Source: "Trace Event Format", Google, and https://perfetto.dev/docs/getting-started/other-formats.
 """
 
@@ -26,16 +22,12 @@ _MICROSECONDS = 1e6
 def to_perfetto(report: Step, path: str | Path) -> Path:
     """Write a report as a trace for Perfetto or ``chrome://tracing``, and return the file's path.
 
-    Each lane is a thread; two kinds of collectives that overlap in a lane have a thread each.
-    Memory has a counter of all bytes, whose maximum equals ``report.peak``, and a counter for each
-    category.
+    Open it at https://ui.perfetto.dev. Each track is a thread. Memory has a counter of all bytes,
+    and one for each category.
 
     Arguments:
         report: the report.
-        path: the file to write. Perfetto opens files that end in ``.json``.
-
-    Returns:
-        The path of the file.
+        path: the file to write, ``.json``.
     """
     path = Path(path)
     more_facts = {
@@ -52,7 +44,7 @@ def to_perfetto(report: Step, path: str | Path) -> Path:
 
 
 def trace_events(report: Step) -> Iterator[dict[str, Any]]:
-    """Yield the events of the trace of a report: names first, then spans, then counters."""
+    """Yield the events of a report's trace: names, spans, and counters."""
     process_place = {"pid": report.rank}
     yield {
         "ph": "M",
@@ -70,7 +62,8 @@ def trace_events(report: Step) -> Iterator[dict[str, Any]]:
             **track_place,
             "args": {"sort_index": thread},
         }
-    # Note: names come first, because viewers sort threads by them.
+    # Note: names (``M``) come first, because viewers sort threads by them. Then come spans (``X``)
+    # and counters (``C``), in microseconds.
     for thread, spans in enumerate(tracks.values()):
         for span in spans:
             yield {
@@ -98,7 +91,7 @@ def trace_events(report: Step) -> Iterator[dict[str, Any]]:
 
 
 def used_categories(report: Step) -> list[str]:
-    """Return the categories of memory that a report has, those of the simulator first."""
+    """Return the categories of memory that a report has, the simulator's first."""
     used_names = {
         name for moment in report.timeline for name, size in moment.memory.items() if size
     }
@@ -109,17 +102,14 @@ def used_categories(report: Step) -> list[str]:
 
 
 def tracks_of(report: Step) -> dict[str, tuple[Span, ...]]:
-    """Return the spans of each track, in the order of the lanes.
-
-    A lane is one track. If spans of a lane overlap, as all-reduces that run beside reduce-scatters
-    do, each kind of collective has a track, such as ``"reduce: all_reduce"``.
-    """
+    """Return the spans of each track, in the order of the lanes."""
     spans_by_track: dict[str, tuple[Span, ...]] = {}
     for lane in [*LANES, *sorted({span.lane for span in report.spans}.difference(LANES))]:
         lane_spans = [span for span in report.spans if span.lane == lane]
         if not _overlap(lane_spans):
             spans_by_track[lane] = tuple(lane_spans)
             continue
+        # Note: kinds that overlap, as all-reduces beside reduce-scatters, get a track each.
         for span_kind in dict.fromkeys(span.what for span in lane_spans):
             spans_by_track[f"{lane}: {span_kind}"] = tuple(
                 span for span in lane_spans if span.what == span_kind

@@ -1,8 +1,5 @@
 """Pictures of reports and plans, drawn with matplotlib.
 
-Every function returns a ``matplotlib.figure.Figure``, which notebooks show, and saves it if it is
-given a path. Axes of bytes and seconds start at zero.
-
 Source of the colours: "Safe" of CARTOColors (https://carto.com/carto-colors), made to be told apart
 with colour blindness.
 """
@@ -43,11 +40,9 @@ _FAR = 2.0  # a budget above so many peaks is named, but not drawn: its line wou
 def draw_memory(report: Report, *, path: str | Path | None = None) -> Figure:
     """Draw the memory of a rank over the step, stacked by category, with the budget as a line.
 
-    A budget of more than twice the peak is named at the top instead.
-
     Arguments:
         report: the report.
-        path: the file to save, ``.png``, ``.svg`` or ``.pdf``; ``None`` saves none.
+        path: file to save, such as ``memory.png``.
     """
     figure, axes = _figure(9.0, 4.2)
     category_names = used_categories(report)
@@ -125,7 +120,7 @@ def draw_timeline(
         report: the report.
         begin: the first second to draw.
         end: the last second to draw; ``None``: the end of the step.
-        path: the file to save; ``None`` saves none.
+        path: file to save.
     """
     figure, axes = _figure(10.0, 2.6)
     last_second = report.step_time if end is None else end
@@ -173,13 +168,11 @@ def draw_timeline(
 
 
 def draw_pareto(reports: Mapping[str, Report], *, path: str | Path | None = None) -> Figure:
-    """Draw step time against memory of many reports, and the front that none beats in both.
-
-    The front's reports have numbers; the legend names them.
+    """Draw step time against memory of many reports, and name those that none beats in both.
 
     Arguments:
         reports: the reports by name.
-        path: the file to save; ``None`` saves none.
+        path: file to save.
 
     Raises:
         ValueError: there is no report.
@@ -242,10 +235,7 @@ def draw_pareto(reports: Mapping[str, Report], *, path: str | Path | None = None
 
 
 def pareto_front(reports: Mapping[str, Report]) -> list[str]:
-    """Return the names of the reports that none beats in both time and memory, least memory first.
-
-    Of reports that are equal in both, the first is on the front.
-    """
+    """Return the reports that none beats in both time and memory, least memory first."""
     ordered_names = sorted(reports, key=lambda name: (reports[name].peak, reports[name].step_time))
     # Note: by rising memory, each report of the front is faster than the one before.
     front_names: list[str] = []
@@ -258,14 +248,12 @@ def pareto_front(reports: Mapping[str, Report]) -> list[str]:
 def draw_holdings(
     plan: Plan, *, ranks: Sequence[int] | None = None, path: str | Path | None = None
 ) -> Figure:
-    """Draw which rank holds which part of each unit: a cell a unit and rank, a colour a part.
-
-    Ranks with the same colour in a row hold the same part. Equal units are one row.
+    """Draw which rank holds which part of each unit, as a colour.
 
     Arguments:
         plan: the plan.
         ranks: the ranks to draw; by default the first 64.
-        path: the file to save; ``None`` saves none.
+        path: file to save.
     """
     import numpy as np
 
@@ -304,14 +292,14 @@ def draw_holdings(
 
 
 def _shade(row: Holding, rank: int) -> float:
-    """Return the shade of the part that a rank holds, from 0 to 1; a buffer of one part is grey."""
+    """Return the shade of the part that a rank holds, from 0 to 1."""
     if row.parts == 1:
         return 0.5
     return row.part(rank) / (row.parts - 1)
 
 
 def _scale(largest: float, units: Sequence[tuple[str, float]]) -> tuple[float, str]:
-    """Return the largest unit that ``largest`` reaches, and its name."""
+    """Return the largest unit up to ``largest``, and its name."""
     name, size = next(((name, size) for name, size in reversed(units) if largest >= size), units[0])
     return size, name
 
@@ -333,7 +321,7 @@ def _figure(width: float, height: float) -> tuple[Figure, Any]:
 
 
 def _edges(number: int) -> dict[str, Any]:
-    """Return the style of edges between ``number`` areas: none where they would cover them."""
+    """Return the style of edges: none where they would cover the areas."""
     if number > 60:
         return {"linewidth": 0}
     return {"edgecolor": "white", "linewidth": 0.3}

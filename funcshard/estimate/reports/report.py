@@ -43,20 +43,16 @@ _FULL = 0.95  # of the budget; the rest is for the CUDA context and NCCL, which 
 class Report(Shown, Step):
     """The memory, the time and the traffic of one training step; made by ``estimate``.
 
-    ``print`` and notebooks show it as tables. ``Step`` lists its fields.
+    It prints as tables. ``Step`` lists its fields.
     """
 
     @property
     def binds(self) -> str:
-        """Sentence that says which resource limits the step: memory, communication or compute."""
+        """Which resource limits the step, as a sentence: memory, communication or compute."""
         return binds_text(self)
 
     def to_perfetto(self, path: str | Path) -> Path:
-        """Write a trace for Perfetto or ``chrome://tracing``, and return the file's path.
-
-        Arguments:
-            path: the file to write, ``.json``.
-        """
+        """Write a trace for https://ui.perfetto.dev to ``path`` (``.json``), and return it."""
         return to_perfetto(self, path)
 
     def _parts(self) -> Iterator[Part]:
@@ -92,12 +88,12 @@ def source_of(report: Step, name: str) -> str:
 
     Arguments:
         report: the report.
-        name: name of a field of the report, such as ``"peak"``, or a category of memory. If
-            ``report.sources`` does not have it, a time has the source of the sum of all spans.
+        name: a field of the report, such as ``"peak"``, or a category of memory.
     """
     if name in report.sources:
         return report.sources[name]
     if name in _OF_TIME:
+        # Note: the report doesn't name it, so it's the source of the sum of all spans.
         timed_sources = [(span.seconds, span.source) for span in report.spans]
         return source_of_sum(timed_sources) if timed_sources else "traced"
     # Note: the peak is a sum, which is as good as its weakest part.
@@ -117,20 +113,20 @@ def moment_text(moment: Moment) -> str:
 
 
 def rate_text(report: Step) -> str:
-    """Return the tokens of a rank in a second, a small number with three digits."""
+    """Return a rank's tokens per second as text."""
     rate = report.tokens_per_second
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def left_text(budget: int | None, peak: int) -> str:
-    """Return how far a peak is below a budget, or above it, such as ``1.5 GiB left``."""
+    """Return how far a peak is below or above a budget, such as ``1.5 GiB left``."""
     if budget is None:
         return ""
     return f"{table.size(abs(budget - peak))} {'left' if peak <= budget else 'too little'}"
 
 
 def memory_table(report: Step, title: str) -> Table:
-    """Return the table of the memory at the peak, by category."""
+    """Return the memory at the peak as a table, by category."""
     # Note: a report made by hand may have categories that the simulator does not know.
     category_sizes = report.by_category | {
         category: size for category, size in report.peak_moment.memory.items() if size
@@ -144,10 +140,10 @@ def memory_table(report: Step, title: str) -> Table:
 
 
 def binds_text(report: Step) -> str:
-    """Return in a sentence which resource limits the step: memory, communication or compute.
+    """Return which resource limits the step, as a sentence.
 
-    Memory binds if the peak is over the budget; communication if the rank waits for collectives in
-    more than a quarter of the step; compute otherwise.
+    Memory does if the peak is over the budget; communication if the rank waits for more than a
+    quarter of the step; otherwise compute.
     """
     if not report.fits and report.budget is not None:
         bytes_over = report.peak - report.budget

@@ -13,11 +13,7 @@ from funcshard.plan import mesh_text
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ReportTable(Shown):
-    """Reports by name, as one table; made by ``tabulate``.
-
-    Attributes:
-        reports: the reports by name.
-    """
+    """Reports by name as one table, made by ``tabulate``."""
 
     reports: Mapping[str, Report]
 
@@ -50,13 +46,13 @@ class ReportTable(Shown):
 
 
 def tabulate(reports: Mapping[str, Report]) -> ReportTable:
-    """Return a table of many reports, a row each; ``print`` and notebooks show it.
+    """Return a table of many reports, a row each, which you can print.
 
     Arguments:
         reports: the reports by name.
 
     Raises:
-        TypeError: ``reports`` is no mapping, or a value of it no report.
+        TypeError: ``reports`` is no mapping of reports.
         ValueError: there is no report.
 
     Example:

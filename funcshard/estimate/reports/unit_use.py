@@ -1,4 +1,4 @@
-"""The memory, the traffic and the time of a report, unit by unit, with equal units as one row."""
+"""What a report says of memory, traffic and time, unit by unit."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _OF_STEP = ("loss", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class UnitUse:
-    """The use that a unit, or equal units together, make of memory and time.
+    """The memory and time of a unit, or of equal units together.
 
     Attributes:
         title: name of the unit, or of the equal units.
         names: names of the units.
-        memory: bytes by category at the report's peak; the sum over the units.
-        traffic: bytes that the rank sends for the units in one step.
-        compute: seconds that the rank computes for them in one step.
+        memory: bytes by category at the peak.
+        traffic: bytes that the rank sends in a step.
+        compute: seconds of computation in a step.
         communication: seconds that their collectives take, hidden or not.
     """
 
@@ -53,7 +53,6 @@ COLUMNS: tuple[tuple[str, Callable[[UnitUse], Any], Callable[[Any], str]], ...] 
 def by_unit(report: Step, key: Callable[[UnitPlan], Hashable] | None = None) -> tuple[UnitUse, ...]:
     """Return the use of each unit, in plan order; equal units are one.
 
-    Units are equal as in ``fold_units``, and if both are computed again in backward, or neither.
     A last row has the loss, the optimizer, and the collectives that belong to no unit.
 
     Arguments:
@@ -99,7 +98,7 @@ def by_unit(report: Step, key: Callable[[UnitPlan], Hashable] | None = None) -> 
 
 
 def recomputed_units(report: Step) -> set[str]:
-    """Return the names of the units of which backward computes modules again."""
+    """Return the names of the units with modules that backward recomputes."""
     remat: Any = report.options.get("remat") or ()
     recomputed_modules: set[str] = set()
     # Note: one name stands alone, and a group is a tuple of the names of its members.

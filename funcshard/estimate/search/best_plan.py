@@ -1,14 +1,11 @@
 """``auto_plan``: the fastest plan that fits a budget, or why none does.
 
-A ``Space`` says which plans there are, and it does not depend on the budget. Plans that differ only
-in how many units of the largest class backward computes again form a ladder. The search takes one
-ladder after the other, in the order of a lower bound of the time, until the bound is over the time
-of the best plan. On a ladder it looks for the first rung that fits: one by one on a short ladder,
-by bisection on a long one. Of equally fast plans it takes the one with the lower peak, and then the
-first.
+Plans that differ only in how many units of the largest class backward recomputes form a ladder. The
+search takes ladders in the order of a lower bound of their time, until the bound is over the best
+time. On each it looks for the first rung that fits, by bisection if the ladder is long.
 
-It takes two things for granted: to compute more units again makes no step faster, and on a long
-ladder it makes no peak higher.
+It takes for granted that recomputing more units makes no step faster, and on a long ladder no peak
+higher.
 """
 
 from __future__ import annotations
@@ -47,13 +44,7 @@ _LEAN = 24  # candidates that are simulated to find a lean one if none fits
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A plan that the search simulated.
-
-    Attributes:
-        seconds: time of a step.
-        peak: bytes at the peak.
-        text: the plan as text.
-    """
+    """A plan that the search simulated: seconds of a step, bytes at the peak, and its text."""
 
     seconds: float
     peak: int
@@ -67,14 +58,13 @@ class Best(Shown):
     Attributes:
         plan: the plan.
         schedule: its schedule.
-        remat: names of the units that backward computes again, for ``fully_shard(remat=...)``.
-        micro_batches: number of micro-batches, for ``accumulate``.
+        remat: names of the units to recompute, for ``fully_shard(remat=...)``.
+        micro_batches: their number, for ``accumulate``.
         profile: the profile of one micro-batch.
         report: the estimate of the plan.
         text: the plan as text.
         considered: number of plans in the space.
-        pareto: of the plans that the search simulated, those that no other one beats in both time
-            and peak.
+        pareto: the simulated plans that no other one beats in both time and peak.
     """
 
     plan: Plan
@@ -130,30 +120,24 @@ def auto_plan(
 ) -> Best | Infeasible:
     """Find the fastest plan of a model that fits a memory budget on every rank.
 
-    The search covers the options of ``space``: meshes, strategies, the units that stay gathered,
-    those that backward computes again. It also covers the profiles: micro-batches and precisions.
-    The simulator of ``estimate`` scores the plans. The result is the same as if it scored all of
-    them, if no step gets faster when backward computes more units again, and of more than 16 units
-    no peak gets higher. Then a larger budget never gives a slower plan, and a smaller one never a
-    higher peak.
+    It searches the options of ``space`` and the profiles. docs/estimating.md says when it finds the
+    same as a search of all plans.
 
     Arguments:
-        profile: the profile of the batch of one rank. A dictionary gives a profile for each number
-            of micro-batches that the batch may be split into: ``{1: whole, 2: half}``. A sequence
-            in place of a profile gives profiles of several precisions.
+        profile: the profile of a rank's batch. ``{1: whole, 2: half}`` also tries micro-batches,
+            and a sequence of profiles several precisions.
         ranks: number of ranks.
-        budget: bytes that a rank may use, or text such as ``"80GiB"``; by default, and at most, the
-            memory of the hardware.
+        budget: as in ``estimate``.
         hardware: as in ``estimate``.
         optimizer: as in ``estimate``.
-        units: as in ``make_plan``, without options of single units.
+        units: as in ``make_plan``, without options.
         space: the plans to try.
         runtime: as in ``estimate``.
         local: as in ``make_plan``.
 
     Returns:
-        The best plan; or, if the search finds none that fits, an ``Infeasible``, which says why and
-        which changes would help. Both have ``fits``, and print as tables.
+        The best plan, or an ``Infeasible`` that says which changes would help. Both have ``fits``,
+        and you can print them.
 
     Raises:
         TypeError: ``profile`` is no profile.
@@ -246,7 +230,7 @@ def auto_plan(
 
 @dataclass(slots=True)
 class _Result:
-    """The candidate that a search found: the best one, or the leanest of some if none fits."""
+    """The best candidate of a search, or the leanest one if none fits."""
 
     candidate: Candidate
     fits: bool
@@ -255,7 +239,6 @@ class _Result:
 
 
 def _search(scorer: Scorer, space: Space, ranks: int, budget: int) -> _Result:
-    """Return the candidate of least time, peak and position among those that fit."""
     all_ladders = list(
         ladders(space, ranks, scorer.classes, len(scorer.profiles), splices=scorer.splices())
     )
@@ -278,7 +261,7 @@ def _search(scorer: Scorer, space: Space, ranks: int, budget: int) -> _Result:
         return best is not None and seconds > best[0]
 
     def ends(ladder_index: int, rung: int) -> bool:
-        """Return whether a rung fits, or is too slow as all that are above it."""
+        """Return whether a rung fits, or is too slow, as are all above it."""
         seconds, peak = score(ladder_index, rung)
         return peak <= budget or too_slow(seconds)
 

@@ -1,4 +1,4 @@
-"""``Infeasible``: the reason why no plan fits a budget; ``changes_to_fit``: changes with prices."""
+"""``Infeasible``: why no plan fits a budget, and changes that would help, with their prices."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Change:
         text: the change as text.
         peak: bytes that it adds to the peak; negative if it saves memory.
         seconds: seconds that it adds to a step.
-        share: the same as a share of the step before.
-        fits: whether the plan fits then.
+        share: these seconds, as a share of the step before.
+        fits: whether the plan then fits.
         report: the estimate with the change.
     """
 
@@ -47,14 +47,14 @@ class Change:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Infeasible(Shown):
-    """The answer of ``auto_plan`` if it finds no plan that fits.
+    """The answer of ``auto_plan`` if no plan fits.
 
     Attributes:
         budget: the budget in bytes.
-        report: the estimate of the leanest plan that the search found.
+        report: the estimate of the leanest plan.
         text: that plan as text.
         considered: number of plans in the space.
-        changes: changes of that plan that the space does not hold, with their prices.
+        changes: changes of that plan beyond the space.
     """
 
     budget: int
@@ -93,11 +93,9 @@ class Infeasible(Shown):
 def changes_to_fit(
     profile: Profile, before: Report, hardware: str | Hardware
 ) -> tuple[Change, ...]:
-    """Return single changes of a plan that save memory, those that make it fit first.
+    """Return single changes that save memory: those that fit, the fastest first, then the others.
 
-    Each change goes as far as the budget asks for: it computes as few more units again as are
-    enough, or takes as few more ranks. Each one is simulated. Those that fit come first, the
-    fastest first; then those that are not enough, the largest saving first.
+    Each goes only as far as the budget asks for.
 
     Arguments:
         profile: the profile of one micro-batch.
@@ -143,7 +141,6 @@ def changes_to_fit(
 
 
 def _changed(before: Report, estimated: Callable[..., Report]) -> Iterator[tuple[str, Report]]:
-    """Yield changes as text, with the estimate of each."""
     plan, remat = before.plan, cast("tuple[str, ...]", before.options["remat"])
     units, mesh = plan.unit_list, plan.mesh_shape
     ranks = mesh[0] * mesh[1]
@@ -188,7 +185,7 @@ def _changed(before: Report, estimated: Callable[..., Report]) -> Iterator[tuple
 
 
 def _freed(unit: UnitPlan) -> dict[str, Any]:
-    """Return the options with which a unit is sharded, and freed if it is not the root."""
+    """Return the options of a unit that is sharded, and freed unless it's the root."""
     return {
         "strategy": "full_shard",
         "reshard_after_forward": unit.name != "",

@@ -1,8 +1,6 @@
-"""``Scorer``: the peak and the time of a candidate, by the simulator; and figures below both.
+"""``Scorer``: the peak and the time of a candidate by the simulator, and lower bounds of both.
 
-A simulation takes milliseconds, a lower bound of many of them microseconds: any step takes at least
-the time of all its computations, and of all its collectives, and a rank holds at least what it
-holds between steps.
+A simulation takes milliseconds, a bound of many candidates microseconds.
 """
 
 from __future__ import annotations
@@ -31,14 +29,14 @@ _LESS = 1 - 1e-9  # sums in another order differ in their last digits
 
 
 class Score(NamedTuple):
-    """The figures of a simulation: seconds of a step, and bytes at the peak."""
+    """Seconds of a step, and bytes at the peak."""
 
     seconds: float
     peak: int
 
 
 class Fixed(NamedTuple):
-    """Figures that no step of a ladder's plans goes below."""
+    """Lower bounds for all plans of a ladder."""
 
     held: int  # bytes between steps, and of the units that stay gathered
     communicating: float  # seconds of the collectives of a step
@@ -46,14 +44,11 @@ class Fixed(NamedTuple):
 
 
 class _Mode(NamedTuple):
-    """The options of a unit that a search chooses."""
-
     strategy: str
     offload: bool
     slices: int
 
     def options(self, unit: UnitPlan) -> dict[str, Any]:
-        """Return the options of a unit as fields of its plan."""
         # Note: the root stays gathered, because backward would gather it again at once.
         is_freed = self.strategy == "full_shard" and unit.name != ""
         return {
@@ -64,7 +59,7 @@ class _Mode(NamedTuple):
 
 
 class _Base(NamedTuple):
-    """A plan in which all units have the same options, and figures of its units by name."""
+    """A plan whose units all have the same options, with figures of its units by name."""
 
     plan: Plan
     sizes: Mapping[str, UnitSizes]
@@ -76,8 +71,8 @@ class Scorer:
     """Score candidates; it keeps what several of them share.
 
     Attributes:
-        profiles: number of micro-batches and profile, for each way to split the batch.
-        make: options of ``make_plan`` that all candidates share, such as ``units``.
+        profiles: micro-batches and profile, for each way to split the batch.
+        make: options of ``make_plan`` that all candidates share.
         classes: the classes of units.
         hardware: the machine.
         optimizer: the optimizer's memory.
@@ -98,7 +93,6 @@ class Scorer:
     _seconds: dict[Any, float] = field(default_factory=dict)  # of a program's computations
 
     def plan(self, candidate: Candidate) -> Plan:
-        """Return the plan of a candidate."""
         unit_modes = self._modes(candidate)
         mode_plans = {mode: self._base(candidate, mode).plan for mode in set(unit_modes.values())}
         # Note: all of these plans have the same units in the same order.
@@ -110,7 +104,6 @@ class Scorer:
         return dataclasses.replace(first_plan, unit_list=units)
 
     def _modes(self, candidate: Candidate) -> dict[str, _Mode]:
-        """Return the options of each unit."""
         # Note: the last units of a class stay gathered, because backward needs them first.
         modes_by_unit: dict[str, _Mode] = {}
         for units, choice in zip(self.classes, candidate.choices, strict=True):
@@ -124,12 +117,12 @@ class Scorer:
         return modes_by_unit
 
     def remat(self, candidate: Candidate) -> tuple[str, ...]:
-        """Return the names of the units that backward computes again."""
+        """Return the names of the units that backward recomputes."""
         pairs = zip(self.classes, candidate.choices, strict=True)
         return tuple(name for units, choice in pairs for name in units.again[: choice.remat])
 
     def splices(self) -> bool:
-        """Return whether the programs of other numbers of the largest class can be spliced."""
+        """Return whether programs of the largest class can be spliced."""
         largest_class = max(self.classes, key=lambda each: (each.repeated, len(each.names)))
         plain_program = self._traced(0, (0,) * len(self.classes))
         return (
@@ -139,11 +132,9 @@ class Scorer:
         )
 
     def schedule(self, candidate: Candidate, plan: Plan) -> Schedule:
-        """Return the schedule of a candidate."""
         return make_schedule(plan, limit=candidate.limit)
 
     def score(self, candidate: Candidate) -> Score:
-        """Simulate a candidate."""
         micro_batches, profile = self.profiles[candidate.profile]
         plan = self.plan(candidate)
         simulation = simulate_step(
@@ -159,7 +150,7 @@ class Scorer:
         return Score(simulation.step_time, simulation.peak)
 
     def fixed(self, candidate: Candidate) -> Fixed:
-        """Return what all rungs of the candidate's ladder share."""
+        """Return the lower bounds of the candidate's ladder."""
         micro_batches, profile = self.profiles[candidate.profile]
         optimizer, runtime = self.optimizer, self.runtime
         held_bytes = profile.buffers + profile.inputs * micro_batches + runtime.communicators
@@ -180,12 +171,14 @@ class Scorer:
         lane_seconds = gathering + reducing if runtime.one_lane else max(gathering, reducing)
         update_seconds = 0.0
         if optimizer is not None and updated_bytes:
+            # Why 3 + 2 a state: an update reads the gradient, and reads and writes the parameter
+            # and each state.
             moved_bytes = updated_bytes * (3 + 2 * optimizer.states)
             update_seconds = self._clock(candidate.mesh).move(moved_bytes)[0]
         return Fixed(held_bytes, max(lane_seconds, apart) * micro_batches, update_seconds)
 
     def least_seconds(self, candidate: Candidate, fixed: Fixed) -> float:
-        """Return seconds that no rung of the candidate's ladder goes below; it is the first one."""
+        """Return the least seconds of the candidate's ladder; the candidate is its first rung."""
         micro_batches, key = self.profiles[candidate.profile][0], self._key(candidate)
         clock = self._clock(candidate.mesh)
         if key not in self._seconds:
@@ -198,7 +191,6 @@ class Scorer:
     # --- shared by candidates --------------------------------------------------------------------
 
     def program(self, candidate: Candidate) -> Program:
-        """Return the program of a candidate's remat set."""
         key = _, counts = self._key(candidate)
         if key not in self._programs:
             # Note: a trace takes a third of a second, a splice milliseconds.
@@ -210,7 +202,7 @@ class Scorer:
         return candidate.profile, tuple(choice.remat for choice in candidate.choices)
 
     def _spliced(self, candidate: Candidate, counts: tuple[int, ...]) -> Program | None:
-        """Return the program from that of another number of units, of the largest class."""
+        """Return the program by a splice, or ``None`` if one isn't possible."""
         largest_class = max(
             range(len(counts)), key=lambda i: (self.classes[i].repeated, len(self.classes[i].names))
         )
@@ -249,7 +241,6 @@ class Scorer:
         return self._clocks[mesh]
 
     def _single(self, profile_index: int) -> Plan:
-        """Return the plan for one rank."""
         if profile_index not in self._singles:
             profile = self.profiles[profile_index][1]
             self._singles[profile_index] = make_plan(
@@ -258,7 +249,6 @@ class Scorer:
         return self._singles[profile_index]
 
     def _base(self, candidate: Candidate, mode: _Mode) -> _Base:
-        """Return the plan in which all units have the same options."""
         key = (candidate.profile, candidate.mesh, mode)
         if key not in self._bases:
             # Note: units are cut from the plan for one rank, which is planned once.

@@ -1,7 +1,6 @@
-"""``Space``: the plans that a search tries, as data; and the equal units that it chooses for.
+"""``Space``: the plans that a search tries, as data.
 
-A model of 126 equal blocks has one choice for all of them, not 126: how many are computed again in
-backward, and how many stay gathered. Units of which there is only one share a choice.
+All equal units share one choice: how many of them backward recomputes, and how many stay gathered.
 """
 
 from __future__ import annotations
@@ -32,20 +31,15 @@ class Space:
     """The plans that ``auto_plan`` tries: all combinations of these options.
 
     Attributes:
-        meshes: sizes ``(replicate, shard)`` to try; ``None``: all pairs whose product is the number
-            of ranks.
-        strategies: ``"full_shard"``, in which units are sharded, and ``"no_shard"``; chosen for
-            each class of equal units.
-        kept: parts into which each class is divided, to choose how many of its sharded units stay
-            gathered between forward and backward: the last ones. 0: none stays gathered.
-        remat: parts into which each class is divided, to choose how many of its units backward
-            computes again: the first of equal units, the cheapest of others. 0: none. ``None``:
-            steps of one unit in the largest class, eighths of the other classes. If the largest
-            class has more than 16 units, they are equal, and the first step has four units; with
-            more than 128 units, it has 128 steps.
-        offload: whether shards live on the host; chosen for each class.
-        slices: numbers of ranks that may hold a freed unit together between forward and backward
-            (``reshard_after_forward=n``), if they divide the shard axis; chosen for each class.
+        meshes: sizes ``(replicate, shard)`` to try; ``None`` tries all pairs.
+        strategies: ``"full_shard"`` and ``"no_shard"``, for each class of equal units.
+        kept: steps in which to try how many sharded units of a class stay gathered between forward
+            and backward; 0: none.
+        remat: steps in which to try how many units of a class backward recomputes; 0: none.
+            ``None``: steps of one unit in the largest class, at most 128, and eighths of others.
+        offload: whether shards live on the host, for each class.
+        slices: numbers of ranks that may hold a freed unit together (``reshard_after_forward=n``),
+            for each class.
         limits: how many units are gathered ahead.
 
     Example:
@@ -100,11 +94,10 @@ class Choice(NamedTuple):
 
     Attributes:
         strategy: ``"full_shard"`` or ``"no_shard"``.
-        kept: number of units that stay gathered, the last ones.
-        remat: number of units that backward computes again, the first of ``UnitClass.again``.
+        kept: how many units, the last ones, stay gathered.
+        remat: how many of ``UnitClass.again`` backward recomputes.
         offload: whether their shards live on the host.
-        slices: number of ranks that hold each freed unit together between forward and backward; 0
-            for all ranks of the shard axis.
+        slices: number of ranks that hold a freed unit together; 0 for the whole shard axis.
     """
 
     strategy: str
@@ -115,14 +108,7 @@ class Choice(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """One plan that a search may try.
-
-    Attributes:
-        profile: index of the profile.
-        mesh: sizes ``(replicate, shard)``.
-        limit: how many units are gathered ahead.
-        choices: the choice for each class of units.
-    """
+    """One plan that a search may try: ``choices`` has one choice for each class of units."""
 
     profile: int
     mesh: tuple[int, int]
@@ -131,10 +117,10 @@ class Candidate(NamedTuple):
 
 
 class Ladder(NamedTuple):
-    """Plans that differ only in how many units of one class backward computes again.
+    """Plans that differ only in how many units of one class backward recomputes.
 
     Attributes:
-        first: the plan in which backward computes none of them again.
+        first: the plan that recomputes none of them.
         climbed: index of that class.
         counts: numbers of its units to try, the least first.
     """
@@ -144,7 +130,6 @@ class Ladder(NamedTuple):
     counts: tuple[int, ...]
 
     def rung(self, position: int) -> Candidate:
-        """Return the plan with the count at a position."""
         unit_choices = list(self.first.choices)
         unit_choices[self.climbed] = unit_choices[self.climbed]._replace(
             remat=self.counts[position]
@@ -157,10 +142,8 @@ class UnitClass(NamedTuple):
 
     Attributes:
         names: their names, in the order of forward.
-        again: those that backward can compute again, all but the root and groups. Of equal units
-            the first come first. Of others those come first that take the least time for each byte
-            that they save: a knapsack is filled well in that order.
-        repeated: whether they are equal; if not, they are those without an equal one.
+        again: those that backward can recompute, the cheapest for each saved byte first.
+        repeated: whether they are equal; if not, each is the only one of its kind.
         title: the units as text, such as ``"blocks.*"``.
     """
 
@@ -173,9 +156,7 @@ class UnitClass(NamedTuple):
 def unit_classes(
     plan: Plan, program: Program, seconds: Callable[[Run], float]
 ) -> tuple[UnitClass, ...]:
-    """Return the classes of equal units, and last the class of all units without an equal one.
-
-    Units are equal if their buffers, their precision and the FLOPs of their forward are.
+    """Return the classes of equal units, and last the class of all single units.
 
     Arguments:
         plan: a plan of the units.
@@ -219,6 +200,7 @@ def unit_classes(
         cost_by_unit = {
             name: forward_seconds[name] / max(program.saved.get(name, 0), 1) for name in unit_names
         }
+        # Why this order: it fills a knapsack well, with seconds as the price of each saved byte.
         recomputed_names = sorted(_modules(single_units), key=cost_by_unit.__getitem__)
         class_title = "other units" if len(unit_names) > 1 else "".join(unit_names) or "the root"
         classes.append(UnitClass(unit_names, tuple(recomputed_names), False, class_title))
@@ -226,7 +208,7 @@ def unit_classes(
 
 
 def _modules(units: Iterable[UnitPlan]) -> tuple[str, ...]:
-    """Return the names of units that are one module: neither the root nor groups."""
+    """Return the names of units that are one module: no root, no groups."""
     return tuple(unit.name for unit in units if unit.name and not unit.members)
 
 
@@ -259,13 +241,13 @@ def on_mesh(
 def ladders(
     space: Space, ranks: int, classes: Sequence[UnitClass], profiles: int, *, splices: bool
 ) -> Iterator[Ladder]:
-    """Yield all plans of a space in ladders, always in the same order.
+    """Yield all plans of a space as ladders, in a fixed order.
 
     Arguments:
         space: the space.
         ranks: number of ranks.
         classes: the classes of units.
-        profiles: number of profiles to choose from.
+        profiles: number of profiles.
         splices: whether programs of equal units can be spliced, so that a step takes no trace.
     """
     mesh_list = space.meshes or tuple((ranks // size, size) for size in _divisors(ranks))
@@ -295,7 +277,6 @@ def ladders(
 
 
 def _divisors(number: int) -> list[int]:
-    """Return the divisors of a number, the largest first."""
     small_divisors = [
         divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0
     ]
@@ -307,7 +288,6 @@ def _divisors(number: int) -> list[int]:
 def _choices(
     space: Space, mesh: tuple[int, int], units: UnitClass, remat: Sequence[int]
 ) -> list[Choice]:
-    """Return the choices of one class."""
     unit_choices = []
     for strategy, offload in itertools.product(space.strategies, space.offload):
         # Why one shard is left out: then nothing is gathered, as with no_shard.
@@ -329,14 +309,13 @@ def _choices(
 
 
 def _counts(units: int, parts: int) -> list[int]:
-    """Return the numbers of units to try: 0, all, and those between at equal distances."""
+    """Return 0, all, and the numbers between at equal distances."""
     if not parts:
         return [0]
     return sorted({units * part // parts for part in range(parts + 1)})
 
 
 def _fine_counts(units: int) -> list[int]:
-    """Return the numbers of units to try in steps of one unit."""
     counts = _counts(units, min(units, _MOST_STEPS))
     # Why not the first ones: they take a trace each. The last ones do so too, but the search seldom
     # comes to them.

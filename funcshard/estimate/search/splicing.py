@@ -1,8 +1,7 @@
 """``splice``: the program of one remat set from that of another, for models of many equal units.
 
-A search tries to let backward compute the first 10, 20 or 30 of many equal units again. One trace
-in which it computes some of them again has all the steps of such programs. Those of equal units
-differ in names, and in the memory that was there before.
+A search tries to recompute the first 10, 20 or 30 of many equal units. One trace has all the steps
+of such programs: those of equal units differ in names, and in the memory that was there before.
 """
 
 from __future__ import annotations
@@ -21,13 +20,12 @@ _NONE = Memory(0, 0, 0, 0)
 
 
 def splice(program: Program, units: Sequence[str], made: int, wanted: int) -> Program | None:
-    """Return the program in which backward computes other numbers of equal units again.
+    """Return the program in which backward recomputes another number of equal units.
 
     Arguments:
-        program: the program in which it computes the first ``made`` of the units again.
+        program: the program that recomputes the first ``made`` of them.
         units: names of the equal units, in the order of forward.
-        made: number of units that ``program`` computes again.
-        wanted: number of units that the result computes again.
+        wanted: number of units that the result recomputes.
 
     Returns:
         The program; ``None`` if a border is within ``MARGIN`` units of another one, or if the steps
@@ -74,7 +72,6 @@ def in_pieces(program: Program, units: Sequence[str]) -> bool:
 
 
 def _source(position: int, made: int, wanted: int) -> int:
-    """Return the position of the unit whose steps a unit takes."""
     # Note: units beside the new border take the steps of those beside the old one.
     if abs(2 * (position - wanted) + 1) <= 2 * MARGIN:
         return position - wanted + made  # near the border
@@ -86,7 +83,6 @@ def _source(position: int, made: int, wanted: int) -> int:
 
 
 def _parts(steps: Sequence[Run | Reached]) -> Iterator[tuple[str, Memory, list[Run | Reached]]]:
-    """Yield the steps unit by unit, with the memory before each."""
     memory_begin = _NONE
     for name, group in itertools.groupby(steps, key=lambda step: step.unit):
         group_steps = list(group)
@@ -95,12 +91,11 @@ def _parts(steps: Sequence[Run | Reached]) -> Iterator[tuple[str, Memory, list[R
 
 
 def _end(steps: Sequence[Run | Reached], memory: Memory) -> Memory:
-    """Return the memory after some steps; ``memory`` is that before them."""
     return next((step.end for step in reversed(steps) if isinstance(step, Run)), memory)
 
 
 def _moved(step: Run | Reached, name: str, more: Memory) -> Run | Reached:
-    """Return a step of another unit, with some more memory all the time."""
+    """Return another unit's step, with some more memory all the time."""
     if isinstance(step, Reached):
         return Reached(step.what, name)
     highest, end = (Memory(*map(operator.add, memory, more)) for memory in (step.highest, step.end))

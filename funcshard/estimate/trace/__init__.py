@@ -4,15 +4,14 @@ A trace becomes a tape, whose events belong to modules. A tape and the units of 
 program. In reading order:
 
 - ``tape``: the events of forward and backward as data; equal modules are in it once.
-- ``tracing``: runs a model on fake tensors. ``recorder`` writes down what happens there,
-  and ``leaves`` tells it of parameters.
+- ``tracing``: runs a model on fake tensors. ``recorder`` writes down what happens there, and
+  ``leaves`` tells it of parameters.
 - ``kernels``: the attention and the dropout that a GPU would choose.
-- ``kinds``: finds modules that may be equal, and compares what they hold. ``folding`` keeps
-  the events of one of them, and ``stubs`` represent the others.
+- ``kinds``: finds modules that may be equal. ``folding`` keeps the events of one of them, and
+  ``stubs`` represent the others.
 - ``compiled``: the tensors that a compiler keeps, and the operations that it fuses.
 - ``needs``: which units backward gathers, and in which order.
-- ``program``: a tape, cut at the moments at which the units of a plan act. ``stretches`` adds up
-  the events of folded modules for it.
+- ``program``: a tape, cut where the units of a plan act. ``stretches`` adds up folded modules.
 - ``profiling``: ``profile``, the front of all that.
 """
 

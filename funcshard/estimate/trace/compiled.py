@@ -1,19 +1,10 @@
 """``Region``: the tensors that a compiler keeps for backward, and the operations that it fuses.
 
-A compiler such as ``torch.compile`` fuses pointwise operations into the kernels around them. Their
-results never reach memory, unless an operation that is not fused reads them: a matrix product,
-attention, or a lookup. For backward it keeps the tensors that such operations read. It keeps other
-results only if it cannot compute them again from tensors that it keeps.
-
-So inside a region a tensor that autograd saves is dropped if all of this holds:
-
-- pointwise operations made it;
-- no matrix product or other unfused operation reads it;
-- the tensors that it is computed from, beyond those that are kept anyway, are not larger than it.
-
-These are the rules of torch's partitioner by its default settings, without its search for the least
-cut. The order of kernels stays as it is without a compiler, and so do the gradients that live
-between two kernels of backward.
+A compiler such as ``torch.compile`` fuses pointwise operations into the kernels around them. A
+tensor that autograd saves is dropped if pointwise operations made it, if no unfused operation (a
+matrix product, attention, a lookup) reads it, and if the tensors that it's computed from, beyond
+those that are kept anyway, aren't larger. These are the rules of torch's partitioner by its default
+settings, without its search for the least cut.
 
 Source: ``min_cut_rematerialization_partition`` and ``ban_recompute_materialized_backward`` in
 https://github.com/pytorch/pytorch/blob/v2.7.0/torch/_functorch/partitioners.py
@@ -37,17 +28,17 @@ _FUSED = frozenset({
 
 
 def is_fused(operation: Any) -> bool:
-    """Return whether a compiler fuses an operation with the ones around it."""
+    """Return whether a compiler fuses an operation with its neighbours."""
     return torch.Tag.pointwise in operation.tags or str(operation) in _FUSED
 
 
 def is_reduction(operation: Any) -> bool:
-    """Return whether an operation reduces its inputs, so it reads a fused one as it is made."""
+    """Return whether an operation is a reduction, which reads a fused result as it's made."""
     return torch.Tag.reduction in operation.tags
 
 
 class _Packed:
-    """A tensor that autograd saves in a region; ``tensor`` is ``None`` if the compiler drops it."""
+    """A tensor that autograd saves; ``tensor`` is ``None`` if the compiler drops it."""
 
     __slots__ = ("form", "kept", "tensor")
 
@@ -58,11 +49,7 @@ class _Packed:
 
 
 class Region(TorchDispatchMode):
-    """One call of a compiled module's forward, as a context.
-
-    Arguments:
-        recorder: writes down what autograd saves, and which tensors are parameters.
-    """
+    """One call of a compiled module's forward, as a context."""
 
     def __init__(self, recorder: Any) -> None:
         super().__init__()
@@ -112,7 +99,7 @@ class Region(TorchDispatchMode):
         return self.packed[-1]
 
     def _choose(self) -> None:
-        """Drop what the compiler computes again, and note the rest as saved."""
+        """Drop what the compiler recomputes, and note the rest as saved."""
         candidates, kept_storages = [], set()
         for candidate in self.packed:
             tensor_index = self._number(candidate.tensor)

@@ -1,8 +1,8 @@
-"""Fold a log: the events of a module that represents others are kept once.
+"""Fold a log: keep the events of one module, which represents others.
 
-The tracer's log has all events in order, each with the call that it belongs to. ``fold`` turns it
-into a tape. A call of a folded module becomes one ``Call`` event for its forward and one for its
-backward, and the events of the module that really ran become the parts of the ``Fold``.
+The log has all events, each with its call. In the tape, a call of a folded module is one ``Call``
+event for its forward and one for its backward. The events of the module that really ran become the
+parts of the ``Fold``.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ _INPUTS, _OUTPUTS, _GIVEN, _MADE = -1, -1001, -2001, -3001
 
 
 class CannotFoldError(Exception):
-    """Some modules of a trace are called in ways in which no other one can represent them.
+    """Some modules are called in ways in which no other one can represent them.
 
     Attributes:
-        depth: 1 if modules inside other folded ones may not be folded, 0 if none may, and 2 if only
-            those at the paths may not.
+        depth: what may be folded: 2 all but ``paths``, 1 no modules inside folded ones, 0 none.
         paths: paths of modules that may not be folded.
     """
 
@@ -52,7 +51,7 @@ def fold_log(log: Log, paths: Sequence[str]) -> Tape:
     """Return the tape of a log.
 
     Arguments:
-        log: the events in order, each with its call and its phase.
+        log: the events, each with its call and phase.
         paths: path of the module that represents each fold.
 
     Raises:
@@ -73,13 +72,7 @@ def fold_log(log: Log, paths: Sequence[str]) -> Tape:
 
 @dataclass(slots=True)
 class _Window:
-    """The events of one phase of one call of a folded module.
-
-    Attributes:
-        frame: the call.
-        phase: the part of the fold.
-        log: the events.
-    """
+    """The events of one phase of one call of a folded module."""
 
     frame: Frame
     phase: str
@@ -87,11 +80,7 @@ class _Window:
 
 
 class _Folder:
-    """Folds a log level by level.
-
-    Attributes:
-        parts: the parts of each fold, by its index.
-    """
+    """Folds a log level by level; ``parts`` are the parts of each fold, by its index."""
 
     def __init__(self, log: Log) -> None:
         self.parts: dict[int, dict[str, tuple[Event, ...]]] = {}
@@ -107,10 +96,10 @@ class _Folder:
         self._backwards: dict[int, dict[str, set[Hashable]]] = {}
 
     def level(self, log: Log, root: Frame | None) -> list[Event]:
-        """Return the events of a call without those of folded calls inside it.
+        """Return the events of ``root``, with one event for each folded call inside it.
 
         Arguments:
-            log: the events of the call, those of calls inside it included.
+            log: the events of the call, with those of calls inside it.
             root: the call; ``None`` for the whole log.
         """
         prefix_length = len(root.path) + 1 if root is not None and root.path else 0
@@ -155,6 +144,8 @@ class _Folder:
         call_frame, call_events = window.frame, [event for _, _, event in window.log]
         assert call_frame.fold is not None, "a window is that of a folded call"
         exchanged = self._exchanged.setdefault(call_frame.number, {})
+        # Note: inside a fold, a storage that the caller knows has a negative number, equal in all
+        # calls.
         own_storages = self._own.setdefault(call_frame.number, set())
         made_storages = [event.storage for event in call_events if isinstance(event, Alloc)]
         freed_storages = [event.storage for event in call_events if isinstance(event, Free)]
@@ -223,16 +214,11 @@ class _Folder:
         ]
 
     def check_backwards(self, paths: Sequence[str]) -> None:
-        """Raise unless the backward of each module is that of the one that represents it.
-
-        Autograd adds the gradients of a tensor that several modules read in the backward of one of
-        them: of all but that which runs first.
-
-        Arguments:
-            paths: path of the module that represents each fold.
-        """
+        """Raise unless the backward of each module is that of the one that represents it."""
         wrong_paths: set[str] = set()
         for fold, by_path in self._backwards.items():
+            # Why they differ: if several modules read a tensor, autograd adds its gradients in the
+            # backward of all but the module that runs first.
             own_backward = by_path.get(paths[fold])
             other_paths = {
                 path for path, backward_shape in by_path.items() if backward_shape != own_backward
@@ -245,11 +231,7 @@ class _Folder:
             raise CannotFoldError(2, wrong_paths)
 
     def _check(self, window: _Window, given: Sequence[int], left: Sequence[int]) -> None:
-        """Raise unless backward of a module inside a folded one is that of its fold.
-
-        Autograd adds the gradients of a tensor that several modules read in the backward of one of
-        them. Then the modules differ.
-        """
+        """Raise unless backward of a module inside a folded one is that of its fold."""
         frame, events = window.frame, [event for _, _, event in window.log]
         left_sizes = [self._sizes[storage] for storage in left]
         if frame.stub:
@@ -268,7 +250,7 @@ class _Folder:
     # Note: a stub's backward makes gradients of inputs, though those of the fold may have been made
     # elsewhere.
     def completed(self, events: Iterable[Event]) -> Iterator[Event]:
-        """Yield the events, with storages that a call leaves behind and its fold does not know."""
+        """Yield the events, with storages that a call leaves behind and its fold doesn't know."""
         for event in events:
             if isinstance(event, Call):
                 fold_part = self.parts.get(event.fold, {}).get(event.phase, ())
@@ -293,13 +275,12 @@ class _Folder:
 
 
 def _number(exchanged: dict[int, int], start: int, storages: Iterable[int]) -> None:
-    """Give numbers inside the fold to storages that have none yet."""
     for place, storage in enumerate(dict.fromkeys(storages)):
         exchanged.setdefault(storage, start - place)
 
 
 def _outermost_fold(frame: Frame, root: Frame | None) -> Frame | None:
-    """Return the outermost folded call below ``root`` that contains a call."""
+    """Return the outermost folded call, below ``root``, around a call."""
     outermost_frame = None
     outer_frame: Frame | None = frame
     while outer_frame is not None and outer_frame is not root:

@@ -1,9 +1,8 @@
 """``AcceleratorKernels``: trace the attention and the dropout of a GPU.
 
-A trace runs on fake tensors of the CPU, and there autograd keeps more. The CPU's fused attention
-takes neither dropout nor a mask that needs a gradient, so the CPU computes the whole matrix of
-scores. Its dropout keeps a factor for each element, where a GPU keeps a bool. A trace for a GPU
-calls the operators that torch would choose there.
+On the fake CPU tensors of a trace, autograd would keep more: the whole matrix of scores if
+attention has dropout or a mask with a gradient, and a factor for each element of dropout, not a
+bool. A trace for a GPU calls the operators that torch would choose there.
 
 Source of the rules: ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` and
 ``aten/src/ATen/native/Dropout.cpp`` of PyTorch, for compute capability 8.0 and later.
@@ -49,7 +48,7 @@ class AcceleratorKernels(TorchFunctionMode):
 
 @functools.cache
 def _without_check(function: Any) -> Callable[..., Any]:
-    """Return a copy of a function of torch that does not look for modes."""
+    """Return a copy of a function of torch that doesn't look for modes."""
     # Why: a function that looks for them by another name would call this mode without end.
     assert "has_torch_function" in function.__code__.co_names
     unchecked_globals = {**function.__globals__, "has_torch_function": lambda tensors: False}
@@ -145,7 +144,7 @@ def _unfused(
     dropout_p: float,
     scale: float,
 ) -> torch.Tensor:
-    """Compute attention by the matrix of scores, in float32."""
+    """Compute attention by the matrix of scores."""
     dtype = query.dtype
     if dtype in _HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
         # Note: without the reduction in half precision, CUDA's math kernel computes in float32.
@@ -161,20 +160,20 @@ def _unfused(
 
 
 def _bias(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return what a mask of bools adds to scores: minus infinity where it is false."""
+    """Return a mask of bools as a summand of scores."""
     return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, float("-inf"))
 
 
 def _aligned(mask: torch.Tensor) -> torch.Tensor:
-    """Return a mask whose rows lie 16 elements apart, or a multiple of that."""
     length = mask.shape[-1]
     if length % 16 == 0:
         return mask
+    # Note: the kernel asks for rows that lie a multiple of 16 elements apart.
     return F.pad(mask, (0, -length % 16))[..., :length]
 
 
 def _autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in the dtype of autocast, which casts by the names of other operators."""
     if not torch.is_autocast_enabled("cpu") or not tensor.is_floating_point():
         return tensor
+    # Why by hand: autocast goes by the names of operators, and these aren't on its lists.
     return tensor.to(torch.get_autocast_dtype("cpu"))

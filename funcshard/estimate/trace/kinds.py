@@ -1,8 +1,8 @@
 """Which modules of a model are of one kind, so that a trace of one may represent all of them.
 
-Modules of one kind agree in class, parameters, buffers, children and hooks, and in the names of
-their attributes. The values of attributes may differ, as a layer's number does: the tracer sees
-which of them a module reads, and a module represents another one only if these are equal in both.
+They agree in class, parameters, buffers, children, hooks and names of attributes. Values of
+attributes may differ, as a layer's number does. The tracer sees which of them a module reads, and
+only these must be equal.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ class Kinds:
     """The modules of a tree that may represent others.
 
     Attributes:
-        of: index of each module that may be folded -> number of its kind.
-        differing: index of a module -> its attributes that have other values in other modules of
-            its kind, and the value of each, as from ``value_of``.
-        specs: the modules of the tree, as ``Skeleton.specs``.
+        of: number of the kind of each module that may be folded, by index.
+        differing: by index, the attributes whose values differ within a kind, as from ``value_of``.
+        specs: as in ``Skeleton``.
     """
 
     of: Mapping[int, int]
@@ -43,10 +42,7 @@ class Kinds:
     _below: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def below(self, index: int) -> tuple[int, ...]:
-        """Return the indices of a module and of the modules below it, each once.
-
-        Modules of one kind have theirs in the same order.
-        """
+        """Return the indices of a module and of those below, in an order that a kind shares."""
         if index not in self._below:
             child_indices = [c for c in self.specs[index].children.values() if c is not None]
             indices_below = itertools.chain.from_iterable(map(self.below, child_indices))
@@ -57,13 +53,10 @@ class Kinds:
 def kinds_of(skeleton: Any, form: Callable[[str], Hashable], marked: Collection[int] = ()) -> Kinds:
     """Return the kinds of the modules that may be folded.
 
-    A module may be folded if it has a forward and children, if there is another one of its kind,
-    and if no parameter inside it is tied to one outside.
-
     Arguments:
         skeleton: the module tree.
-        form: the shape, the dtype and the like of a parameter or buffer, by its name.
-        marked: indices of modules that run otherwise than unmarked ones.
+        form: shape, dtype and the like of a parameter or buffer, by its name.
+        marked: indices of modules that are of other kinds than unmarked ones.
     """
     kind_numbers: dict[Hashable, int] = {}
     kinds: dict[int, int] = {}
@@ -119,15 +112,14 @@ def kinds_of(skeleton: Any, form: Callable[[str], Hashable], marked: Collection[
 
 
 def _fixed(cls: type[nn.Module], known: dict[type, frozenset[str] | None]) -> frozenset[str] | None:
-    """Return the attributes whose values must be equal in a kind: those that can be read unseen.
-
-    ``None`` represents all attributes.
-    """
+    """Return the attributes that must be equal in a kind; ``None`` for all of them."""
     if cls not in known:
         as_usual = (
             cls.__getattr__ is nn.Module.__getattr__
             and cls.__getattribute__ is object.__getattribute__
         )
+        # Why: the tracer watches ``Module.__getattr__``. Python never asks it for names that the
+        # class has, nor for any name if the class has its own attribute access.
         known[cls] = _TORCH.union(*map(vars, cls.__mro__)) if as_usual else None
     return known[cls]
 
@@ -194,20 +186,19 @@ _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE, which classes in Python code have
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value cannot change and holds no other object."""
+    """Return whether a value can't change and holds no other object."""
     return type(value) in _PLAIN or isinstance(value, enum.Enum)
 
 
 def value_of(value: Any, owner: Any = None) -> Any:
-    """Return a value that can be hashed, equal to that of another object if both work alike.
+    """Return a hashable value, equal to that of another object if both work alike.
 
-    Objects of Python classes, containers and functions are compared by what they hold, tensors by
-    their form. Modules and objects of which Python does not show everything are compared by their
-    identity.
+    Python objects, containers and functions are compared by what they hold, tensors by their form,
+    and all others by identity.
 
     Arguments:
         value: the object.
-        owner: the object that holds it, of which a bound method is equal to that of another one.
+        owner: the object that holds it; its methods equal those of another owner.
     """
     try:
         return _Values(owner).of(value)

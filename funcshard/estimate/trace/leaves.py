@@ -16,19 +16,13 @@ _SETATTR = nn.Module.__setattr__.__code__
 
 
 class Table(dict[str, Any]):
-    """A module's parameters, and those of its attributes that other modules of its kind have too.
-
-    A parameter is made when it is read: a fake tensor takes half a millisecond, and most experts of
-    a model are never run. The recorder hears of each read by a checkpoint's second forward.
-
-    Attributes are here so that the tracer hears of each read: ``Module.__getattr__`` looks here for
-    what it does not find elsewhere.
+    """A module's parameters and watched attributes, which tells the tracer of each read.
 
     Arguments:
         names: key -> name of the parameter in the model.
         recorder: the recorder.
         make: from the name of a parameter to the parameter.
-        watched: the attributes.
+        watched: attributes that differ within the module's kind.
         note: is called with the name of an attribute that is read, or ``None`` for parameters.
     """
 
@@ -44,11 +38,12 @@ class Table(dict[str, Any]):
     ) -> None:
         super().__init__(dict.fromkeys(names))
         self.names, self.recorder, self.watched = names, recorder, watched
+        # Why make a parameter only when it's read: a fake tensor takes half a millisecond, and most
+        # experts never run.
         self._unmade = {key for key, name in names.items() if name is not None}
         self._make, self._note = make, note
 
     def make(self) -> Table:
-        """Make the parameters, and return the table."""
         for key in [*self._unmade]:
             super().__setitem__(key, self._make(self.names[key] or ""))
         self._unmade.clear()
@@ -91,26 +86,23 @@ class Table(dict[str, Any]):
         return super().__iter__()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a parameter."""
         return super(Table, self._read()).get(key, default)
 
     def items(self) -> Any:
-        """Return the names and parameters."""
         return super(Table, self._read()).items()
 
     def values(self) -> Any:
-        """Return the parameters."""
         return super(Table, self._read()).values()
 
     def copy(self) -> dict[str, Any]:
-        """Return a plain dictionary of the parameters."""
         return dict(self.items())
 
 
 class Leaves(torch.autograd.Function):
     """``Leaves.apply(recorder, call, names, anchor, *params)``: the parameters for one call.
 
-    Backward runs it when all gradients of the call are complete, as it runs the runtime's gather.
+    Its backward runs when all gradients of the call are complete, like that of the runtime's
+    gather.
     """
 
     @staticmethod

@@ -1,12 +1,10 @@
 """``Needs``: which units backward gathers, and why, in the order of the runtime.
 
-A unit that was freed after forward is gathered again when backward first asks for a tensor that
-its forward saved: one of its leaves, or a tensor that a checkpoint around the unit computes again.
-The checkpoint then runs the forwards of all units inside it again. The outermost unit around the
-place that backward has reached lends its leaves, and each other unit is gathered a second time.
+A freed unit is gathered again when backward first asks for a tensor that its forward saved: a leaf,
+or a tensor that a checkpoint around the unit recomputes. That checkpoint runs the forwards of all
+units inside it. The outermost of them lends its leaves to backward, the others are gathered twice.
 
-The runtime gathers ahead in an order that it learns in forward, from the places at which units are
-called and at which autograd saves their leaves. Checkpoints do not change that order.
+Forward teaches the runtime the order in which to gather ahead. Checkpoints don't change it.
 """
 
 from __future__ import annotations
@@ -17,10 +15,7 @@ from funcshard._utils import tree
 
 
 class Owners:
-    """Which unit a module belongs to.
-
-    Arguments:
-        paths: the paths of each unit, by its name.
+    """Which unit a module belongs to, from the paths of each unit.
 
     Attributes:
         of_path: the unit whose module a path is.
@@ -34,14 +29,13 @@ class Owners:
         self._params: dict[str, str] = {}
 
     def of_param(self, path: str) -> str:
-        """Return the unit of a parameter."""
         owner_name = self._params.get(path)
         if owner_name is None:
             owner_name = self._params[path] = self.owner(path.rpartition(".")[0])
         return owner_name
 
     def owner(self, path: str) -> str:
-        """Return the innermost unit that contains a module; ``""`` if no unit but the root does."""
+        """Return the innermost unit around a module, at least the root ``""``."""
         owner_name = self._cache.get(path)
         if owner_name is None:
             owner_name = self.of_path.get(path)
@@ -59,7 +53,7 @@ class Needs:
         resharded: the units that are freed after forward.
 
     Attributes:
-        used: the units of which the runtime knows in forward that backward needs leaves.
+        used: the units that save leaves in forward.
     """
 
     def __init__(self, owners: Owners, resharded: Collection[str]) -> None:
@@ -80,12 +74,10 @@ class Needs:
     # --- forward ----------------------------------------------------------------------------------
 
     def enter(self, path: str, *, held: bool) -> None:
-        """Note that forward calls a module; ``held``: it is the outermost one in a checkpoint."""
         if held:
             self._held.add(path)
 
     def call(self, unit: str) -> None:
-        """Note that forward calls a unit."""
         # Note: autograd runs in the opposite order, so the node that forward makes first, when it
         # calls the unit, reduces it last.
         self._moments.append(("reduce", unit))
@@ -94,7 +86,6 @@ class Needs:
         self._last.append((unit, -1))
 
     def save(self, unit: str, path: str) -> None:
-        """Note that autograd saves a leaf of a unit in a module."""
         if self._sees(unit, path):
             self.used.add(unit)
             # Note: backward needs a unit first where forward saved its leaves last.
@@ -102,11 +93,10 @@ class Needs:
             self._moments.append(("", unit))
 
     def position(self, unit: str) -> int:
-        """Return the position of the last call of a unit among all calls."""
         return self._calls.get(unit, -1)
 
     def order(self) -> tuple[tuple[str, str], ...]:
-        """Return the order that the runtime learns in forward, as ``Schedule.backward``."""
+        """Return the order that forward teaches the runtime, as ``Schedule.backward``."""
         moments = list(self._moments)
         for unit, last in self._last:
             if last >= 0:
@@ -116,7 +106,7 @@ class Needs:
     # --- backward ---------------------------------------------------------------------------------
 
     def use(self, unit: str, path: str) -> Iterator[tuple[str, str]]:
-        """Backward, or a forward that runs again, uses a leaf of a unit in a module."""
+        """Backward, or a forward that runs again, uses a leaf."""
         is_known = (
             any(name == unit for name, _ in self._again)
             if self._again
@@ -126,11 +116,8 @@ class Needs:
             yield from self._need(unit)
 
     def ask(self, path: str) -> Iterator[tuple[str, str]]:
-        """Backward of a module asks the checkpoint around it for a tensor.
-
-        That checkpoint may ask another one around it for its inputs. The outermost unit in each of
-        them lends its leaves.
-        """
+        """Backward of a module asks the checkpoint around it for a tensor."""
+        # Note: that checkpoint may ask the one around it for its inputs, and so on outwards.
         asked_units = [
             [unit for unit in units if unit in self._resharded] for units in self._checkpoints(path)
         ]
@@ -149,20 +136,17 @@ class Needs:
             yield from self._need(unit) if is_lent else [("again", unit)]
 
     def exit_again(self) -> Iterator[tuple[str, str]]:
-        """The module that a checkpoint called last returns."""
         unit, own_units = self._again.pop()
         if own_units:
             yield "free", unit
 
     def reduce(self, unit: str) -> None:
-        """Note that the gradients of one call of a unit are complete."""
         self._left[unit] = self._left.get(unit, 1) - 1
         # Why not at the last: a norm may ask for its input after it has made its weight's gradient.
         if self._left[unit] > 0:
             self._gathered.discard(unit)
 
     def leave(self, unit: str) -> None:
-        """Note that backward leaves one call of a unit without gradients."""
         self._gathered.discard(unit)
 
     def _need(self, unit: str) -> Iterator[tuple[str, str]]:
@@ -171,7 +155,7 @@ class Needs:
             yield "need", unit
 
     def _checkpoints(self, path: str) -> Iterator[list[str]]:
-        """Yield the units inside each checkpoint around a module, the innermost first."""
+        """Yield the units inside each checkpoint around a module, innermost first."""
         units_inside: list[str] = []
         for node_path in tree.upwards(path):
             unit = self._owners.of_path.get(node_path)
@@ -182,7 +166,7 @@ class Needs:
                 units_inside = []
 
     def _sees(self, unit: str, path: str) -> bool:
-        """Return whether no checkpoint inside a unit hides what autograd saves in a module."""
+        """Return whether no checkpoint inside a unit hides what a module saves."""
         for node_path in tree.upwards(path):
             is_own = self._owners.of_path.get(node_path) == unit
             if is_own or node_path in self._held:

@@ -31,16 +31,15 @@ class Profile(Shown):
     """The trace of one forward and backward; made by ``profile``.
 
     Attributes:
-        retrace: from the paths of modules that backward computes again, and the paths of modules
-            whose calls are gathered and reduced one by one, to the tape.
-        dtypes: name of each parameter -> the dtype in which the trace computed with it.
-        tokens: elements of the first input if it holds whole numbers; else 0.
+        retrace: traces the model for a remat set and for modules whose calls are apart.
+        dtypes: the dtype in which each parameter was traced, by name.
+        tokens: elements of the first input if they're whole numbers; else 0.
         inputs: bytes of the inputs.
         buffers: bytes of the model's buffers.
-        embedded: elements of the parameters that are only looked up, as an embedding's.
+        embedded: elements of embeddings.
         forms: the parameters on the meta device, for ``make_plan``.
         ties: all names of each tied parameter, for ``make_plan``.
-        precision: the precision that ``profile`` was given.
+        precision: that of ``profile``.
     """
 
     retrace: Callable[..., Tape]
@@ -58,12 +57,9 @@ class Profile(Shown):
     def tape(self, remat: Iterable[str] = (), apart: Iterable[str] = ()) -> Tape:
         """Return the events of forward, loss and backward.
 
-        The profile traces the model once for each set of modules, and keeps the tapes.
-
         Arguments:
-            remat: paths of the modules that backward computes again.
-            apart: paths of the modules that are called several times, and of which each call has
-                its own gradients.
+            remat: paths of the modules that backward recomputes.
+            apart: paths of the modules of which each call has its own gradients.
         """
         # Note: other meshes, strategies and schedules read the same tape.
         key = frozenset(remat), frozenset(apart)
@@ -72,11 +68,8 @@ class Profile(Shown):
         return self._tapes[key]
 
     def on(self, *, accelerator: bool) -> Profile:
-        """Return the profile of the same model on a GPU, or on the CPU.
-
-        The two differ in attention and dropout; see ``AcceleratorKernels``. A profile on the CPU
-        stays one.
-        """
+        """Return the profile of the same model on a GPU, or on the CPU."""
+        # Note: the two differ in attention and dropout; see ``AcceleratorKernels``.
         if accelerator:
             return self
 
@@ -87,7 +80,7 @@ class Profile(Shown):
         return self._once("cpu", on_cpu)
 
     def program(self, plan: Plan, *, remat: Iterable[str] = ()) -> Program:
-        """Return the trace as the units of a plan see it; the profile keeps it for the next call.
+        """Return the trace as the units of a plan see it.
 
         Raises:
             ValueError: the plan computes with a parameter in another dtype than the trace.
@@ -111,7 +104,7 @@ class Profile(Shown):
         return self._once((tuple(paths.items()), frozenset(remat), staying_units), make)
 
     def check(self, plan: Plan) -> None:
-        """Raise unless the plan is for the parameters and the precision of the profile."""
+        """Raise unless the plan has the parameters and the precision of the profile."""
         dtypes = self.dtypes
         for unit in plan.unit_list:
             for buffer in unit.buffers:
@@ -132,12 +125,12 @@ class Profile(Shown):
 
     @property
     def forward_flops(self) -> int:
-        """Floating-point operations of one forward, the loss excluded."""
+        """Floating-point operations of one forward, without the loss."""
         return sum(self._forward_flops().values())
 
     @property
     def compute_dtype(self) -> str:
-        """Name of the dtype in which forward has the most FLOPs, such as ``"bfloat16"``."""
+        """Name of the dtype in which forward has the most FLOPs."""
         flops_by_dtype = self._forward_flops()
         if not flops_by_dtype:
             return next(iter(self.dtypes.values()), "float32")
@@ -149,7 +142,6 @@ class Profile(Shown):
         return sum(self._root().saved.values())
 
     def _once(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """Return what ``make`` returned for a key before, or returns now."""
         if key not in self._programs:
             self._programs[key] = make()
         value: _T = self._programs[key]
@@ -193,23 +185,18 @@ def profile(
 ) -> Profile:
     """Trace one forward and backward of a model without data and without processes.
 
-    The trace records the memory that comes and goes in each module, the tensors that autograd
-    keeps, and the operations. It needs no device: it runs on torch's fake tensors, which behave as
-    CPU tensors. Of modules of one kind that are called with equal inputs, one is traced and counts
-    for the others.
+    It runs on fake tensors, so you need no GPU. docs/estimating.md says what it can't see.
 
     Arguments:
         apply: the function that ``make_functional`` returned.
-        params: its parameters; only shapes and dtypes are read, so the meta device is fine.
-        buffers: its buffers; only shapes and dtypes are read.
-        args: the inputs of one micro-batch of one rank; only shapes and dtypes are read.
-        loss: from the outputs to the loss, a scalar; with ``targets``, a function of both.
-            ``None``: the outputs are the loss, or their sum is.
-        targets: a tensor or tree of tensors for the loss; only shapes and dtypes are read.
-        precision: the dtypes in which the model computes: those of the plans that the profile is
-            for. A plan gives its own, with those of its units.
-        compiled: paths of modules that ``torch.compile`` compiles, each by itself; globs as in
-            ``make_plan``. Their pointwise operations are fused, and recomputed in backward.
+        params: its parameters, best on the meta device: only shapes and dtypes count.
+        buffers: its buffers.
+        args: the inputs of one micro-batch of one rank.
+        loss: a function of the outputs, and of ``targets`` if you pass them. By default the outputs
+            are the loss, or their sum is.
+        targets: a tensor or tree of tensors for the loss.
+        precision: that of the plans that you'll estimate, or a plan.
+        compiled: paths or globs of modules that ``torch.compile`` compiles, each by itself.
         fold: whether one module represents all modules of its kind.
         kwargs: further inputs.
 
@@ -229,8 +216,7 @@ def profile(
         >>> found.forward_flops == 2 * 16 * (4 * 8 + 8 * 1)
         True
 
-    Source: ``torch.distributed._tools.MemTracker`` and ``torch.utils.flop_counter``, which count
-    memory and FLOPs of a module in the same two ways.
+    Source: ``torch.distributed._tools.MemTracker`` and ``torch.utils.flop_counter``.
     """
     if not hasattr(apply, "skeleton") or not hasattr(apply, "run"):
         raise TypeError(
@@ -310,7 +296,7 @@ def profile(
 
 
 def _autocast() -> torch.dtype | None:
-    """Return the dtype of the autocast that is active, on any device; ``None`` without one."""
+    """Return the dtype of the active autocast, on any device."""
     for device_type in ("cuda", "cpu"):
         if torch.is_autocast_enabled(device_type):
             return torch.get_autocast_dtype(device_type)
@@ -318,7 +304,6 @@ def _autocast() -> torch.dtype | None:
 
 
 def _check_plain(params: Mapping[str, torch.Tensor]) -> None:
-    """Raise ``ValueError`` if a parameter is a DTensor."""
     for name, param in params.items():
         if is_dtensor(param):
             raise ValueError(
@@ -329,7 +314,6 @@ def _check_plain(params: Mapping[str, torch.Tensor]) -> None:
 
 
 def _check_names(params: Mapping[str, torch.Tensor], plan: Plan) -> None:
-    """Raise ``ValueError`` unless the plan is for all of these parameters."""
     missing_names = params.keys() - {leaf.path for leaf in plan.leaves}
     if missing_names:
         raise ValueError(
@@ -344,7 +328,7 @@ def _nested(paths: Mapping[str, Sequence[str]]) -> bool:
 
 
 def _form(param: torch.Tensor, trainable: bool) -> torch.Tensor:
-    """Return a parameter on the meta device, with the notes of ``make_functional`` on it."""
+    """Return a parameter on the meta device, with the notes of ``make_functional``."""
     if type(param) is torch.Tensor and param.is_meta and param.requires_grad == trainable:
         return param
     meta_tensor = torch.empty_like(param, device="meta", requires_grad=trainable)
@@ -353,7 +337,6 @@ def _form(param: torch.Tensor, trainable: bool) -> torch.Tensor:
 
 
 def _embedded(skeleton: Any) -> int:
-    """Return the elements of parameters that belong to embeddings alone."""
     embedded_numel = 0
     for name, names in skeleton.parameters.items():
         owners = [skeleton.classes(parameter_name)[-1] for parameter_name in names]

@@ -1,11 +1,8 @@
 """``Program``: a tape as the units of a plan see it.
 
-A tape says in which module memory comes and goes. A program says it by unit: a ``Run`` is the time
-between two moments at which the runtime of a plan acts, such as the call of a unit. Inside a run
-nothing is gathered or freed by the runtime, so a run needs only the moment of its highest memory.
-
-A program depends on which modules are units. Meshes, strategies, schedules and hardware do not
-matter, so one program serves a sweep over these.
+A ``Run`` is the time between two moments at which the runtime of a plan acts, such as the call of a
+unit. The runtime gathers and frees nothing inside a run, so its highest memory is enough. A program
+depends on which modules are units, not on meshes, strategies, schedules and hardware.
 """
 
 from __future__ import annotations
@@ -49,15 +46,13 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Bytes of all categories."""
         return sum(self)
 
 
 class Work(NamedTuple):
-    """Operations of one dtype: floating-point operations, bytes moved, and number of kernels.
+    """Operations of one dtype: FLOPs, bytes moved, and number of kernels.
 
-    Operations with and without floating-point operations are apart, because each kernel takes the
-    longer of its two times.
+    Those with and without FLOPs are apart, because a kernel takes the longer of its two times.
     """
 
     dtype: str
@@ -72,9 +67,9 @@ class Run:
 
     Attributes:
         unit: the unit; the root for modules in no other unit.
-        what: ``"forward"``, ``"loss"`` or ``"backward"``; a forward that a checkpoint runs again is
-            a part of backward.
-        work: the operations, by dtype, and by whether they are counted in FLOPs.
+        what: ``"forward"``, ``"loss"`` or ``"backward"``, with the forwards that a checkpoint runs
+            again.
+        work: the operations, by dtype and by whether they have FLOPs.
         highest: the memory at its highest.
         end: the memory at the end.
     """
@@ -91,14 +86,13 @@ class Program:
     """The runs of one forward and backward, and the places between them, in order.
 
     Attributes:
-        steps: the runs, and the places at which the runtime acts. Beside those of ``Reached`` there
-            are ``"return"``, where a unit's forward is over, and ``"free"``, where a forward that a
-            checkpoint ran again is.
+        steps: the runs and places; ``"return"`` is the end of a unit's forward, ``"free"`` of one
+            that runs again.
         order: names of the units as forward calls them.
-        backward: the order of backward that the runtime learns, as in ``Schedule.backward``.
+        backward: the order that the runtime learns, as in ``Schedule.backward``.
         not_saved: units whose backward needs none of their parameters.
-        saved: bytes that each unit keeps for backward, at the end of forward.
-        reached: the places of backward among them, for ``predict_step``.
+        saved: bytes that each unit keeps for backward.
+        reached: the places of backward, for ``predict_step``.
     """
 
     steps: tuple[Run | Reached, ...]
@@ -126,8 +120,8 @@ def make_program(
     Arguments:
         tape: the tape of forward and backward.
         paths: the paths of each unit, by its name.
-        stays: units that stay gathered after forward. They matter only where units are inside
-            others, and all of these inside a checkpoint.
+        stays: units that stay gathered after forward. They matter to nested units inside a
+            checkpoint.
     """
     units = Owners(paths)
     return _Builder(
@@ -156,7 +150,6 @@ class _Builder:
         self.lent: list[str] = []  # those of them that backward uses now
 
     def program(self) -> Program:
-        """Return the program of the events."""
         categories = categories_of(self.events)
         units, needs = self.units, self.needs
         # Gradients that each call of a unit still awaits.
@@ -270,17 +263,15 @@ class _Builder:
         return Program(tuple(self.steps), order, needs.order(), not_saved, dict(saved_bytes))
 
     def _reduce_complete(self, path: str | None) -> None:
-        """Reduce units with complete gradients, as backward leaves them for a module, or ends.
-
-        Autograd runs nodes in the opposite order of forward. The node that reduces a unit was made
-        when forward called the unit, so it runs after the nodes of all modules inside.
-        """
+        """Reduce units with complete gradients, unless they contain the module at ``path``."""
         units_inside: set[str | None] = set()
         if path is not None:
             units_inside.update(map(self.units.of_path.get, tree.upwards(path)))
         complete_units = self.complete
         self.complete = [complete for complete in complete_units if complete[0] in units_inside]
         units_outside = [complete for complete in complete_units if complete[0] not in units_inside]
+        # Note: autograd runs nodes in the opposite order of forward, and a unit's reducing node was
+        # made when forward called the unit.
         units_outside.sort(key=lambda complete: -self.needs.position(complete[0]))
         for unit, storages, size in units_outside:
             self._mark("reduce", unit)
@@ -294,7 +285,7 @@ class _Builder:
             self.steps.append(Run(self.unit, self.what, (), current_memory, current_memory))
 
     def _leave(self, path: str) -> None:
-        """Leave units without gradients, as backward comes to a module outside of them."""
+        """Leave units without gradients that don't contain the module at ``path``."""
         units_inside = set(map(self.units.of_path.get, tree.upwards(path)))
         for unit in [lent_unit for lent_unit in self.lent if lent_unit not in units_inside]:
             self.lent.remove(unit)
@@ -302,7 +293,7 @@ class _Builder:
             self.needs.leave(unit)
 
     def _leave_root(self) -> None:
-        """Leave the root after its last own computation, if it has no gradients."""
+        """Leave the root after its last computation, if it has no gradients."""
         if "" not in self.lent:
             return
         # Why here: backward never leaves the root, so its end is known only now.
@@ -313,7 +304,6 @@ class _Builder:
         self.steps.insert(max(last_run, need_place) + 1, Reached("leave", ""))
 
     def _add(self, stretch: Stretch) -> None:
-        """Add a stretch to the current run."""
         for key, counts in stretch.work:
             work = self.work.setdefault(key, [0, 0, 0])
             for i, count in enumerate(counts):
@@ -334,7 +324,6 @@ class _Builder:
             self.total -= size
 
     def _flush(self) -> None:
-        """End the current run."""
         if self.work or self.highest is not None:
             current_memory = Memory(*self.memory)
             highest_memory = current_memory

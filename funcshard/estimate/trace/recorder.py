@@ -1,12 +1,8 @@
 """``Recorder``: write down the storages and operations of a computation as events.
 
-The recorder is a dispatch mode: torch shows it every operation, those of backward included. It
-watches the storage of each result. A storage of which nothing is left is freed at that moment, as
-it would be with data.
-
-The recorder knows the module of each operation. In forward it is the module that runs. In backward
-it is the module whose forward made the autograd node that runs: the nodes are numbered in the order
-of forward, so the number of a node says the module.
+The recorder is a dispatch mode, so it sees every operation and the storage of each result. In
+forward an operation belongs to the module that runs; in backward to the one whose forward made the
+autograd node that runs.
 """
 
 from __future__ import annotations
@@ -40,10 +36,10 @@ class Frame:
     Attributes:
         path: path of the module.
         parent: the call that it happens in; ``None`` for the model itself.
-        number: number of the call; a forward that a checkpoint runs again has that of the first.
+        number: number of the call; a forward that runs again has that of the first.
         fold: index of the fold that its events belong to, if the module is folded.
-        stub: whether the module did not run, and another one of its kind represents it.
-        again: whether a checkpoint runs the forward again in backward.
+        stub: whether another module ran in its place.
+        again: whether a checkpoint runs it again in backward.
         compiled: whether a compiler fuses the module's operations.
         output_grads: storages of the gradients of its outputs, if these are watched.
         grad_forms: the forms of the gradients of its outputs and inputs, if these are watched.
@@ -60,7 +56,7 @@ class Frame:
     grad_forms: list[Any] = field(default_factory=list)
 
     def outwards(self) -> Iterator[Frame]:
-        """Yield the call, and those that it happens in, the innermost first."""
+        """Yield the call and those around it, innermost first."""
         frame: Frame | None = self
         while frame is not None:
             yield frame
@@ -68,15 +64,15 @@ class Frame:
 
 
 class Recorder(TorchDispatchMode):
-    """Write down the events of everything that runs while the mode is active.
+    """Write down the events of all that runs inside the mode.
 
     Attributes:
-        log: the events, each with the call and the phase that it belongs to.
+        log: the events, each with its call and phase.
         root: the call of the model.
         frame: the call that runs now.
-        phase: the phase now.
+        phase: the current phase.
         params: name of each parameter by the identity of its storage.
-        paused: whether operations are not noted.
+        paused: whether to ignore operations.
     """
 
     def __init__(self, root: Frame) -> None:
@@ -107,7 +103,6 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def call(self, path: str) -> Iterator[Frame]:
-        """Note a call of a module's forward for the ``with`` block."""
         runs_again = self.phase == "backward" and len(self._stack) == 1
         if runs_again:
             self._follow_backward()
@@ -165,18 +160,18 @@ class Recorder(TorchDispatchMode):
                 self.emit(UseParam(name))
 
     def touch(self) -> None:
-        """Note that backward runs here, also if it makes no tensor."""
+        """Note that backward runs here, even if it makes no tensor."""
         if self.phase == "backward":
             self._follow_backward()
             self.emit(At(self.frame.path, self.phase))
 
     def fold_around(self) -> Frame | None:
-        """Return the innermost call, of those that run, of a module that represents others."""
+        """Return the innermost running call of a module that represents others."""
         frames = self._stack[-1].outwards()
         return next((frame for frame in frames if frame.fold is not None), None)
 
     def runs(self, path: str) -> bool:
-        """Return whether a call of a module runs, or a checkpoint runs a part of it again."""
+        """Return whether a call of a module runs, in forward or in a checkpoint."""
         frame = self._stack[-1]
         if self.phase == "backward" and frame is self.root:
             self._follow_backward()
@@ -184,7 +179,7 @@ class Recorder(TorchDispatchMode):
         return any(outer_frame.path == path for outer_frame in frame.outwards())
 
     def watch_grads(self, frame: Frame, inputs: Iterable[torch.Tensor], out: Any) -> None:
-        """Note the gradients of a call's inputs and outputs when backward comes to them."""
+        """Note the gradients of a call's inputs and outputs when backward reaches them."""
 
         def note(grads: Any) -> None:
             grad_parts = self.parts(grad for grad in grads if grad is not None)
@@ -207,16 +202,10 @@ class Recorder(TorchDispatchMode):
     # --- storages ---------------------------------------------------------------------------------
 
     def emit(self, event: Event) -> None:
-        """Append an event of the current call."""
         self.log.append((self.frame, self.phase, event))
 
     def number(self, tensor: torch.Tensor, *, known: bool = False) -> int:
-        """Return the number of a tensor's storage, and note a storage that is new.
-
-        Arguments:
-            tensor: the tensor.
-            known: whether the storage is no memory of the step, such as that of a parameter.
-        """
+        """Return the number of a tensor's storage, and note a new one unless it's ``known``."""
         storage_identity = storage_id(tensor)
         storage_number = self._storages.get(storage_identity)
         if storage_number is not None:
@@ -229,13 +218,14 @@ class Recorder(TorchDispatchMode):
             if not known:
                 self.emit(Free(storage_index))
 
+        # Note: without a reference left, the storage is freed now, as it would be with data.
         self._storages[storage_identity] = storage_index, weakref.ref(storage, freed)
         if not known:
             self.emit(Alloc(storage_index, storage.nbytes()))
         return storage_index
 
     def unseen(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return a tensor whose memory is no part of the tape."""
+        """Return a tensor whose memory the tape doesn't count."""
         self.paused = True
         tensor = make()
         self.paused = False
@@ -243,7 +233,7 @@ class Recorder(TorchDispatchMode):
         return tensor
 
     def watch_param(self, name: str, param: torch.Tensor) -> None:
-        """Note a parameter, which is no part of the tape; its gradient is an event."""
+        """Watch a parameter: its memory doesn't count, its gradient is an event."""
         self.number(param, known=True)
         self.params[storage_id(param)] = name
         if param.requires_grad:
@@ -253,7 +243,6 @@ class Recorder(TorchDispatchMode):
             )
 
     def complete(self, name: str, grad: torch.Tensor, call: int) -> None:
-        """Note that a parameter's gradient of one call of its module is complete."""
         self._follow_backward()
         self.emit(Grad(name, self.number(grad), call))
 
@@ -270,7 +259,7 @@ class Recorder(TorchDispatchMode):
         return tensor
 
     def parts(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors with the data of ``tensors``: several of a sparse one."""
+        """Return the plain tensors of ``tensors``: several of a sparse one."""
         paused_before, self.paused = self.paused, True
         try:
             parts = [
@@ -282,7 +271,7 @@ class Recorder(TorchDispatchMode):
             self.paused = paused_before
 
     def pack_held(self, outer: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-        """Note a tensor that a checkpoint keeps, and let the checkpoint pack it."""
+        """Note a tensor that a checkpoint keeps, and let it pack the tensor."""
         if self.phase != "backward":
             node_number = next_sequence_number() - 1
             param_name = self.params.get(storage_id(tensor))
@@ -327,7 +316,7 @@ class Recorder(TorchDispatchMode):
     def _fused_bytes(
         self, func: Any, inputs: list[torch.Tensor], results: list[torch.Tensor]
     ) -> int:
-        """Return the bytes that an operation moves if a compiler fuses it with its neighbours."""
+        """Return the bytes that an operation moves if a compiler fuses it."""
         compiled_root = self.frame
         while compiled_root.parent is not None and compiled_root.parent.compiled:
             compiled_root = compiled_root.parent

@@ -1,9 +1,8 @@
 """``compact``: a tape in which most events of folded modules are added up, for the units of a plan.
 
-A model of 58 equal blocks of 256 experts has a million events, of which those of one block are
-enough. ``compact`` goes through the events of a folded module once for all of its calls. Of these
-events it keeps the ones that act on units or on storages that the caller knows. It adds up the
-others, stretch by stretch. The result gives the same program as ``Tape.expanded``, to the byte.
+A model of 58 equal blocks of 256 experts has a million events. ``compact`` goes through the events
+of a folded module once for all of its calls. It keeps events that act on units or on storages that
+the caller knows, and adds up the rest. The program is the same as that of ``Tape.expanded``.
 """
 
 from __future__ import annotations
@@ -51,12 +50,12 @@ class Stretch(NamedTuple):
     """Consecutive events of one module, added up; bytes are relative to those at its start.
 
     Attributes:
-        work: FLOPs, bytes and number of the operations, by dtype and whether they have FLOPs.
-        highest: bytes by category when the storages take the most; ``None`` if none is made.
+        work: FLOPs, bytes and number of operations, by dtype and whether they have FLOPs.
+        highest: bytes by category at their most; ``None`` if no storage is made.
         end: bytes by category at the end.
         saved: bytes of storages that forward makes and backward frees.
-        grads: path of a module, number of its call, and the number and the bytes of gradients that
-            are complete there. None of them is the last one of its unit.
+        grads: module, call, number and bytes of gradients; none of them is the last one of its
+            unit.
     """
 
     work: tuple[tuple[tuple[str, bool], tuple[int, ...]], ...]
@@ -126,7 +125,7 @@ def _summarised(
     Arguments:
         tape: the tape.
         life: the call's phases.
-        units: paths of units below the module, and ``""`` if it is one itself.
+        units: paths of units below the module, and ``""`` if it's one itself.
     """
     # Why such calls: storages that the caller knows keep the numbers that they have inside.
     inner_calls = [
@@ -153,8 +152,6 @@ def _summarised(
 
 @dataclass(slots=True)
 class _Sum:
-    """A stretch while it grows."""
-
     work: Counts = field(default_factory=dict)
     now: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
     highest: tuple[int, tuple[int, ...]] | None = None
@@ -162,7 +159,6 @@ class _Sum:
     grads: dict[tuple[str, int], list[int]] = field(default_factory=dict)
 
     def alloc(self, category: int, size: int, forward: bool) -> None:
-        """Add a storage."""
         self.now[category] += size
         total_bytes = sum(self.now)
         if self.highest is None or total_bytes > self.highest[0]:
@@ -171,7 +167,6 @@ class _Sum:
             self.saved += size
 
     def done(self) -> Iterator[Stretch]:
-        """Yield the stretch, unless it is empty."""
         if self.work or self.highest is not None or any(self.now) or self.grads:
             yield Stretch(
                 work=tuple((key, tuple(counts)) for key, counts in self.work.items()),
@@ -185,12 +180,7 @@ class _Sum:
 
 
 class _Summary:
-    """Adds up the events of one call of a folded module, phase by phase.
-
-    Attributes:
-        units: paths of units below the module.
-        live: category and bytes of the storages that only the module knows.
-    """
+    """Adds up the events of one call of a folded module, phase by phase."""
 
     def __init__(self, units: Collection[str]) -> None:
         self.units = units
@@ -199,19 +189,18 @@ class _Summary:
         self._held: set[str] = set()  # the outermost modules inside checkpoints
 
     def owner(self, path: str) -> str | None:
-        """Return the innermost unit here that contains a module; ``None`` if the caller's does."""
+        """Return the innermost unit here around a module, or ``None``."""
         if path not in self._owners:
             self._owners[path] = _innermost(path, self.units)
         return self._owners[path]
 
     def _place(self, path: str) -> object:
-        """Return the innermost unit and the innermost checkpoint around a module."""
         return self.owner(path), _innermost(path, self._held)
 
     def phase(
         self, events: Sequence[Event], categories: Sequence[int]
     ) -> Iterator[Event | Stretch]:
-        """Yield the events that act on units or on storages of the caller, and stretches."""
+        """Yield the events that a plan's units or the caller have to see, and stretches."""
         last_positions = {
             (self.owner(_module(event.path)), event.call): position
             for position, event in enumerate(events)

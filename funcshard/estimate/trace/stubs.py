@@ -1,4 +1,4 @@
-"""``Stub``: represents a module whose kind ran before, with the same form of inputs."""
+"""``Stub``: represents a module whose kind ran before, with inputs of the same form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from funcshard.estimate.trace.recorder import Recorder
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A tensor's shape and the like, of a module's input or output."""
+    """Shape, strides and dtype of a tensor, and whether it requires a gradient."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -23,11 +23,9 @@ class Form:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Form:
-        """Return the form of a tensor."""
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)
 
     def empty(self) -> torch.Tensor:
-        """Return a new tensor of this form."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
 
     def gradient(self) -> torch.Tensor:
@@ -52,8 +50,8 @@ class Traced:
         build: from output tensors to the module's result.
         kept_inputs: positions of the input tensors that autograd kept.
         kept_outputs: positions of the output tensors that autograd kept.
-        reads: attributes in which modules of its kind differ and that it read: the place of the
-            module in ``Kinds.below``, the name and the value of each.
+        reads: attributes of ``Kinds.differing`` that it read: place in ``Kinds.below``, name and
+            value.
     """
 
     fold: int
@@ -67,7 +65,7 @@ class Traced:
 class Stub(torch.autograd.Function):
     """``Stub.apply(traced, recorder, anchor, *inputs)``: outputs of a module's form.
 
-    The anchor requires a gradient, so the outputs do too, as those of a module with parameters.
+    The anchor requires a gradient, so the outputs do too.
     """
 
     @staticmethod

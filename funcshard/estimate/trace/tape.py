@@ -1,11 +1,8 @@
 """``Tape``: the memory and the operations of one forward and backward, in order, as data.
 
-The tracer writes a tape once. Everything else reads it: which unit an operation belongs to depends
-on the plan, and a tape only says in which module it ran.
-
-Storages have numbers. A tape of a model with many equal modules holds the events of one of them in
-a ``Fold``, and a ``Call`` represents the events of each one. Inside a fold, the numbers of storages
-that it exchanges with its caller are negative; see ``Call``.
+A tape says in which module an operation ran; its unit depends on the plan. Of many equal modules it
+holds the events of one in a ``Fold``, and a ``Call`` for each. Storages have numbers. Inside a
+fold, those of storages that it exchanges with its caller are negative.
 """
 
 from __future__ import annotations
@@ -30,9 +27,9 @@ class At(NamedTuple):
 
 
 class Enter(NamedTuple):
-    """A module's forward begins, with storages of its inputs.
+    """A module's forward begins, with the storages of its inputs.
 
-    ``held``: a checkpoint runs it in forward, and no other module is between the two.
+    ``held``: it's the outermost module inside a checkpoint.
     """
 
     path: str
@@ -41,7 +38,7 @@ class Enter(NamedTuple):
 
 
 class Exit(NamedTuple):
-    """A module's forward ends, with storages of its outputs."""
+    """A module's forward ends, with the storages of its outputs."""
 
     path: str
     storages: tuple[int, ...]
@@ -76,10 +73,7 @@ class Save(NamedTuple):
 
 
 class UseParam(NamedTuple):
-    """Autograd saves the parameter at a path, so backward needs it.
-
-    In backward: backward uses it, or a forward that a checkpoint runs again does.
-    """
+    """Autograd saves a parameter; in backward: backward or a checkpoint uses it."""
 
     path: str
 
@@ -91,10 +85,7 @@ class Ask(NamedTuple):
 
 
 class Grad(NamedTuple):
-    """The gradient of the parameter at a path is complete, in a storage.
-
-    ``call``: number of the call whose gradient it is, for modules whose calls are traced apart.
-    """
+    """The gradient of a parameter is complete; ``call`` if the module's calls are apart."""
 
     path: str
     storage: int
@@ -107,13 +98,11 @@ class Call(NamedTuple):
     Attributes:
         fold: index of the fold.
         path: path of the module, in place of the fold's own.
-        phase: the part of the fold that runs: ``"forward"``, ``"backward"``, or ``"recompute"`` for
-            a forward that a checkpoint around several modules runs again.
-        instance: number of the forward call; its backward has the same.
-        exchanged: number inside the fold and number here of each storage that both sides know, such
-            as that of an output.
-        freed: numbers inside the fold of those that are freed here. The module that was traced may
-            share a storage with other modules, of which the last one frees it.
+        phase: ``"forward"``, ``"backward"``, or ``"recompute"`` for a forward that a checkpoint
+            around several modules runs again.
+        instance: number of the forward call, which its backward shares.
+        exchanged: numbers, inside the fold and here, of storages that both know.
+        freed: numbers inside the fold of those that are freed here.
     """
 
     fold: int
@@ -128,7 +117,7 @@ Event = At | Enter | Exit | Alloc | Free | Op | Save | UseParam | Ask | Grad | C
 
 
 def rewritten(event: Event, path: Callable[[str], str], storage: Callable[[int], int]) -> Event:
-    """Return an event with other paths and other numbers of storages."""
+    """Return an event with other paths and storages."""
     if isinstance(event, Op):
         return event
     if isinstance(event, (Alloc, Free, Save)):
@@ -144,7 +133,7 @@ def rewritten(event: Event, path: Callable[[str], str], storage: Callable[[int],
 
 
 def renumbered(numbers: Mapping[int, int]) -> Callable[[int], int]:
-    """Return the function that gives some storages other numbers."""
+    """Return a function that maps some numbers of storages, and keeps others."""
     return lambda storage: numbers.get(storage, storage)
 
 
@@ -154,7 +143,7 @@ class Fold:
 
     Attributes:
         path: path of the module that was traced.
-        parts: the events of each phase (see ``Call``). Paths and names start below the module.
+        parts: the events of each phase; paths start below the module.
     """
 
     path: str
@@ -174,12 +163,12 @@ class Tape:
     folds: tuple[Fold, ...] = ()
 
     def expanded(self) -> Iterator[Event]:
-        """Yield all events, those of folds in place of the calls."""
+        """Yield all events, with those of folds in place of the calls."""
         for events in self.expanded_calls(self.events):
             yield from events
 
     def expanded_calls(self, events: Iterable[Event]) -> Iterator[list[Event]]:
-        """Yield for each event, which is in no fold, itself or the events of the call."""
+        """Yield for each event itself, or the events of the call."""
         numbers = itertools.count(1 << 40)  # far above the numbers of the tape
         instances: dict[int, _Instance] = {}
         for event in events:
@@ -189,11 +178,11 @@ class Tape:
                 yield [event]
 
     def forward_flops(self) -> Mapping[str, int]:
-        """Return the floating-point operations of forward by dtype, without those of the loss."""
+        """Return the FLOPs of forward by dtype, without the loss."""
         return self._forward_flops(self.events, {})
 
     def repeated(self, paths: Iterable[str]) -> set[str]:
-        """Return those of some modules that one forward calls several times."""
+        """Return the modules that one forward calls several times."""
         call_levels = [_calls(fold.parts.get("forward", ())) for fold in self.folds]
         # Note: each level knows only the folds that it calls itself.
         call_levels.append(_calls(self.events))  # the tape itself is the last level
@@ -233,7 +222,6 @@ class Tape:
     def _forward_flops(
         self, events: tuple[Event, ...], known: dict[int, Counter[str]]
     ) -> Counter[str]:
-        """Return the operations of forward; ``known`` keeps those of folds."""
         dtype_flops, is_counted = Counter[str](), True
         for event in events:
             if isinstance(event, At):
@@ -251,7 +239,7 @@ class Tape:
 
 
 def _calls(events: Iterable[Event]) -> tuple[Counter[str], dict[str, int]]:
-    """Return how often forward calls each module, and the folds of those that are folded."""
+    """Return how often forward calls each module, and which folds it calls."""
     call_counts, fold_indices = Counter[str](), dict[str, int]()
     for event in events:
         if isinstance(event, At) and event.phase != "forward":
@@ -296,11 +284,7 @@ ACTIVATION, TEMPORARY, LOSS_TENSOR, GRADIENT = range(4)
 
 
 def categories_of(events: Iterable[Any]) -> dict[int, int]:
-    """Return the use of each storage, by the position of the event that makes it.
-
-    The use follows from later events: a storage that forward makes and backward frees is an
-    activation, and a gradient is known when it is complete.
-    """
+    """Return the category of each storage, by the position of its ``Alloc``."""
     made_at: dict[int, int] = {}
     storage_categories: dict[int, int] = {}
     forward_end = None
@@ -324,5 +308,6 @@ def categories_of(events: Iterable[Any]) -> dict[int, int]:
                 and forward_end is not None
                 and alloc_position < forward_end
             ):
+                # Note: forward made it and backward frees it, so autograd kept it.
                 storage_categories[alloc_position] = ACTIVATION
     return storage_categories

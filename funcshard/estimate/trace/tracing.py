@@ -1,12 +1,8 @@
 """``trace_model``: run a model once without data, and write down its memory and its operations.
 
-The tensors of the trace are torch's fake tensors, which have shapes and storages but no data. The
-tracer runs forward, the loss and backward of the whole model as a training step does, so all that
-the model's own code does is in the tape: checkpoints, casts, attention kernels, the loss.
-
-A model of many equal modules is traced quickly: of modules of one kind that are called with equal
-inputs, one runs, and a ``Stub`` represents each other one. A stub returns outputs and gradients of
-the right form, and keeps the inputs that the module would keep.
+torch's fake tensors have shapes and storages but no data. So the tape has all that your model does:
+checkpoints, casts, attention kernels, the loss. Of modules of one kind that are called with equal
+inputs, one runs and a ``Stub`` represents the others.
 """
 
 from __future__ import annotations
@@ -70,17 +66,16 @@ def trace_model(
 
     Arguments:
         apply: the function that ``make_functional`` returned.
-        plan: says which leaves are trainable, and in which dtype modules compute; its units count
-            only for casts.
+        plan: which leaves are trainable, and in which dtype modules compute.
         forms: the parameters, of which only shapes are read.
         buffers: the buffers, of which only shapes and dtypes are read.
         args: the positional inputs; tensors may be real, fake or on the meta device.
         kwargs: the keyword inputs.
         loss: from the outputs to the loss. ``None``: the outputs are the loss, or their sum is.
-        targets: the second argument of the loss, if it is not ``None``.
-        remat: paths of modules that backward computes again, as ``fully_shard(remat=...)`` does.
+        targets: the second argument of the loss, if there is one.
+        remat: paths of modules that backward recomputes.
         apart: paths of modules of which each call has its own gradients.
-        compiled: paths of modules that a compiler compiles, each by itself.
+        compiled: paths of modules that a compiler fuses.
         fold: whether one module represents others of its kind.
         accelerator: whether attention and dropout run as on a GPU.
     """
@@ -107,7 +102,7 @@ def trace_model(
 
 
 def leaf_dtypes(plan: Plan) -> dict[str, tuple[torch.dtype, bool]]:
-    """Return the dtype in which each leaf is gathered, and whether it is trainable, by path."""
+    """Return the dtype in which each leaf is gathered, and whether it's trainable, by path."""
     return {
         leaf.path: leaf_form
         for unit in plan.unit_list
@@ -218,14 +213,13 @@ class _Tracer:
         return tuple(tensor.shape), *self.dtypes.get(name, (tensor.dtype, None))
 
     def know(self, tensors: Any) -> None:
-        """Note tensors whose memory is no part of the tape."""
+        """Note tensors whose memory the tape doesn't count."""
         for part in self.recorder.parts(tensors_in(tensors)):
             self.recorder.number(part, known=True)
 
     def run(
         self, buffers: dict[str, torch.Tensor], args: Any, kwargs: Any, loss: Loss | None
     ) -> Tape:
-        """Trace one forward, the loss and backward."""
         recorder, apply = self.recorder, self.apply
         precision = self.plan.precision
         self.know((args, kwargs, self.anchor, buffers))
@@ -255,7 +249,7 @@ class _Tracer:
         return fold_log(recorder.log, self.fold_paths)
 
     def _backward(self, loss: list[torch.Tensor]) -> None:
-        """Run backward; the list is emptied, so that only autograd holds the loss."""
+        """Run backward of the loss, which the list holds."""
         if not loss[0].requires_grad:
             raise ValueError(
                 "the loss does not depend on a trainable parameter, so there is no backward to "
@@ -271,13 +265,16 @@ class _Tracer:
         self.recorder.phase = "backward"
         trained_params = [param for param in self.params.values() if param.requires_grad]
         param_grads = torch.autograd.grad(
-            loss.pop(), [*trained_params, self.anchor], allow_unused=True
+            # Why pop: now only autograd holds the loss, as in a real step.
+            loss.pop(),
+            [*trained_params, self.anchor],
+            allow_unused=True,
         )
         self.recorder.frame = self.recorder.root
         del param_grads
 
     def _modules(self, buffers: dict[str, torch.Tensor]) -> list[nn.Module]:
-        """Return the modules of the call; each one tells the recorder when it runs."""
+        """Return the modules of the call; each tells the recorder when it runs."""
         specs, skeleton = self.skeleton.specs, self.skeleton
         self.modules = skeleton.instantiate(
             dict.fromkeys(skeleton.parameters, self.anchor), buffers, training=self.apply.training
@@ -300,7 +297,6 @@ class _Tracer:
         return self.modules
 
     def _table(self, index: int) -> Table:
-        """Return the table of a module's parameters, with the attributes to watch."""
         state = self.modules[index].__dict__
         watched = {key: state.pop(key) for key in self.differing.get(index, ())}
         names, note = self.skeleton.specs[index].parameters, functools.partial(self._note, index)
@@ -319,6 +315,7 @@ class _Tracer:
             self.roots[index] = [
                 path for path in nodes_around if self.paths.get(path) in self.kinds
             ]
+        # Note: code outside of a module that may be folded reads its parameters.
         self.outside.update(path for path in self.roots[index] if not self.recorder.runs(path))
 
     def _make(self, index: int) -> None:
@@ -409,7 +406,6 @@ class _Tracer:
         return out
 
     def _stub(self, index: int, path: str, traced: Traced, inputs: list[torch.Tensor]) -> Any:
-        """Let a module that ran before represent one that is called."""
         recorder, below = self.recorder, self.below(index)
         for place, name, _ in traced.reads:
             self._note(below[place], name)
@@ -422,7 +418,7 @@ class _Tracer:
         return traced.build(list(outputs))
 
     def _standing(self, index: int, candidates: Iterable[Traced]) -> Traced | None:
-        """Return the module that ran with the values of the attributes that it read."""
+        """Return the traced module whose attributes have the values that it read."""
         below, differing = self.below(index), self.differing
         for candidate in candidates:
             if all(
@@ -458,10 +454,7 @@ class _Tracer:
         return module_state, tensor_versions, self._described(args, kwargs)
 
     def _described(self, args: Any, kwargs: Any) -> Hashable | None:
-        """Return everything about a module's inputs that can change its operations.
-
-        ``None`` if an input is a parameter, or an object that holds tensors.
-        """
+        """Return all in a module's inputs that can change its operations, or ``None`` if unclear."""
         inputs = (args, kwargs)
         input_values: list[Hashable] = []
         tensor_count = 0
@@ -485,10 +478,7 @@ class _Tracer:
         return tuple(tree.paths(inputs)), tuple(input_values)
 
     def _nests(self, around: str, index: int) -> bool:
-        """Return whether a module may represent others inside a module that does so too.
-
-        It may if there are several of them, such as experts. Fewer are not worth the stubs.
-        """
+        """Return whether a module may represent others inside one that does so too."""
         if not self.nested or not self._hooks_are_own():
             return False
         if around not in self.inside:
@@ -498,6 +488,7 @@ class _Tracer:
                 for path, i in paths
                 if i in self.kinds and tree.is_under(path, around)
             )
+        # Note: fewer modules than that, unlike experts, aren't worth the stubs.
         return self.inside[around][self.kinds[index]] >= _NESTED
 
     def _run(
@@ -509,7 +500,6 @@ class _Tracer:
         inputs: list[torch.Tensor],
         fold: int | None = None,
     ) -> tuple[Any, Frame]:
-        """Run a module; return its result and its call."""
         recorder = self.recorder
         with recorder.call(path) as frame, self._watch_checkpoint() as is_held:
             frame.compiled = frame.compiled or path in self.compiled
@@ -534,7 +524,6 @@ class _Tracer:
         return out, frame
 
     def _computed(self, path: str, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Return a module's result, with the casts of its unit."""
         unit = self.units.get(path)
         if unit is None or not path:
             return forward(*args, **kwargs)
@@ -584,7 +573,7 @@ class _Tracer:
 
     @contextlib.contextmanager
     def _watch_checkpoint(self) -> Iterator[bool]:
-        """See what a checkpoint keeps of a module; yield whether no module is between the two."""
+        """See what a checkpoint keeps of a module; yield whether the module is the outermost."""
         outer_hooks, recorder = outer_saved_tensors_hooks(), self.recorder
         if outer_hooks is None or recorder.phase == "backward":
             yield False
@@ -600,7 +589,7 @@ class _Tracer:
             yield True
 
     def _check_checkpoint(self) -> None:
-        """Raise if another module of a kind ran in the innermost checkpoint before."""
+        """Raise if another module of a kind ran in the innermost checkpoint."""
         outer_hooks = outer_saved_tensors_hooks()
         checkpoint_before, self.checkpoint = self.checkpoint(), _nothing
         if outer_hooks is not None and not self._hooks_are_own():
@@ -675,7 +664,6 @@ def _in_region(region: Region, forward: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _holds_tensor(value: Any) -> bool:
-    """Return whether a value from ``value_of`` is that of an object that holds a tensor."""
     return isinstance(value, tuple) and (value[:1] == ("tensor",) or any(map(_holds_tensor, value)))
 
 

@@ -5,7 +5,7 @@ In reading order:
 - ``step``: the result, as data.
 - ``runtime``: the buffers that funcshard or a peer holds.
 - ``sizes``: the bytes of a unit's buffers. ``ledger``: the memory of a rank, by category.
-- ``lanes``: the seconds of everything, and the clocks of computation and communication.
+- ``lanes``: the clocks of computation and communication.
 - ``simulator``: walks through the program of a model and the collectives of a plan.
 """
 

@@ -24,7 +24,7 @@ from funcshard.plan import Event
 
 @dataclass(slots=True, eq=False)
 class HardwareClock:
-    """The time and its source of everything that a step does on some hardware.
+    """The time of everything that a step does on some hardware, with its source.
 
     Attributes:
         hardware: the hardware.
@@ -46,7 +46,6 @@ class HardwareClock:
             stride *= size
 
     def compute(self, run: Run) -> tuple[float, str]:
-        """Return the time of a run."""
         run_time = self._known_times.get(run.work)
         if run_time is None:
             hardware = self.hardware
@@ -60,7 +59,6 @@ class HardwareClock:
         return run_time
 
     def collective(self, event: Event) -> tuple[float, str]:
-        """Return the time of a collective."""
         event_key = (event.kind, event.bytes, event.axis, event.ranks)
         event_time = self._known_times.get(event_key)
         if event_time is None:
@@ -74,19 +72,18 @@ class HardwareClock:
         return event_time
 
     def copy(self, nbytes: int) -> float:
-        """Return the seconds of a copy between device and host."""
         timed_copy = offload_time(self.hardware, nbytes)
         self.copied = weakest(self.copied, timed_copy.source)
         return timed_copy.seconds
 
     def move(self, nbytes: int) -> tuple[float, str]:
-        """Return the time in which the optimizer reads or writes so many bytes."""
+        """Return the time in which the optimizer reads or writes some bytes."""
         timed_update = update_time(self.hardware, nbytes)
         return timed_update.seconds, timed_update.source
 
 
 class Lanes:
-    """The lanes of one rank. A collective starts when its lane is free and the rank has come to it.
+    """The lanes of one rank, and what runs on them.
 
     Attributes:
         now: seconds since the start of the step, on the lane of computation.
@@ -107,7 +104,6 @@ class Lanes:
         self._costs: dict[int, tuple[float, str, int, int]] = {}
 
     def compute(self, run: Run) -> None:
-        """Run a computation."""
         run_cost = self._costs.get(id(run.work))
         if run_cost is None:
             bytes_moved = sum(work.bytes for work in run.work)
@@ -127,17 +123,17 @@ class Lanes:
         self.now += seconds
 
     def move(self, what: str, nbytes: int) -> None:
-        """Read and write bytes of device memory, as the optimizer does."""
+        """Read and write device memory, as the optimizer does."""
         seconds, source = self._clock.move(nbytes)
         self.spans.append(Span("compute", what, "", self.now, seconds, nbytes, 0, source))
         self.now += seconds
 
     def copy(self, lane: str, nbytes: int) -> None:
-        """Copy between device and host, before or after a collective of the lane."""
+        """Copy between device and host, beside a collective of the lane."""
         self._free[lane] += self._clock.copy(nbytes)
 
     def communicate(self, lane: str, event: Event) -> float:
-        """Run a collective on its lane; return when it is over."""
+        """Run a collective on its lane; return when it's over."""
         seconds, source = self._clock.collective(event)
         runtime, free_times = self._runtime, self._free
         runs_apart = runtime.replicates_apart and event.kind == "all_reduce"
@@ -158,11 +154,9 @@ class Lanes:
         return 0.0 if runs_apart else end
 
     def wait(self, moment: float) -> None:
-        """Let computation wait for a moment."""
         if moment > self.now:
             self.exposed += moment - self.now
             self.now = moment
 
     def wait_for_all(self) -> None:
-        """Let computation wait for all collectives."""
         self.wait(max(self._free.values()))

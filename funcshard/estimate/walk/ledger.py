@@ -1,4 +1,4 @@
-"""``Ledger``: the memory of a rank by category, now and at every moment before."""
+"""``Ledger``: the memory of a rank by category, at every moment."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Ledger:
     Attributes:
         moments: the moments so far, as rows.
         total: bytes of all categories now.
-        peak: most bytes of all categories at a moment so far.
-        highest: position of the first moment with so many.
+        peak: most bytes of all categories so far.
+        highest: position of the first such moment.
     """
 
     __slots__ = ("_now", "_tape", "highest", "moments", "peak", "total")
@@ -34,23 +34,15 @@ class Ledger:
         self._tape = 0  # bytes of the categories that the tape knows
 
     def add(self, category: str, size: int) -> None:
-        """Add bytes to a category."""
         self._now[_INDEX[category]] += size
         self.total += size
 
     def free(self, category: str, size: int) -> None:
-        """Take bytes off a category."""
         self._now[_INDEX[category]] -= size
         self.total -= size
 
     def run(self, run: Run, begin: float, end: float) -> None:
-        """Keep two moments of a run: its highest memory, at its beginning, and its end.
-
-        Arguments:
-            run: the run, with the bytes of the categories that the tape knows.
-            begin: seconds from the start of the step to the run.
-            end: seconds from the start of the step to its end.
-        """
+        """Keep two moments of a run: its highest memory, at ``begin``, and its end, in seconds."""
         # Why not note: a step of a large model has hundreds of runs.
         current_sizes, moments = self._now, self.moments
         other_bytes = self.total - self._tape
@@ -74,23 +66,22 @@ class Ledger:
         self._tape = 0
 
     def note(self, seconds: float, what: str, unit: str) -> None:
-        """Keep the memory as it is now as a moment."""
         if self.total > self.peak:
             self.peak, self.highest = self.total, len(self.moments)
         self.moments.append((seconds, what, unit, tuple(self._now)))
 
     def pools(self, *, streams: bool) -> int:
-        """Return the bytes that an allocator needs that keeps no memory in reserve.
+        """Return the bytes of an allocator that reserves nothing.
 
         Arguments:
-            streams: whether gathered units and reduced gradients have their own pools. Then each
-                pool is as large as its own peak, whenever that is.
+            streams: whether gathered units and reduced gradients have their own pools.
         """
         # Note: with one pool, memory that one use frees serves the next one.
         if not streams:
             return self.peak
         gathered_index, reduced_index = _INDEX["gathered"], _INDEX["gradient shards"]
         moment_sizes = [row[3] for row in self.moments]
+        # Note: each pool is as large as its own peak, whenever that is.
         rest_bytes = max(
             sum(pool_sizes) - pool_sizes[gathered_index] - pool_sizes[reduced_index]
             for pool_sizes in moment_sizes
@@ -102,5 +93,4 @@ class Ledger:
         )
 
     def timeline(self) -> Timeline:
-        """Return the moments as data."""
         return Timeline(self.moments, self.highest)

@@ -1,7 +1,7 @@
 """``Runtime`` and ``OptimizerMemory``: which buffers a training step holds beside the model's own.
 
-The default runtime is funcshard's. FSDP1 and FSDP2 hold other buffers around the same collectives,
-so the memory that they publish is compared with an estimate under their own runtime.
+FSDP1 and FSDP2 hold other buffers than funcshard, so published memory is compared with an estimate
+under their runtime.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from funcshard._utils.options import check_choice, check_count, check_flag
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerMemory:
-    """The memory that the end of a step takes: clipping, and the optimizer's update.
+    """The memory of clipping and of the optimizer's update.
 
     Attributes:
         states: tensors of state for each shard.
-        temporaries: ``"none"``; ``"largest"``: it updates one shard at a time; ``"all"``: it
-            updates all shards at once; ``"foreach"``: all at once on an accelerator, one at a time
-            on the CPU, as torch does by default.
-        donate: whether it updates shards and state in place, as ``make_train_step`` does by
-            default.
-        clip: whether the step clips gradients by their norm (``max_norm``).
-        first_step: whether this is the first step, before which the optimizer has no state.
+        temporaries: ``"none"``, ``"largest"`` (one shard at a time), ``"all"`` (all shards at
+            once), or ``"foreach"`` (all at once on a GPU only, as torch does by default).
+        donate: whether it updates shards and state in place.
+        clip: whether the step clips gradients by their norm.
+        first_step: whether there's no optimizer state before the step.
 
     Example:
         >>> import dataclasses
@@ -47,7 +45,6 @@ class OptimizerMemory:
 
     @property
     def states_before(self) -> int:
-        """Tensors of state for each shard, before the step."""
         return 0 if self.first_step else self.states
 
 
@@ -63,26 +60,22 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """How the ranks of a mesh communicate, as far as memory depends on it.
+    """How ranks communicate, as far as memory and time depend on it.
 
     Attributes:
-        accelerator: whether the device is not the CPU. Its host runs ahead of it.
-        send_buffers: whether reductions take a flat send buffer from the device's memory; shared
-            memory does not.
+        accelerator: whether the device is no CPU, so its host runs ahead.
+        send_buffers: whether a reduction takes a flat send buffer; shared memory takes none.
         sent_lives: whether the cast of a shard lives until its gather has finished.
-        communicators: bytes that communication libraries take for themselves.
+        communicators: bytes that communication libraries take.
         one_lane: whether gathers and reductions share one lane.
         overlaps: whether collectives run while the rank computes.
-        copies_out: whether a gathered buffer is copied into a tensor for each parameter. In forward
-            the buffer itself then lives until the next unit is gathered.
-        frees_first: whether a reduction frees the send buffer of the one before, and then takes its
-            own. On the CPU it always does.
-        streams: whether gathered buffers and reduced gradients have their own streams. The
-            allocator keeps a pool for each stream, and no pool lends memory to another.
-        replicates_apart: whether all-reduces run beside gathers and reduce-scatters, and are waited
-            for after backward.
-        lingering: number of gathered units that were freed, but whose memory the allocator still
-            counts as in use.
+        copies_out: whether a gathered buffer is copied into a tensor for each parameter.
+        frees_first: whether a reduction first frees the send buffer of the one before, as it does
+            on a CPU.
+        streams: whether gathered buffers and reduced gradients have their own streams, and so their
+            own memory pools.
+        replicates_apart: whether all-reduces have their own lane until backward ends.
+        lingering: number of freed units that the allocator still counts.
 
     Example:
         >>> from funcshard.estimate import Runtime
@@ -108,24 +101,19 @@ class Runtime:
 
     @classmethod
     def on(cls, device: str) -> Runtime:
-        """Return funcshard's own runtime on ``"cuda"`` or ``"cpu"``.
-
-        On a CPU the processor that computes also moves the data, so nothing overlaps.
-        """
-        # Note: shared memory and gloo move data by the CPU that also computes.
+        """Return funcshard's own runtime on ``"cuda"`` or ``"cpu"``."""
+        # Note: the CPU that computes also moves the data, so nothing overlaps.
         return cls() if device == "cuda" else cls(accelerator=False, overlaps=False)
 
     @classmethod
     def fsdp2(cls) -> Runtime:
         """Return the runtime of torch's ``fully_shard`` on GPUs.
 
-        The shards are cast straight into their place in the gathered buffer. When the gather is
-        over, parameters get their own tensors. A reduction first drops the input of the one
-        before.
-
         Source: ``foreach_all_gather``, ``wait_for_unshard`` and ``post_backward`` in
         https://github.com/pytorch/pytorch/tree/v2.7.0/torch/distributed/fsdp/_fully_shard
         """
+        # Note: shards are cast straight into the gathered buffer, and parameters then get their own
+        # tensors. A reduction first drops the input of the one before.
         return cls(
             sent_lives=False, copies_out=True, frees_first=True, streams=True, replicates_apart=True
         )
@@ -134,14 +122,12 @@ class Runtime:
     def fsdp1(cls) -> Runtime:
         """Return the runtime of torch's ``FullyShardedDataParallel`` on GPUs.
 
-        Parameters are views of the gathered buffer. The allocator learns from ``record_stream``
-        that another stream still uses a freed buffer, and counts it until that stream has passed.
-        The rate limiter lets two gathers run ahead, so two such units count.
-
         Source: ``_free_unsharded_flat_param`` in
         https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_flat_param.py and
         https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_limiter_utils.py
         """
+        # Why 2: ``record_stream`` makes the allocator count a freed buffer until the other stream
+        # has passed, and the rate limiter lets two gathers run ahead.
         return cls(lingering=2, streams=True, replicates_apart=True)
 
 

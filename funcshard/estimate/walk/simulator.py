@@ -1,20 +1,16 @@
 """``simulate_step``: walk through one training step, and count its memory and its time.
 
-The simulator follows three things at once. The program gives the computations of the model and
-their memory. The plan's predicted step gives the collectives and the places at which they start.
-The rules below give the buffers that the runtime holds, and when:
+The program gives the model's computations and their memory. The plan's predicted step gives the
+collectives and where they start. The rules below give the buffers that the runtime holds:
 
-- A gather takes its buffer when it starts, and frees the cast of the shard when it is waited for.
+- A gather takes its buffer when it starts, and frees the cast of the shard when it's waited for.
 - Forward waits for a unit, starts the gathers ahead, computes, and frees the unit if the plan
   reshards it. Backward does the same.
 - A unit without gradients is freed when backward leaves it.
 - When the gradients of a unit are complete, the runtime frees the gathered unit, joins the
-  gradients into one flat buffer, and starts to reduce it. On a CPU it first waits for the reduction
-  before; on another device it waits for that one afterwards.
+  gradients into one flat buffer, and starts to reduce it. A CPU waits for the reduction before
+  first, another device afterwards.
 - The optimizer runs when all gradients are reduced.
-
-Compute and communication have their own clocks. A collective starts when its lane is free and
-the rank has reached its start; a computation waits for the collectives that it needs.
 """
 
 from __future__ import annotations
@@ -46,10 +42,7 @@ from funcshard.plan import (
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """The result of ``simulate_step``; see ``Report`` for the fields.
-
-    The schedule has the order of the program.
-    """
+    """The result of ``simulate_step``; see ``Report`` for the fields."""
 
     schedule: Schedule
     ledger: Ledger
@@ -78,12 +71,12 @@ def simulate_step(
     Arguments:
         profile: the model.
         plan: the plan.
-        program: the computations of the model as the units of the plan see them.
+        program: the model as the units of the plan see it.
         clock: the time of everything.
         optimizer: the optimizer's memory; ``None`` runs no optimizer.
         runtime: how ranks communicate.
         schedule: how far to gather ahead.
-        micro_batches: number of micro-batches; the program is that of one of them.
+        micro_batches: number of micro-batches, each of one program.
         reduce: when gradients are reduced, as in ``predict_step``.
     """
     units, reached_places = plan.units, program.reached
@@ -138,7 +131,7 @@ class _Reduction:
     Attributes:
         unit: name of the unit.
         buffer: the buffer that it reduces.
-        full: bytes of its send buffer, which is freed when the reduction is waited for.
+        full: bytes of its send buffer.
         end: when it is over.
     """
 
@@ -201,7 +194,6 @@ class _Walk:
         self.note("start", "")
 
     def run(self, steps: Iterator[Run | Reached], predicted: Sequence[Event | Reached]) -> None:
-        """Walk through the program and the predicted collectives side by side."""
         reached_place = Reached("start", "")
         # Note: predicted events follow the place at which they start. So the walk comes to a place,
         # then issues its collectives, and settles it when the next place follows.
@@ -243,7 +235,6 @@ class _Walk:
         self.note("reduced", "")
 
     def _until(self, steps: Iterator[Run | Reached], target: Reached | None) -> None:
-        """Run the program up to a place, or to its end."""
         ledger, lanes = self.ledger, self.lanes
         for step in steps:
             if isinstance(step, Run):
@@ -293,7 +284,7 @@ class _Walk:
         self.note("gather", name)
 
     def _gather_again(self, event: Event, name: str) -> None:
-        """Gather a unit for a forward that a checkpoint runs again, and wait for it at once."""
+        """Gather a unit for a forward that a checkpoint runs again, and wait at once."""
         sizes = self.sizes[name]
         buffer = sizes.buffers[event.buffer]
         gathered_bytes = buffer.gathered + (0 if name in self.again else sizes.uncut)
@@ -309,18 +300,16 @@ class _Walk:
         self.ledger.free("gathered", sent_bytes)
 
     def _hold_uncut(self, name: str) -> None:
-        """Hold the casts of buffers that are not gathered."""
+        """Hold the casts of buffers that aren't gathered."""
         uncut_bytes = self.sizes[name].uncut
         if uncut_bytes and name not in self.held:
             self._hold(name, uncut_bytes)
 
     def _hold(self, name: str, size: int) -> None:
-        """Take a gathered buffer of a unit."""
         self.held[name] += size
         self._change(name, size)
 
     def _change(self, name: str, size: int) -> None:
-        """Add bytes to the gathered buffers of a unit, or take them off."""
         self.ledger.add("gathered", size)
         self.held_changes.append((len(self.ledger.moments), name, size))
 
@@ -343,6 +332,7 @@ class _Walk:
         self.copied = self.held[reached.unit]
         self.ledger.add("gathered", self.copied)
         self.note("copy out", reached.unit)
+        # Note: in forward, FSDP2 keeps the buffer until the next unit is gathered.
         if reached.what != "forward":
             self._free_copied()
 
@@ -351,7 +341,6 @@ class _Walk:
         self.copied = 0
 
     def _settle(self, reached: Reached) -> None:
-        """Do what follows the collectives that start at a place."""
         if not self.arrived:
             self._await_unit(reached)
         # Note: one reduction may run beside the backward of the next unit.
@@ -372,7 +361,6 @@ class _Walk:
             self._drop(name)
 
     def _leave(self, name: str) -> None:
-        """Free a unit without gradients, unless the call holds it until backward ends."""
         unit_sizes = self.sizes[name]
         # Note: the call itself holds the root, and a slice that is kept, until backward has ended.
         kept_by_call = unit_sizes.stays if name else unit_sizes.slice
@@ -382,7 +370,6 @@ class _Walk:
             self.ledger.free("gathered", _take(self.slices, name, unit_sizes.slice))
 
     def _drop(self, name: str) -> None:
-        """Free the gathered buffers of one call of a unit."""
         held_bytes = _take(self.held, name, self.sizes[name].gathered)
         self.held_changes.append((len(self.ledger.moments), name, -held_bytes))
         if name in self.sent and name not in self.held:
@@ -426,11 +413,7 @@ class _Walk:
         return buffer_mode(reduce_mode, cut=buffer.cut, repeated=buffer.repeated)
 
     def _join(self, name: str, buffer: BufferSizes) -> int:
-        """Join the gradients of a unit into a buffer that waits for those of later micro-batches.
-
-        Returns:
-            The bytes of the buffer before its cast, which lives a little longer.
-        """
+        """Join gradients for later micro-batches; return the bytes to free after the cast."""
         cast_bytes = buffer.cast_grads
         self.ledger.add("reduction", buffer.full + cast_bytes)
         self.note("join", name)
@@ -441,9 +424,9 @@ class _Walk:
         return cast_bytes
 
     def _start(self, name: str, buffer: BufferSizes, *, joined: bool) -> None:
-        """Take the buffers of a reduction; its time follows with its events.
+        """Take the buffers of a reduction, whose time follows with its events.
 
-        ``joined``: the gradients lie in a buffer already, which is sent or reduced in place.
+        ``joined``: the gradients are in a buffer already.
         """
         # Note: the send buffer of the reduction before is freed before this one takes its own.
         if (self.runtime.frees_first or not self.runtime.accelerator) and self.running:
@@ -472,7 +455,7 @@ class _Walk:
             self._complete(self.running.popleft())
 
     def _complete(self, reduction: _Reduction) -> None:
-        """Wait for a reduction, and keep the rank's part of the gradients."""
+        """Wait for a reduction, and keep the rank's part."""
         self.lanes.wait(reduction.end)
         self.ledger.free("reduction", reduction.full)
         name, buffer = reduction.unit, reduction.buffer
@@ -496,7 +479,6 @@ class _Walk:
     # --- the end of the step ----------------------------------------------------------------------
 
     def end(self) -> None:
-        """Clip the gradients, run the optimizer on all shards, and free the gradients."""
         kept_bytes = sum(
             self.sizes[name].buffers[key].kept
             for name, key in self.graded
@@ -535,7 +517,6 @@ class _Walk:
         ledger.free("optimizer", copied_bytes)
 
     def _temporaries(self, temporaries: str, shards: Sequence[int]) -> int:
-        """Return the bytes of the tensors that the optimizer makes and drops."""
         if temporaries == "none" or not shards:
             return 0
         # Note: on the CPU torch loops over the tensors, also for "foreach".
@@ -547,11 +528,10 @@ class _Walk:
     # --- moments ----------------------------------------------------------------------------------
 
     def note(self, what: str, unit: str) -> None:
-        """Keep the memory as it is now as a moment."""
         self.ledger.note(self.lanes.now, what, unit)
 
     def unit_memory(self) -> dict[str, dict[str, int]]:
-        """Return the bytes at the peak by unit and category, in categories that belong to units."""
+        """Return the bytes at the peak by unit and category."""
         gathered_bytes = Counter[str]()
         for position, name, change in self.held_changes:
             if position > self.ledger.highest:
@@ -570,7 +550,7 @@ class _Walk:
 
 
 def _take(sizes: Counter[str], name: str, most: int) -> int:
-    """Take bytes off a unit's, and return how many; the unit is left out when it has none."""
+    """Take bytes off a unit's, and return how many."""
     taken_bytes = sizes.pop(name, 0)
     if taken_bytes > most:
         sizes[name] = taken_bytes - most

@@ -16,17 +16,15 @@ class BufferSizes:
         key: key of the buffer.
         trainable: whether it gets gradients.
         cut: whether ranks hold shards of it, which are gathered.
-        repeated: whether ranks along other mesh axes than the one that cuts it hold the same
-            values.
+        repeated: whether ranks along other mesh axes hold the same values.
         shard: the shard, in the dtype of the leaves.
         sent: the shard in the dtype in which it is gathered; 0 if that is the same tensor.
         gathered: the gathered buffer; 0 if the leaves are views of the shard.
         grads: the gradients of the leaves.
         full: the flat gradient that is reduced.
-        full_before_cast: the flat gradient before its cast to the dtype of the reduction; 0 without
-            its own cast.
-        cast_grads: the gradients of the leaves, if they are reduced in another dtype.
-        reduced: the rank's part of the reduced gradient, in the dtype of the reduction.
+        full_before_cast: the same before its cast; 0 without a cast.
+        cast_grads: the gradients of the leaves, if they're cast to be reduced.
+        reduced: the rank's part of the reduced gradient.
         kept: the same in the dtype of the shard, as the optimizer gets it.
     """
 
@@ -51,15 +49,15 @@ class UnitSizes:
 
     Attributes:
         buffers: the buffers by their keys.
-        slice: bytes of the slice that the rank keeps after forward, if several ranks hold the unit.
+        slice: bytes of the slice that the rank keeps after forward.
         offload: whether shards, gradients and optimizer state live on the host.
         stays: whether the unit stays gathered between forward and backward.
         shard: bytes of the shards.
         trainable_shard: bytes of the shards that the optimizer updates.
-        uncut: bytes of the gathered buffers that are not gathered from shards, but cast or copied.
+        uncut: bytes of buffers that are cast or copied, not gathered from shards.
         gathered: bytes of all gathered buffers.
         sent: bytes of the casts of the shards, while they are sent.
-        last_cut: key of the buffer that is gathered last; ``""`` if none is gathered.
+        last_cut: key of the buffer that is gathered last, or ``""``.
         reduced: the buffers with gradients, in the order in which backward reaches them.
     """
 
@@ -81,7 +79,7 @@ def sizes_by_unit(plan: Plan, *, accelerator: bool) -> dict[str, UnitSizes]:
 
     Arguments:
         plan: the plan.
-        accelerator: whether the mesh has another device than the CPU, so that ``offload`` counts.
+        accelerator: whether the device is no CPU, so that ``offload`` counts.
     """
     # Note: a large model has few distinct units.
     first_units = representatives(plan.unit_list)

@@ -1,7 +1,4 @@
-"""``Step``: the memory, the time and the traffic of one training step, as data.
-
-``Report`` adds its tables.
-"""
+"""``Step``: the memory, the time and the traffic of one training step, as data."""
 
 from __future__ import annotations
 
@@ -29,9 +26,9 @@ class Moment:
 
     Attributes:
         seconds: time since the start of the step.
-        what: the rank's activity then, such as ``"forward"``, ``"backward"`` or ``"optimizer"``.
-        unit: name of the unit that it does it for; ``""`` is the root.
-        memory: bytes by category; categories without bytes are left out.
+        what: the rank's activity, such as ``"forward"`` or ``"optimizer"``.
+        unit: name of the unit; ``""`` is the root.
+        memory: bytes by category, without zeros.
     """
 
     seconds: float
@@ -41,15 +38,11 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """Bytes of all categories."""
         return sum(self.memory.values())
 
 
 class Timeline(Sequence[Moment]):
     """The moments of a step, in order; equal to a tuple of them.
-
-    A step of a large model has thousands of moments, and most readers want the highest one. So each
-    ``Moment`` is made when it is read.
 
     Arguments:
         rows: the moments as rows.
@@ -64,13 +57,15 @@ class Timeline(Sequence[Moment]):
 
     @property
     def highest(self) -> Moment:
-        """The moment at which the rank holds the most memory; the first of them."""
+        """The first moment with the most memory."""
         return _moment(self._rows[self._highest])
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __iter__(self) -> Iterator[Moment]:
+        # Why only now: a large step has thousands of moments, and most readers want the highest
+        # one.
         return map(_moment, self._rows)
 
     def __getitem__(self, index: Any) -> Any:
@@ -101,12 +96,11 @@ class Span(NamedTuple):
 
     Attributes:
         lane: ``"compute"``, ``"gather"`` or ``"reduce"``.
-        what: the kind of work: ``"forward"``, ``"backward"``, ``"loss"``, ``"optimizer"``, or the
-            kind of collective.
+        what: ``"forward"``, ``"backward"``, ``"loss"``, ``"optimizer"``, or the kind of collective.
         unit: name of the unit; ``""`` is the root.
         begin: seconds since the start of the step.
         seconds: duration.
-        bytes: bytes that a computation reads and writes, or size of the collective's whole buffer.
+        bytes: bytes that a computation moves, or of the collective's whole buffer.
         flops: floating-point operations.
         source: source of the duration.
     """
@@ -122,7 +116,6 @@ class Span(NamedTuple):
 
     @property
     def end(self) -> float:
-        """Seconds from the start of the step to the end of the span."""
         return self.begin + self.seconds
 
 
@@ -134,22 +127,21 @@ class Step:
         plan: the plan.
         schedule: the schedule, in the order in which the trace ran the units.
         hardware: name of the hardware.
-        timeline: the memory of the heaviest rank, moment by moment.
-        spans: the computations and collectives of that rank, and when they run.
+        timeline: the memory of the rank, moment by moment.
+        spans: its computations and collectives, and when they run.
         events: its collectives, in order; equal to ``record_events`` around the step.
-        rank: the heaviest rank: the one with the highest peak.
+        rank: 0, because all ranks hold equally much up to padding.
         step_time: seconds of one step.
-        exposed: seconds of the step in which the rank waits for a collective.
-        tokens: tokens of a rank's batch in one step; 0 if the inputs are not tokens.
-        flops: floating-point operations of the model by the convention of ``mfu``.
-        peak_flops: floating-point operations that the hardware can do in one second.
-        reserved: the least and the most memory that a caching allocator holds at such a peak;
-            zeros on a CPU, whose allocator keeps no pools.
+        exposed: seconds in which the rank waits for a collective.
+        tokens: tokens of a rank in a step; 0 if the inputs aren't tokens.
+        flops: the model's FLOPs, as ``mfu`` counts them.
+        peak_flops: the hardware's FLOP/s.
+        reserved: the least and the most bytes of a caching allocator; zeros on a CPU.
         reserved_source: where the two factors come from.
-        budget: bytes that the rank may use: the memory of the hardware, or less.
-        unit_memory: bytes at the peak by unit, of categories that belong to units.
-        sources: source of each number, by name.
-        options: the options of ``estimate`` that are not in the plan, such as the remat set.
+        budget: bytes that the rank may use.
+        unit_memory: bytes at the peak by unit and category.
+        sources: the source of each number, by name.
+        options: the options of ``estimate``.
     """
 
     plan: Plan
@@ -176,7 +168,7 @@ class Step:
 
     @property
     def peak_moment(self) -> Moment:
-        """The moment at which the rank holds the most memory; the first of them."""
+        """The first moment with the most memory."""
         # Note: the ledger knows the highest moment; a timeline made by hand is searched.
         if isinstance(self.timeline, Timeline):
             return self.timeline.highest
@@ -184,12 +176,12 @@ class Step:
 
     @property
     def peak(self) -> int:
-        """Most bytes that the rank holds at any moment of the step."""
+        """Most bytes that the rank holds at any moment."""
         return self.peak_moment.total
 
     @property
     def by_category(self) -> dict[str, int]:
-        """Bytes by category at the peak, in the order of ``CATEGORIES``."""
+        """Bytes by category at the peak."""
         memory = self.peak_moment.memory
         return {category: memory[category] for category in CATEGORIES if memory.get(category)}
 
