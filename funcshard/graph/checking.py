@@ -1,4 +1,4 @@
-"""Whether a graph may run, and whether a pass kept the order of what depends on order."""
+"""Whether a graph may run, and whether a pass kept the order that operations need."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from funcshard.graph.storages import GraphStorages, held_until
 def check_graph(graph: fx.Graph) -> None:
     """Raise unless a graph may run in place of a step.
 
-    Every node has to come after its inputs. Every collective has to be waited for exactly once, and
-    used only through that wait. No node may write to the data of a collective on its way.
-
     Raises:
-        ValueError: it may not; the error names the nodes.
+        ValueError: a node comes before its inputs, a collective isn't waited for once, or a node
+            writes to the data of one on its way.
     """
     position = {node: node_index for node_index, node in enumerate(graph.nodes)}
     for node in graph.nodes:
@@ -45,13 +43,13 @@ def check_graph(graph: fx.Graph) -> None:
 
 
 def check_order(graph: fx.Graph, before: fx.Graph) -> None:
-    """Raise unless a graph keeps the order of those nodes of ``before`` that it still has.
+    """Raise unless a graph keeps the order of the nodes of ``before`` that it still has.
 
-    These are, by their names: collectives, among each other; operations that draw random numbers;
-    and each write, with respect to all other uses of its memory.
+    It must keep the order of collectives, of operations that draw random numbers, and of each write
+    among the uses of its memory.
 
     Raises:
-        ValueError: it does not; the error names the nodes.
+        ValueError: it doesn't; the message names the nodes.
     """
     new_position = {node.name: node_index for node_index, node in enumerate(graph.nodes)}
     kept_nodes = {

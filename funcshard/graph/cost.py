@@ -1,4 +1,4 @@
-"""``cost_of``: the work of one step, from its graph: FLOPs, bytes of operations, bytes on axes."""
+"""``cost_of``: the work of one step, from its graph."""
 
 from __future__ import annotations
 
@@ -41,10 +41,8 @@ class StepCost(Shown):
     """The work of one step on this rank.
 
     Attributes:
-        flops: floating-point operations of products and attention, as
-            ``torch.utils.flop_counter`` counts them. Recomputed operations count again.
-        bytes: bytes that the operations read and write, in their tensors. A view moves none, and a
-            tensor counts for each operation that reads it. The caches of a machine move fewer.
+        flops: FLOPs, as ``torch.utils.flop_counter`` counts them.
+        bytes: bytes that the operations read and write. Caches move fewer.
         collectives: the collectives that emit events, by axis and kind.
     """
 
@@ -78,7 +76,7 @@ class StepCost(Shown):
 
 
 def cost_of(step_graph: StepGraph) -> StepCost:
-    """Return the work of a step, from the forms of the results in its graph."""
+    """Return the work of a step."""
     total_flops = total_bytes = 0
     for node in step_graph.graph.nodes:
         if operator_name(node.target) and not collective_of(node):
@@ -103,7 +101,7 @@ def cost_of(step_graph: StepGraph) -> StepCost:
 
 
 def _moved(node: fx.Node, args: Any, kwargs: Any) -> int:
-    """Return the bytes that an operation reads and writes."""
+    """Return the bytes that an operation reads and writes; 0 for a view."""
     given_storages = set(map(storage_id, tensors_in((args, kwargs))))
     result_tensors = tensors_in(node.meta["val"])
     new_tensors = [tensor for tensor in result_tensors if storage_id(tensor) not in given_storages]

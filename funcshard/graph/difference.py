@@ -25,10 +25,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StepDifference(Shown):
-    """How a traced step differs from another one; ``print`` shows it.
-
-    A line names a collective or an operation, and says whether it is new or gone, or runs earlier
-    or later among those that stay. Equal lines that follow each other are one line.
+    """How a traced step differs from another one, for you to print.
 
     Attributes:
         before: the first step.
@@ -86,7 +83,7 @@ def _lines(graph: fx.Graph) -> list[str]:
 
 
 def _changes(before: Sequence[str], after: Sequence[str]) -> list[str]:
-    """Return the lines that one of two lists lacks, and those that are elsewhere, in order."""
+    """Return the lines that are new, gone, earlier or later, in order."""
     new_places: dict[str, list[int]] = defaultdict(list)
     for place, line in enumerate(after):
         new_places[line].append(place)
@@ -115,7 +112,6 @@ def _changes(before: Sequence[str], after: Sequence[str]) -> list[str]:
 
 
 def _longest_rise(numbers: Sequence[int]) -> set[int]:
-    """Return the members of a longest rising subsequence of different numbers."""
     rise_ends: list[int] = []  # the smallest end of a rise of each length
     number_before: dict[int, int | None] = {}
     for number in numbers:
@@ -131,7 +127,7 @@ def _longest_rise(numbers: Sequence[int]) -> set[int]:
 
 
 def _folded(lines: Sequence[str]) -> list[str]:
-    """Return lines with those that repeat as one, and no more than can be read."""
+    """Return lines with equal neighbours as one, and at most ``_MOST`` of them."""
     folded_lines = []
     for line, equal_lines in groupby(lines):
         line_count = len(list(equal_lines))

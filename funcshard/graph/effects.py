@@ -17,7 +17,7 @@ from funcshard.graph.storages import GraphStorages, held_until
 
 
 def communicates(node: fx.Node) -> bool:
-    """Return whether a node starts a collective, of a unit or of torch."""
+    """Return whether a node starts a collective, also one of torch."""
     return collective_of(node) in STARTS or operator_name(node.target).startswith(
         "_c10d_functional::"
     )
@@ -33,7 +33,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 
 def written_storages(node: fx.Node, storages: GraphStorages) -> set[int]:
-    """Return the storages that a node writes to, without those that it makes."""
+    """Return the storages that a node writes to, without its new ones."""
     return {storage for written_node in written_by(node) for storage in storages.of[written_node]}
 
 
@@ -44,14 +44,14 @@ def writers_of(storage: int, storages: GraphStorages) -> list[fx.Node]:
 
 
 def draws_numbers(node: fx.Node) -> bool:
-    """Return whether a node uses or sets the state of the random number generator."""
+    """Return whether a node uses or sets the random number generator."""
     if collective_of(node) in ("random_state", "set_random_state"):
         return True
     return bool(operator_name(node.target)) and is_random(node.target, node.args, node.kwargs)
 
 
 def is_pure(node: fx.Node) -> bool:
-    """Return whether a node only computes a result from its inputs, and may run elsewhere."""
+    """Return whether a node only computes its result, so that it may run elsewhere."""
     # Note: a gather is no pure operation, because its place among collectives counts.
     if node.op != "call_function" or collective_of(node) or draws_numbers(node):
         return False
@@ -59,7 +59,7 @@ def is_pure(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node, storages: GraphStorages) -> bool:
-    """Return whether a node makes no memory and writes none: its result is a view, or a part."""
+    """Return whether a result is a view or a part of other memory."""
     if node.op != "call_function" or collective_of(node) or written_by(node):
         return False
     own_storages = storages.of[node]
@@ -69,15 +69,15 @@ def is_view(node: fx.Node, storages: GraphStorages) -> bool:
 def dependencies(graph: fx.Graph, storages: GraphStorages) -> dict[fx.Node, list[fx.Node]]:
     """Return the nodes that have to run before each node.
 
-    These are its inputs; for a node that reads memory, the last that wrote to it; for a node that
-    writes, also those that have read since; and the previous node that draws random numbers. A
-    collective may read its data until its wait. The order of collectives is left out.
+    The order of collectives is left out.
     """
     nodes_before: dict[fx.Node, list[fx.Node]] = {}
     last_writer: dict[int, fx.Node] = {}
     readers_of: dict[int, list[fx.Node]] = defaultdict(list)  # since the last write
     last_draw: list[fx.Node] = []
     for node in graph.nodes:
+        # Note: besides its inputs, a node needs the last writes to memory that it uses, and a draw
+        # the last draw of random numbers.
         needed_nodes = dict.fromkeys(node.all_input_nodes)
         used_nodes = (node, *node.all_input_nodes, *held_until(node))
         written_now = written_storages(node, storages)

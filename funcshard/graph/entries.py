@@ -10,19 +10,14 @@ from funcshard.graph.step_graph import StepGraph
 
 
 class Entry(NamedTuple):
-    """A recording.
-
-    Attributes:
-        step_graph: the graph.
-        run: the graph as a function.
-    """
+    """A recording, and its graph as a function."""
 
     step_graph: StepGraph
     run: Callable[..., list[Any]]
 
 
 class Entries:
-    """The recordings of a traced step, in the order in which they were made."""
+    """The recordings of a traced step, in the order of their making."""
 
     def __init__(self) -> None:
         self._entries: dict[Signature, Entry] = {}
@@ -37,17 +32,16 @@ class Entries:
 
     @property
     def last(self) -> Entry:
-        """The recording that was made last."""
         return next(reversed(self._entries.values()))
 
     def add(self, entry: Entry) -> None:
-        """Add a recording; it takes the place of one with its signature."""
+        """Add a recording, in place of one with its signature."""
         self._entries[entry.step_graph.signature] = entry
         # Why: the new recording may serve sizes for which an older one was found.
         self._served.clear()
 
     def find(self, signature: Signature, sizes: Mapping[str, int]) -> Entry | None:
-        """Return the recording that serves arguments; ``None`` if none does.
+        """Return the recording that serves arguments, or ``None``.
 
         Arguments:
             signature: the facts about the arguments.
@@ -65,18 +59,18 @@ class Entries:
         return self._served.get(served_key)
 
     def difference(self, signature: Signature, sizes: Mapping[str, int]) -> str:
-        """Return as text why no recording serves arguments; ``""`` if there is no recording."""
+        """Return why no recording serves arguments; ``""`` if there's no recording."""
         if entries := self._alike(signature):
             failing_rule = entries[-1].step_graph.conditions.failing(sizes)
             return f"found {sizes_text(sizes)}; the recording needs {failing_rule}"
         return nearest_difference(signature, self._entries) if self._entries else ""
 
     def _alike(self, signature: Signature) -> list[Entry]:
-        """Return the recordings for arguments of a signature, whatever their sizes are."""
+        """Return the recordings for a signature, whatever their sizes."""
         entries = self._entries.items()
         return [entry for key, entry in entries if key._replace(conditions=()) == signature]
 
 
 def sizes_text(sizes: Mapping[str, int]) -> str:
-    """Return sizes as text: ``b = 4, t = 16``."""
+    """Return sizes as text, such as ``b = 4, t = 16``."""
     return ", ".join(f"{name} = {size}" for name, size in sizes.items())

@@ -1,8 +1,7 @@
-"""Give every operation of a graph the form of its result.
+"""Give every operation of a graph the form of its result, by running it on tensors without data.
 
-The operations run on tensors without data. So a file stores no shapes of results, a graph whose
-operations do not fit together is found before it runs, and a graph for any size gets the forms of
-one size.
+So a file stores no shapes of results, a graph that doesn't fit together is found before it runs,
+and a graph for any size gets the forms of one size.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ InputMemory = list[list[int]]
 
 
 def input_memory(placeholders: Iterable[fx.Node]) -> InputMemory:
-    """Return where the tensors among a graph's inputs lie; some of them may share memory."""
+    """Return where a graph's input tensors lie; some may share memory."""
     storage_indices: dict[int, int] = {}
     tensor_places = []
     for tensor in tensors_in([node.meta["val"] for node in placeholders]):
@@ -49,12 +48,7 @@ def input_memory(placeholders: Iterable[fx.Node]) -> InputMemory:
 
 
 def filled(step_graph: StepGraph, sizes: Mapping[str, int]) -> StepGraph:
-    """Return a graph for any size with the forms of results that some sizes give.
-
-    Arguments:
-        step_graph: the graph.
-        sizes: the size of each name.
-    """
+    """Return a graph for any size with the forms of results for some sizes."""
     filled_graph = step_graph.copy()
     new_graph = filled_graph.graph
     input_leaves = [step_graph.signature.leaves[i] for i in step_graph.inputs]
@@ -70,7 +64,7 @@ def filled(step_graph: StepGraph, sizes: Mapping[str, int]) -> StepGraph:
 
 
 def is_number_item(node: fx.Node) -> bool:
-    """Return whether a node is a number of a schedule itself, and no tensor of it."""
+    """Return whether a node is the number of a schedule, and no tensor of it."""
     return collective_of(node) == "number" and not isinstance(node.meta["val"], torch.Tensor)
 
 
@@ -93,7 +87,7 @@ def fill_in(
         number_items: see ``is_number_item``.
 
     Raises:
-        ValueError: an operation cannot take its arguments.
+        ValueError: an operation can't take its arguments.
     """
     operation_names = [operator_name(node.target).rpartition("::")[2] for node in graph.nodes]
     # Note: such operations are rare, and the views cost a call for each result.

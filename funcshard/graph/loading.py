@@ -32,26 +32,25 @@ def load_traced(
 ) -> Traced:
     """Return the traced step that ``Traced.save`` wrote, bound to a mesh.
 
-    Reading runs no code of the file. The result runs without the Python code of the model: it needs
-    a state and a batch of the recorded shapes, and ``result.plan`` cuts the state's shards. Every
-    rank of the mesh has to call this.
+    You need no code of the model, and reading runs no code of the file. Every rank has to call
+    this. ``result.plan`` cuts the shards of a state.
 
-    Schedules are functions of Python, so a file has only their names. If the step has any, pass
-    ``step``. A step is also needed for arguments of other shapes, which are recorded again.
+    Pass ``step`` if it has schedules, or to record for arguments of other shapes: see
+    docs/tracing.md, "Files of graphs".
 
     Arguments:
         path: the file.
-        mesh: the ranks; as many along each axis as when the step was traced.
-        plan: the plan that the arguments are cut by, to be compared with that of the file.
-        step: the step of ``make_train_step`` that was traced.
+        mesh: the ranks, as many along each axis as the step was traced for.
+        plan: your plan, to compare with that of the file.
+        step: the step that was traced.
 
     Returns:
         The step as a graph; see ``trace``.
 
     Raises:
         OSError: there is no such file.
-        ValueError: the file is damaged; it was written for another plan, mesh or version of torch;
-            or it needs a schedule that the step does not have. The message names the difference.
+        ValueError: the file is damaged, of another plan, mesh or version of torch, or needs a
+            schedule that the step lacks.
         TypeError: ``step`` is no step of ``make_train_step``.
 
     Example:
@@ -123,23 +122,16 @@ def load_traced(
 
 @dataclass(frozen=True, slots=True)
 class LoadedStep:
-    """The place of the step in a traced step that was loaded without it.
-
-    Attributes:
-        plan: the plan of the shards.
-        path: the file.
-    """
+    """Takes the place of a step that wasn't loaded, and raises if it's called."""
 
     plan: Plan
     path: str
 
     @property
     def schedules(self) -> dict[str, Any]:
-        """No functions of the number of steps, because a file cannot hold them."""
         return {}
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        """Raise, because only the step itself can run what its graph cannot."""
         raise ValueError(
             f"the first step with a GradScaler or weights runs without its graph, and {self.path} "
             "was loaded without its step: pass load_traced(path, mesh, step=step), or begin with "
@@ -148,7 +140,7 @@ class LoadedStep:
 
 
 def _read_together(path: Path, mesh: Mesh) -> FileContents:
-    """Return the contents of a file; raise on every rank if one of them cannot read it."""
+    """Return the contents of a file; raise on every rank if one can't read it."""
     contents, read_error = None, None
     try:
         contents = read_file(path)

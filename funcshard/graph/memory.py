@@ -14,16 +14,15 @@ from funcshard.graph.storages import GraphStorages
 class StepMemory(Shown):
     """The bytes that one step holds on this rank.
 
-    The kernels' own temporaries are not counted. A tensor counts from the operation that makes it
-    until its last use. The copy of several parts that a reduction sends counts until its wait.
+    Temporaries inside kernels don't count.
 
     Attributes:
         arguments: state and batch.
         outputs: state and metrics.
-        donated: the part of the outputs that lies in the memory of the arguments.
-        temporary: the most that the step holds besides arguments, at one moment.
-        peak: the most that it holds at one moment: the arguments and ``temporary``.
-        peak_gathered: the most that gathered units hold at one moment.
+        donated: outputs in the memory of arguments.
+        temporary: the most that the step holds besides arguments.
+        peak: arguments and ``temporary``.
+        peak_gathered: the most that gathered units hold.
         at: the operation that reaches the peak.
     """
 
@@ -44,7 +43,7 @@ class StepMemory(Shown):
 
 
 def memory_of(step_graph: StepGraph) -> StepMemory:
-    """Return the memory of a step, by the lives of the graph's storages."""
+    """Return the memory of a step, by the lives of its storages."""
     storages = GraphStorages.find(step_graph.graph)
     made_by, freed_by = storages.taken_by(), storages.freed_after()
     input_storages = {

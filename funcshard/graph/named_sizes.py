@@ -1,4 +1,4 @@
-"""The sizes of a batch that later calls may change: their names, and rules that they fulfil."""
+"""The sizes of a batch that later calls may change: their names, and their rules."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ class NamedSizes:
     """The names that ``trace(dynamic_shapes=...)`` gives to dims of the batch.
 
     Arguments:
-        spec: a text such as ``"b, t, ..."`` for all tensors of the batch; or a tree with a text or
-            ``None`` in the place of each part of the batch. ``None``: no dim has a name.
+        spec: as in ``trace``; ``None``: no dim has a name.
 
     Raises:
         ValueError: a text is not of that form.
@@ -36,10 +35,10 @@ class NamedSizes:
         self._known_texts: dict[Any, dict[int, str]] = {}
 
     def of(self, leaves: Sequence[Any], form: Any) -> dict[int, Names]:
-        """Return the names of the dims of each leaf of ``(state, batch)`` that has any.
+        """Return the names of dims by leaf of ``(state, batch)``.
 
         Raises:
-            ValueError: the batch has not the form of the tree, or a tensor lacks a dim.
+            ValueError: the batch doesn't have the form of the tree, or a tensor lacks a dim.
         """
         if self.spec is None:
             return {}
@@ -87,7 +86,7 @@ def _parse_names(text: str) -> tuple[list[str | None], bool]:
 
 
 def _spread(spec: Any, batch: Any, path: str) -> Iterator[tuple[int, str]]:
-    """Yield the text for each leaf of a batch, whose leaves are their numbers."""
+    """Yield the text for each leaf of a batch."""
     if spec is None:
         return
     if isinstance(spec, str):
@@ -128,7 +127,7 @@ def _names(text: str, tensor: torch.Tensor) -> Names:
 
 
 def sizes_of(leaves: Sequence[Any], names: Mapping[int, Names]) -> dict[str, int]:
-    """Return the size of each name.
+    """Return the size of each name in the leaves.
 
     Raises:
         ValueError: two dims of one name have different sizes.
@@ -158,11 +157,11 @@ _LONGEST = 2000  # characters; a condition of torch has some dozens
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Comparisons that hold for the sizes of a batch if a graph serves them.
+    """Comparisons that the sizes of a batch have to fulfil.
 
     Attributes:
-        texts: the conditions as Python code, such as ``"b % 2 == 0"``: comparisons and arithmetic.
-        places: the place of the code that made each; empty if that is not known.
+        texts: the conditions as Python code, such as ``"b % 2 == 0"``.
+        places: the code that made each, if known.
 
     Raises:
         ValueError: a text is no such code.
@@ -176,7 +175,7 @@ class Conditions:
         object.__setattr__(self, "_codes", tuple(map(_compiled, self.texts)))
 
     def failing(self, sizes: Mapping[str, int]) -> str:
-        """Return the first condition that sizes do not fulfil, with its place; ``""`` for none."""
+        """Return the first condition that sizes don't fulfil, with its place, or ``""``."""
         # Why no builtins: eval would add all of them, __import__ too.
         known_values = {"__builtins__": {}, **sizes}
         known_values |= {f"{name}()": function for name, function in _FUNCTIONS.items()}
@@ -187,12 +186,13 @@ class Conditions:
 
 
 def _compiled(text: str) -> CodeType:
-    """Return the code of a condition, or raise: a file must not run other code than arithmetic."""
+    """Return the code of a condition."""
     try:
         if len(text) > _LONGEST:
             raise ValueError(f"{len(text)} characters")
         parsed_text = ast.parse(text, mode="eval")
         for node in ast.walk(parsed_text):
+            # Why: a file must not run other code than arithmetic.
             _check_node(node)
         return compile(parsed_text, "<condition>", "eval", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError) as error:

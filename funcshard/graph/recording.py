@@ -1,8 +1,7 @@
 """Record a step: run it on tensors without data, and write down every operation.
 
-The step runs as it does eagerly: backward, the reductions and the optimizer included. Below
-autograd, torch's make_fx sees each operation. The collectives become their own operations (see
-``comm.recorded_group``), so the ranks exchange nothing.
+torch's make_fx sees each operation below autograd, so also backward and the optimizer. Collectives
+are operations of their own library (see ``comm.recorded_group``), so ranks exchange nothing.
 """
 
 from __future__ import annotations
@@ -47,15 +46,14 @@ def record(step: Step, state: Any, batch: Any, names: Mapping[int, Any]) -> tupl
 
     Arguments:
         step: the step, ``step(state, batch) -> (state, metrics)``.
-        state: a state to call it with. It is only looked at.
+        state: a state to call it with, which stays as it is.
         batch: a batch to call it with.
-        names: for the number of a leaf of ``(state, batch)`` the names of its dims, ``None`` for a
-            fixed size. The graph serves other sizes too.
+        names: names of the dims of leaves of ``(state, batch)``, by the number of the leaf.
 
     Raises:
-        ValueError: the step uses a tensor that is in none of its arguments; or, with ``names``, the
-            new state has a size that depends on one of them, or a leaf is a DTensor.
-        RuntimeError: the step draws random numbers in a way that a graph cannot repeat.
+        ValueError: the step uses a tensor that no argument holds; or, with ``names``, a size of the
+            new state depends on one, or a leaf is a DTensor.
+        RuntimeError: the step draws random numbers that a graph can't repeat.
     """
     check_thread("record with one process for each rank")
     leaves, form = tree.flatten_with_form((state, batch))
@@ -161,7 +159,7 @@ def record(step: Step, state: Any, batch: Any, names: Mapping[int, Any]) -> tupl
 
 
 def _usable(rules: Sequence[tuple[str, str]], sizes: Mapping[str, int]) -> Conditions:
-    """Return conditions as data; one that cannot be data fixes all sizes."""
+    """Return conditions as data; one that can't be data fixes all sizes."""
     place_of: dict[str, str] = {}
     for text, place in rules:
         try:
@@ -182,7 +180,7 @@ def _fill(
     constants: Mapping[str, torch.Tensor],
     sizes: Mapping[str, int],
 ) -> None:
-    """Give the results of a new graph the forms that ``sizes`` give, in place of symbols."""
+    """Give the results of a new graph forms with numbers in place of symbols."""
     counter_facts = torch.Size(), torch.int64, torch.device("cpu"), (), False
     tensor_leaves = [counter_facts if leaf is int else leaf for leaf in leaves]
     input_places = input_memory(graph.find_nodes(op="placeholder"))
@@ -202,7 +200,7 @@ def _check_after(state: Any, sizes: Mapping[str, int]) -> None:
 
 
 def _variables(step: Step) -> dict[tuple[str, str, int], Any]:
-    """Return the numbers, flags and texts that functions of the step's optimizer captured."""
+    """Return the numbers, flags and texts that functions of the optimizer captured."""
     captured_values = captured(getattr(step, "optimizer", None))
     functions = [value for value in captured_values if isinstance(value, types.FunctionType)]
     captured_before = {}
@@ -215,7 +213,7 @@ def _variables(step: Step) -> dict[tuple[str, str, int], Any]:
 
 
 def _where(error: BaseException) -> str:
-    """Return the last place outside of torch and this library that an error passed."""
+    """Return the last place in the user's code that an error passed."""
     library_folders = tuple(
         os.path.dirname(path) + os.sep for path in (str(torch.__file__), os.path.dirname(__file__))
     )
@@ -227,7 +225,6 @@ def _where(error: BaseException) -> str:
 
 
 def _example(leaf: Any) -> torch.Tensor:
-    """Return a tensor to record a tensor or a counter with."""
     if not isinstance(leaf, torch.Tensor):
         return torch.tensor(leaf, device="cpu")
     # Note: a tensor with a history would lead backward out of the graph.
@@ -235,7 +232,6 @@ def _example(leaf: Any) -> torch.Tensor:
 
 
 def _place(value: Any, outputs: list[Any]) -> Place | Constant:
-    """Return the place of a leaf of the results, and add it to the graph's outputs."""
     if not isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
         return Constant(value)
     outputs.append(value)
@@ -255,7 +251,7 @@ def _spent(node: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 
 
 class _Guard(TorchDispatchMode):
-    """Raise for operations that a run of the graph would do with other values than the step."""
+    """Raise for operations that a graph would run with other values than the step."""
 
     def __init__(self, recording: StepRecording) -> None:
         super().__init__()
@@ -292,7 +288,7 @@ class _Guard(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _note_phase(self, func: Any, tensors: list[torch.Tensor]) -> None:
-        """Mark in the graph where forward, backward and the update begin."""
+        """Mark where forward, backward and the update begin."""
         if graph_task_id() != -1:
             phase = "backward"
         elif self._recording.updates:
@@ -311,7 +307,6 @@ class _Guard(TorchDispatchMode):
 
 
 def _refuse(tensor: torch.Tensor, func: Any) -> NoReturn:
-    """Raise the error for a tensor that comes from none of the step's arguments."""
     if is_zero_tensor(tensor):
         raise ValueError(
             "trace cannot record this torch.func.jvp: torch differentiates an "

@@ -17,10 +17,7 @@ from funcshard.plan import emit, recording
 
 
 def bind(step_graph: StepGraph, mesh: Mesh) -> Callable[..., list[Any]]:
-    """Return a function from the inputs of a graph to its outputs, which runs on a mesh.
-
-    The function frees each tensor after its last use, as the step does.
-    """
+    """Return a graph as a function that runs on a mesh and frees each tensor after its last use."""
     storages = GraphStorages.find(step_graph.graph)
     graph = fx.Graph()
     copy_of: dict[fx.Node, fx.Node] = {}
@@ -33,7 +30,7 @@ def bind(step_graph: StepGraph, mesh: Mesh) -> Callable[..., list[Any]]:
 def lower(
     node: fx.Node, copy: fx.Node, step_graph: StepGraph, mesh: Mesh, storages: GraphStorages
 ) -> None:
-    """Let the copy of a node call what the node does on a mesh, if it is an operation of ours."""
+    """Let the copy of a node call what the node does on a mesh, if it's ours."""
     operation_name = collective_of(node)
     node_args: Any = node.args
     if operation_name == "wait":
@@ -59,7 +56,7 @@ def lower(
 
 
 def _is_free(start: fx.Node, storages: GraphStorages) -> bool:
-    """Return whether a collective may overwrite its data, because nothing reads it afterwards."""
+    """Return whether a collective may overwrite its data."""
     data: Any = start.args[0]
     data_storages = storages.of.get(data, ())  # none of a list of parts
     return len(data_storages) == 1 and all(
@@ -74,8 +71,6 @@ def _wait(pending: Any) -> torch.Tensor:
 
 
 def _number(function: Callable[[int], float], is_tensor: bool) -> Callable[[int], Any]:
-    """Return the operation that computes a number from the number of steps."""
-
     def number(steps: int) -> Any:
         value = float(function(steps))
         return torch.tensor(value, dtype=torch.float64, device="cpu") if is_tensor else value
@@ -92,7 +87,6 @@ class _Pending:
         self._work, self._out, self._held = work, out, held
 
     def wait(self) -> torch.Tensor:
-        """Return the result once it is ready."""
         self._work.wait()
         # Why: data that a collective read is free with its wait, as memory_of counts.
         self._held = None
@@ -100,7 +94,7 @@ class _Pending:
 
 
 class _Start:
-    """The start of a collective: a function from its data to the collective that runs."""
+    """The start of a collective: a function from its data to a ``_Pending``."""
 
     def __init__(self, node: fx.Node, name: str, mesh: Mesh, *, donated: bool) -> None:
         self.__name__ = name

@@ -15,9 +15,9 @@ class Section(NamedTuple):
     """Operations in a row, of one part of the step and of one unit.
 
     Attributes:
-        phase: ``"forward"``, ``"backward"`` or ``"update"``; ``"sizes"`` for the numbers at the
-            start of a graph for any size; ``""`` for graphs made by hand.
-        unit: the unit whose parameters they use; ``None`` before the first use of any.
+        phase: ``"forward"``, ``"backward"``, ``"update"``, ``"sizes"`` for numbers at the start, or
+            ``""`` in graphs made by hand.
+        unit: the unit whose parameters they use; ``None`` before the first use.
         nodes: the operations in order.
     """
 
@@ -30,14 +30,15 @@ def sections_of(graph: fx.Graph) -> Iterator[Section]:
     """Yield the sections of a graph in order.
 
     A section begins where the phase changes, where a unit's gather is waited for, and where an
-    operation uses parameters of another unit. Other collectives begin no section, because most of
-    them serve a unit that runs later. Operations that use no parameters belong to the unit before.
+    operation uses parameters of another unit.
     """
     owner_of_node = _owners(graph)
     current_section = Section("", None, [])
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
+        # Note: other collectives begin no section, because most of them serve a unit that runs
+        # later.
         phase = node.meta.get("phase", current_section.phase)
         # Why not the unit before in another phase: backward begins with the loss, which is of no
         # unit.
@@ -54,10 +55,7 @@ def sections_of(graph: fx.Graph) -> Iterator[Section]:
 
 
 def _owners(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Return the unit of each operation that uses parameters of one unit only.
-
-    In the update, the reduced gradients count too.
-    """
+    """Return the unit of each operation that uses parameters of one unit only."""
     storages = GraphStorages.find(graph)
     unit_of_params: dict[int, str] = {}
     unit_of_grads: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""A graph as text and as HTML: a line for each operation, the collectives by unit and size."""
+"""A graph as text and as HTML."""
 
 from __future__ import annotations
 
@@ -26,11 +26,9 @@ _VERBS = {
 
 
 def graph_text(step_graph: StepGraph) -> str:
-    """Return a graph as text, in order, with a line for each operation.
+    """Return a graph as text, with a line for each operation and headings for units.
 
-    A result has a number, its dtype and its shape. Collectives are marked: an arrow to the right
-    starts one, and an arrow to the left waits for it. A heading says which part of the step and
-    which unit the operations after it belong to.
+    An arrow to the right starts a collective, and one to the left waits for it.
     """
     names = _names(step_graph)
     lines = ["step(", *(f"  {line}" for line in _inputs(step_graph, names)), ")"]
@@ -41,7 +39,7 @@ def graph_text(step_graph: StepGraph) -> str:
 
 
 def graph_html(step_graph: StepGraph) -> str:
-    """Return a graph as HTML: its sections, each of which opens to its operations."""
+    """Return a graph as HTML, with sections that open."""
     names = _names(step_graph)
     inputs = [*_inputs(step_graph, names), *_sizes(step_graph)]
     detail_parts = [_details("inputs", len(inputs), [], "\n".join(inputs))]
@@ -57,7 +55,6 @@ def graph_html(step_graph: StepGraph) -> str:
 
 
 def _details(title: str, count: int, collectives: list[str], text: str) -> str:
-    """Return a heading with the collectives under it, which opens to a text."""
     short_lines = "<br>".join(html.escape(line.partition(" = ")[2]) for line in collectives)
     return (
         f'<details style="margin:2px 0"><summary><b>{html.escape(title)}</b> <span style="opacity:0.6">{count}</span>'
@@ -67,13 +64,11 @@ def _details(title: str, count: int, collectives: list[str], text: str) -> str:
 
 
 def _names(step_graph: StepGraph) -> dict[fx.Node, str]:
-    """Return the name of each node, in order."""
     nodes = [node for node in step_graph.graph.nodes if node.op != "output"]
     return {node: f"%{node_index}" for node_index, node in enumerate(nodes)}
 
 
 def _inputs(step_graph: StepGraph, names: dict[fx.Node, str]) -> list[str]:
-    """Return a line for each input of a graph."""
     input_texts, input_paths = [], []
     placeholders = step_graph.graph.find_nodes(op="placeholder")
     for node, leaf_index in zip(placeholders, step_graph.inputs, strict=True):
@@ -90,7 +85,6 @@ def _inputs(step_graph: StepGraph, names: dict[fx.Node, str]) -> list[str]:
 
 
 def _sizes(step_graph: StepGraph) -> list[str]:
-    """Return a line for the sizes of a graph that serves others too."""
     if not step_graph.sizes:
         return []
     size_rules = ", ".join(step_graph.conditions.texts)
@@ -111,7 +105,7 @@ def _results(step_graph: StepGraph, names: dict[fx.Node, str]) -> str:
 
 
 def line_without_names(node: fx.Node) -> str:
-    """Return the line of a node with the forms of its operands; that of a collective has none."""
+    """Return the line of a node with forms in place of names."""
     form_of_node = {used: _form(used.meta.get("val")) for used in (node, *node.all_input_nodes)}
     if collective_of(node) in (*_VERBS, "wait"):
         return _arrow(node)

@@ -1,4 +1,4 @@
-"""``Signature``: the facts about arguments that a graph depends on, and how two of them differ."""
+"""``Signature``: the facts about arguments that a graph depends on."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Signature(NamedTuple):
 
     Attributes:
         form: the form of ``(state, batch)``.
-        modes: whether inference mode is on; whether autocast is, and its dtype, on CPU and CUDA.
-        leaves: for a tensor its shape, dtype, device, strides and whether it requires a gradient;
-            for a counter ``int``; for any other leaf its type and value. A size that may change is
-            its name, and the strides of such a tensor are ``None`` if it is contiguous.
-        conditions: the rules that the named sizes fulfil; a graph has them, arguments have none.
+        modes: inference mode, and autocast with its dtype on CPU and CUDA.
+        leaves: shape, dtype, device, strides and need of gradients of a tensor; ``int`` for a
+            counter; type and value of others. A size that may change is its name, and such strides
+            are ``None`` if contiguous.
+        conditions: rules of the named sizes, which only a graph has.
     """
 
     form: Any
@@ -37,8 +37,8 @@ def signature_of(
     Arguments:
         leaves: the leaves of ``(state, batch)``.
         form: the form of that tree.
-        counters: number of the leaves of ``state``; the whole numbers among them may change.
-        names: for the number of a leaf the names of its dims, ``None`` for a fixed size.
+        counters: number of the leaves of ``state``, whose whole numbers may change.
+        names: names of dims by the number of a leaf, ``None`` for a fixed size.
     """
     autocast = [
         (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
@@ -80,7 +80,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def sized(leaf: Any, sizes: Mapping[str, int]) -> Any:
-    """Return the facts about a tensor, with numbers in the place of names and of no strides."""
+    """Return the facts about a tensor, with numbers in place of names."""
     shape, dtype, device, strides, requires_grad = leaf
     # Note: a number has no name, so it is its own size.
     shape = torch.Size([sizes.get(size, size) for size in shape])
@@ -93,14 +93,14 @@ def sized(leaf: Any, sizes: Mapping[str, int]) -> Any:
 
 
 def nearest_difference(found: Signature, recorded: Iterable[Signature]) -> str:
-    """Return how a signature differs from the one of several that it differs from least."""
+    """Return how a signature differs from the nearest of several."""
     return difference(min(recorded, key=lambda each: _distance(each, found)), found)
 
 
 def difference(recorded: Signature, found: Signature) -> str:
     """Return how arguments differ: ``leaf `batch[0]`: recorded float32[4], found float32[5]``.
 
-    It names one leaf, and the number of further ones; ``""`` if the signatures are equal.
+    It names one leaf, and how many others differ; ``""`` if none does.
     """
     if recorded.form != found.form:
         return _form_difference(_paths(recorded.form), _paths(found.form))
@@ -127,7 +127,7 @@ def difference(recorded: Signature, found: Signature) -> str:
 
 
 def _distance(recorded: Signature, found: Signature) -> tuple[int, int]:
-    """Return how far two signatures are apart: other trees are further than other leaves."""
+    """Return how far two signatures are apart; trees count more than leaves."""
     if recorded.form != found.form:
         return 1, len({*_paths(recorded.form)} ^ {*_paths(found.form)})
     all_facts = [(*signature.modes, *signature.leaves) for signature in (recorded, found)]
@@ -135,7 +135,7 @@ def _distance(recorded: Signature, found: Signature) -> tuple[int, int]:
 
 
 def _paths(form: Any) -> list[str]:
-    """Return the path of each leaf of ``(state, batch)``, as Python code."""
+    """Return the path of each leaf of ``(state, batch)``."""
     state, batch = tree.build_form(form, range(form.num_leaves))
     return tree.code_paths(state, "state") + tree.code_paths(batch, "batch")
 
@@ -160,7 +160,7 @@ def _mode(mode: Any) -> str:
 
 
 def _described(leaf: Any, fact_count: int) -> str:
-    """Return a leaf as text, with as many of its facts as tell two leaves apart."""
+    """Return a leaf as text, with as many facts as tell two leaves apart."""
     if leaf is int:
         return "a counter"
     if len(leaf) == 2:

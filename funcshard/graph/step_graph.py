@@ -1,4 +1,4 @@
-"""``StepGraph``: the operations of one step, and how its arguments and results belong to them."""
+"""``StepGraph``: the operations of one step, from its arguments to its results."""
 
 from __future__ import annotations
 
@@ -20,38 +20,35 @@ STARTS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all
 
 
 class Place(NamedTuple):
-    """A leaf of the results that the graph computes, by its number among the graph's outputs."""
+    """A leaf of the results: a number among the graph's outputs."""
 
     number: int
 
 
 class Constant(NamedTuple):
-    """A leaf of the results that is the same in every call."""
+    """A leaf of the results that's the same in every call."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepGraph:
-    """The operations of one step in order: torch's operators, and ``funcshard``'s collectives.
+    """The operations of one step in order: operators of torch and of ``funcshard``.
 
-    The node of a collective's start has its event in ``meta["event"]``. Every node has the form of
-    its result in ``meta["val"]``, a tensor without data or a number.
+    ``meta["event"]`` has the event of a collective's start, ``meta["val"]`` the form of a result.
 
     Attributes:
-        graph: the operations. Its placeholders are the tensors and counters among the leaves of
-            ``(state, batch)``; its output is a list.
-        signature: see ``signatures``; the graph fits arguments of this signature only.
-        inputs: the number of each placeholder among the leaves of the arguments.
+        graph: the operations; its placeholders are tensors and counters of ``(state, batch)``.
+        signature: the arguments that the graph fits.
+        inputs: the number of each placeholder among the arguments' leaves.
         results: each leaf of ``(state, metrics)``.
         form: the form of ``(state, metrics)``.
         donated: numbers of the leaves of the arguments that the step takes over.
         spent: the keys that lead to each optimizer state that the step takes over.
-        constants: the tensors that the step makes of numbers, such as ``torch.tensor([1, 2])``.
-        numbers: the functions whose results are numbers of the graph, such as schedules.
-        replayable: whether a run of the graph may replace the step; see ``StepRecording``.
-        sizes: the size of each named dim, with which the forms in ``meta["val"]`` were made; empty
-            if all sizes are fixed.
+        constants: tensors that the step makes of numbers, as ``torch.tensor([1, 2])`` does.
+        numbers: functions of the number of steps, such as schedules.
+        replayable: whether the graph may replace the step; see ``StepRecording``.
+        sizes: the size of each named dim in ``meta["val"]``.
         conditions: the rules that other sizes have to fulfil.
     """
 
@@ -69,7 +66,7 @@ class StepGraph:
     conditions: Conditions = field(default_factory=Conditions)
 
     def copy(self) -> StepGraph:
-        """Return the same graph with its own nodes, for a pass to change."""
+        """Return the same graph with new nodes, for a pass to change."""
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         # Note: graph_copy copies meta with each node, and returns the output's argument.
         graph.output(graph.graph_copy(self.graph, copies))
@@ -77,7 +74,7 @@ class StepGraph:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """The event of each collective that starts in the graph, in order."""
+        """The collectives that start in the graph, in order."""
         graph_events = [
             node.meta.get("event") for node in self.graph.nodes if collective_of(node) in STARTS
         ]
@@ -85,12 +82,11 @@ class StepGraph:
 
 
 def collective_of(node: fx.Node) -> str:
-    """Return the name of ``funcshard``'s operation in a node; ``""`` for every other node.
+    """Return the name of ``funcshard``'s operation in a node, or ``""``.
 
-    It is ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"broadcast"`` or
-    ``"all_to_all"`` for the start of a collective; ``"wait"`` for its end; ``"number"`` for a
-    number that a schedule computes; ``"coordinate"`` for the number of this rank along an axis;
-    ``"random_state"`` or ``"set_random_state"``.
+    It's one of ``STARTS`` for the start of a collective; ``"wait"`` for its end; ``"number"`` for
+    the result of a schedule; ``"coordinate"`` for this rank's index on an axis; ``"random_state"``
+    or ``"set_random_state"``.
     """
     space, _, name = operator_name(node.target).partition("::")
     return name if space == "funcshard" else ""

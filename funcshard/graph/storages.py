@@ -1,4 +1,4 @@
-"""The memory behind the tensors of a graph: which nodes share it, and when it comes and goes."""
+"""The memory behind the tensors of a graph: who shares it, and when it comes and goes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ from funcshard.graph.step_graph import collective_of
 class GraphStorages:
     """The storages of a graph.
 
-    The result of a wait lies in the memory that the start of its collective takes. The wait uses
-    the data of a collective that reads it until then.
+    A wait's result lies in the memory that the start takes.
 
     Attributes:
         of: the storages of each node's results, as numbers.
-        bytes: the size of each storage. A copy of several parts, which a reduction sends, counts as
-            a storage of its start, but is no result of it.
+        bytes: the size of each storage; parts that a reduction joins count as one of its start.
         made: the node that makes each storage.
-        users: the nodes that read, write or view each storage, in order, without its maker.
+        users: the nodes that read, write or view each storage, in order.
     """
 
     of: dict[fx.Node, tuple[int, ...]]
@@ -77,15 +75,13 @@ class GraphStorages:
             self.users[sent_storage].append(wait)
 
     def last(self, storage: int) -> fx.Node:
-        """Return the last node that uses a storage; the graph's output, if it returns it."""
+        """Return the last node that uses a storage, at most the graph's output."""
         return self.users[storage][-1] if self.users[storage] else self.made[storage]
 
     def taken_by(self) -> dict[fx.Node, list[int]]:
-        """Return the storages that each node makes."""
         return _grouped((node, storage) for storage, node in self.made.items())
 
     def freed_after(self) -> dict[fx.Node, list[int]]:
-        """Return the storages that are free after each node."""
         return _grouped((self.last(storage), storage) for storage in self.made)
 
 

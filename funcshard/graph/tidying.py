@@ -1,4 +1,4 @@
-"""Change the nodes of a graph: take out what does nothing when it runs, add and replace nodes."""
+"""Change the nodes of a graph: drop what does nothing, add and replace nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _VIEWS = ("aten::view", "aten::_unsafe_view", "aten::reshape")
 
 
 def tidy(graph: fx.Graph, *, counters: int) -> None:
-    """Simplify a new graph in place, without changing a bit of any result.
+    """Simplify a new graph in place, with the same bits.
 
     Arguments:
         graph: the graph.
@@ -40,7 +40,7 @@ def tidy(graph: fx.Graph, *, counters: int) -> None:
 
 
 def _take_phases(graph: fx.Graph) -> None:
-    """Move the marks of ``funcshard::phase`` into ``meta["phase"]`` of the nodes after each."""
+    """Move the marks of ``funcshard::phase`` into ``meta["phase"]``."""
     phase_name: Any = "sizes"  # the numbers at the start of a graph for any size
     for node in list(graph.nodes):
         if collective_of(node) == "phase":
@@ -63,11 +63,9 @@ def _take_items(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _drop_copies(graph: fx.Graph) -> None:
-    """Use the result of a collective itself where the step copies it into separate memory.
-
-    A group writes into memory that it is given. The operation in the graph returns new memory, so
-    the recording holds a copy from one into the other.
-    """
+    """Use the result of a collective itself where the step copies it."""
+    # Why there are copies: a group writes into memory that it's given, but its operation in the
+    # graph returns new memory.
     storages = GraphStorages.find(graph)
     node_position = {node: node_index for node_index, node in enumerate(graph.nodes)}
     for copy in [node for node in graph.nodes if operator_name(node.target) == "aten::copy_"]:
@@ -122,10 +120,7 @@ def _has_effect(node: fx.Node) -> bool:
 
 
 def add_node(graph: fx.Graph, operation: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Add a call of an operation at the graph's insertion point, with the form of its result.
-
-    It runs in the phase of the step that follows it.
-    """
+    """Add a call at the graph's insertion point, in the phase that follows it."""
     node = graph.call_function(operation, args, kwargs)
     node.meta["val"] = _form_of(node)
     node.meta["phase"] = node.next.meta.get("phase", "")
@@ -133,7 +128,7 @@ def add_node(graph: fx.Graph, operation: Any, *args: Any, **kwargs: Any) -> fx.N
 
 
 def replace_node(node: fx.Node, new_node: fx.Node) -> None:
-    """Let the users of a node use a new one; views of the node become views of the new one."""
+    """Let the users of a node use a new one; views of the node view the new one."""
     waiting_users = [(user, _storages(node)) for user in node.users]
     node.replace_all_uses_with(new_node)
     for user, replaced_storages in waiting_users:  # which grows
@@ -150,7 +145,7 @@ def _storages(node: fx.Node) -> set[int]:
 
 
 def _form_of(node: fx.Node) -> Any:
-    """Return the result of a node without data, from the results of its inputs."""
+    """Return the result of a node without data."""
     node_target: Any = node.target
     given_args, given_kwargs = fx.node.map_arg(
         (node.args, node.kwargs), lambda used: used.meta["val"]

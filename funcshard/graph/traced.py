@@ -41,34 +41,29 @@ _MANY = 8  # recordings, as many as torch.compile makes before it gives up
 def trace(step: TrainStep, state: Any, batch: Any, *, dynamic_shapes: Any = None) -> Traced:
     """Record a training step as one graph: forward, backward, collectives and optimizer.
 
-    The recording runs the step on tensors without data, and communicates nothing. The result is
-    called as the step is, gives the same bits, and issues the same collectives. An optimizer makes
-    its state in the first step, so that step has its own graph.
+    You call the result like the step. It gives the same bits and issues the same collectives.
+    Recording communicates nothing and needs no data.
 
-    A run uses the operations of the recording, and not the Python code of the step: a value that
-    Python computed from the arguments' shapes is in the graph as a constant. These stay inputs: the
-    tensors of state and batch, the number of steps, and all that a schedule computes from it. Other
-    shapes, dtypes, trees or constants in the batch make a new recording, and a log line says so.
+    Other shapes, dtypes, trees or constants in the batch make a new recording. See docs/tracing.md
+    for what is an input and what a constant.
 
     Arguments:
         step: the step of ``make_train_step``.
-        state: a state to record with, such as that of ``step.init``. It stays as it is.
+        state: a state to record with, which stays as it is.
         batch: a batch to record with, on this rank.
-        dynamic_shapes: names of the sizes in the batch that later batches may have otherwise. The
-            text ``"b, ..."`` names dim 0 of all tensors, and ``"b, t"`` both dims; ``_`` means
-            a fixed dim, ``...`` for all further ones. A tree in the form of the batch has a text or
-            ``None`` for each part. One recording then serves all sizes that take the same way
-            through the Python code. Other ones are recorded again, and the log says why.
+        dynamic_shapes: names of the sizes that later batches may change. ``"b, ..."`` names dim 0
+            of all tensors, ``"b, t"`` both dims, and ``_`` a fixed one. A tree in the form of the
+            batch has a text or ``None`` for each part.
 
     Returns:
         The step as a graph.
 
     Raises:
         TypeError: ``step`` is no step of ``make_train_step``.
-        ValueError: the step uses a tensor that is in neither state nor batch; ``dynamic_shapes``
-            does not fit the batch, or the new state depends on its sizes.
-        RuntimeError: the step computes with values in Python, or ``torch.utils.checkpoint`` draws
-            random numbers again.
+        ValueError: the step uses a tensor from outside of state and batch; ``dynamic_shapes``
+            doesn't fit the batch, or the new state depends on its sizes.
+        RuntimeError: your Python code depends on values, or ``torch.utils.checkpoint`` draws random
+            numbers again.
 
     Example:
         >>> import torch, funcshard as fs
@@ -103,19 +98,19 @@ Bind = Callable[[StepGraph, Mesh], Callable[..., list[Any]]]
 
 
 def _run_later(make: Callable[[], Callable[..., list[Any]]]) -> Callable[..., list[Any]]:
-    """Return a function that is made when it is called for the first time."""
+    """Return a function that's made in its first call."""
     # Note: a cache of no arguments; the compiled code of fx takes a while to make.
     make_once = functools.cache(make)
     return lambda *inputs: make_once()(*inputs)
 
 
 class Traced:
-    """A step as a graph; made by ``trace``. Call it as the step.
+    """A step as a graph, made by ``trace``. You call it like the step.
 
     Attributes:
         step: the step.
         mesh: the ranks.
-        warned: whether the step has said that ``torch.compile`` compiles nothing of it.
+        warned: whether it has warned about ``torch.compile``.
     """
 
     def __init__(
@@ -130,16 +125,16 @@ class Traced:
         earlier: int = 0,
         names: NamedSizes | None = None,
     ) -> None:
-        """Make a step of recordings; users call ``trace``.
+        """Make a step of recordings; you call ``trace``.
 
         Arguments:
             step: the step.
             mesh: the ranks.
-            entries: the recordings so far, after all changes.
-            changes: the changes of each recording before it runs, in order.
+            entries: the recordings, after all changes.
+            changes: the changes of each recording, in order.
             bind: makes a graph a function that runs.
-            fixed: why nothing can be recorded again; ``""`` if it can.
-            earlier: number of changes that the recordings had before they were loaded.
+            fixed: why it can't record again, or ``""``.
+            earlier: number of changes before it was loaded.
             names: the sizes of batches that may change.
         """
         self.step, self.mesh = step, mesh
@@ -151,10 +146,10 @@ class Traced:
         self.warned = Warned()
 
     def changed(self, change: Change) -> Traced:
-        """Return this step with one more change of its graphs; this one stays as it is.
+        """Return a new step with one more change of its graphs.
 
         Arguments:
-            change: a function from a graph to a new one. It sees each recording, later ones too.
+            change: your function from a graph to a new one, for later recordings too.
 
         Raises:
             ValueError: a new graph may not run: a node comes before its inputs, or a collective is
@@ -178,18 +173,14 @@ class Traced:
         return self._like(new_entries, (*self._changes, checked), self._bind)
 
     def compile(self, backend: Backend = "inductor") -> Traced:
-        """Return this step with compiled operations; this one stays as it is.
+        """Return a new step with compiled operations.
 
-        The operations between collectives are cut into regions, and equal regions are compiled
-        once: the blocks of a deep model take the time of one. Collectives, random numbers and fused
-        optimizers run as before, in the same order. Results equal those of the step up to rounding.
-        ``events`` and ``memory()`` are those of the graph. They leave out the memory that a
-        compiled region takes inside.
+        It compiles regions between collectives, equal ones once, and equals your step up to
+        rounding. See docs/tracing.md, "Compiled steps".
 
         Arguments:
-            backend: a backend of ``torch.compile``: its name, or a function from a graph module and
-                inputs without data to a function. ``"inductor"`` needs a C++ compiler, and keeps
-                its code on disk for later processes.
+            backend: a backend of ``torch.compile``, by its name or as a function. ``"inductor"``
+                needs a C++ compiler, and keeps its code on disk.
 
         Raises:
             TypeError: ``backend`` is neither a name nor a function, or returns no function.
@@ -217,7 +208,6 @@ class Traced:
         return self._like(new_entries, self._changes, bind)
 
     def _like(self, entries: Iterable[Entry], changes: tuple[Change, ...], bind: Bind) -> Traced:
-        """Return this step with other recordings."""
         return Traced(
             self.step,
             self.mesh,
@@ -230,7 +220,7 @@ class Traced:
         )
 
     def with_sizes(self, **sizes: int) -> Traced:
-        """Return this step with the ``memory()``, ``cost()`` and text of batches of other sizes.
+        """Return this step with ``memory()``, ``cost()`` and text for other sizes.
 
         It records nothing, and runs for all sizes as before.
 
@@ -281,12 +271,12 @@ class Traced:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each name of ``dynamic_shapes``, with which the step was recorded."""
+        """The recorded size of each name of ``dynamic_shapes``."""
         return dict(self.graph.sizes)
 
     @property
     def conditions(self) -> tuple[str, ...]:
-        """The rules under which other sizes need no new recording, such as ``"b % 2 == 0"``."""
+        """The rules of other sizes without a new recording, such as ``"b % 2 == 0"``."""
         return self.graph.conditions.texts
 
     @untraced_with_warning(
@@ -319,7 +309,7 @@ class Traced:
         return state, metrics
 
     def graph_for(self, state: Any, batch: Any) -> tuple[Entry, list[Any]]:
-        """Return the graph for some arguments, recorded if need be, and the arguments' leaves."""
+        """Return the graph for some arguments, recorded if need be, and their leaves."""
         leaves, dim_names, sizes, signature = self._facts(state, batch)
         step_entry = self._entries.find(signature, sizes)
         if step_entry is None:
@@ -334,7 +324,7 @@ class Traced:
     def _facts(
         self, state: Any, batch: Any
     ) -> tuple[list[Any], dict[int, Any], dict[str, int], Signature]:
-        """Return the leaves of arguments, the names and sizes of dims, and their signature."""
+        """Return the leaves, the names and sizes of dims, and the signature."""
         leaves, form = tree.flatten_with_form((state, batch))
         dim_names = self._names.of(leaves, form)
         return (
@@ -346,7 +336,7 @@ class Traced:
 
     @property
     def graph(self) -> StepGraph:
-        """The graph that was recorded last: that of the second step and of all later ones."""
+        """The graph of the last recording: that of all steps but the first."""
         return self._entries.last.step_graph
 
     @property
@@ -359,7 +349,7 @@ class Traced:
         return memory_of(self.graph)
 
     def diff(self, other: Traced) -> StepDifference:
-        """Return how another traced step differs from this one, for ``print``.
+        """Return how another traced step differs from this one, for you to print.
 
         Raises:
             TypeError: ``other`` is no traced step.
@@ -387,19 +377,17 @@ class Traced:
     def save(self, path: str | os.PathLike[str], *, per_rank: bool = False) -> None:
         """Write the graphs to one file for all ranks, which ``load_traced`` reads.
 
-        Passes are part of the graphs that are written. The file is text: JSON without pickles, and
-        one operation a line. Every rank of the mesh has to call this, and rank 0 writes.
+        Every rank has to call this. The file is text: JSON without pickles.
 
         Arguments:
-            path: the file. It appears under this name once it is complete.
+            path: the file, which appears once it's complete.
             per_rank: whether ranks may have other graphs, as with ``muon`` and with groups of an
-                optimizer. The file then holds one graph for each kind of rank. Their collectives
-                have to be equal anyway.
+                optimizer.
 
         Raises:
-            ValueError: the graphs of two ranks differ, and the message names the first line that
-                does; or the batch or the metrics hold values that a file cannot hold.
-            OSError: the file cannot be written.
+            ValueError: the graphs of two ranks differ, or a file can't hold a value of batch or
+                metrics.
+            OSError: the file can't be written.
         """
         path = check_path("path", path)
         check_flag("per_rank", per_rank)
@@ -433,9 +421,7 @@ class Traced:
         )
 
     def fingerprint(self) -> str:
-        """Return 16 hexadecimal digits: the same for equal graphs, on all ranks, in all processes.
-
-        They represent all recordings after all passes, with their constants.
+        """Return 16 hexadecimal digits that are the same for equal graphs, on all ranks.
 
         Raises:
             ValueError: see ``save``.
@@ -492,7 +478,7 @@ class Traced:
 
 
 def torch_version() -> str:
-    """Return the version of torch without the name of its build."""
+    """Return the version of torch without its build."""
     return str(torch.__version__).partition("+")[0]
 
 

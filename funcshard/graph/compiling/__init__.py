@@ -2,7 +2,7 @@
 
 In reading order:
 
-- ``regions``: cuts a graph into regions and ordinary calls; a region as a graph and as text.
+- ``regions``: cuts a graph into regions and ordinary calls.
 - ``schedule``: the calls of a compiled step as Python code.
 - ``binding``: all that together, and a compiled step for each size that comes.
 """

@@ -36,7 +36,7 @@ class Compiled:
     """A graph as a function, whose regions are compiled.
 
     Attributes:
-        graph: the calls that run: collectives, other ordinary calls, and compiled regions.
+        graph: the calls that run: compiled regions, collectives and other ordinary calls.
     """
 
     def __init__(self, graph: fx.Graph, constants: dict[str, torch.Tensor]) -> None:
@@ -64,7 +64,6 @@ class CompilingBind:
         self._compiled: dict[str, Boxed] = {}
 
     def __call__(self, step_graph: StepGraph, mesh: Mesh) -> Callable[..., list[Any]]:
-        """Return a graph as a function that runs on a mesh."""
         if step_graph.sizes:
             return self._bind_sizes(step_graph, mesh)
         cut = Cut(step_graph.graph)
@@ -85,7 +84,7 @@ class CompilingBind:
         return Compiled(_schedule(step_graph, mesh, cut, calls), dict(step_graph.constants))
 
     def _bind_sizes(self, step_graph: StepGraph, mesh: Mesh) -> Callable[..., list[Any]]:
-        """Return a graph for any size as a function, which is compiled for each size that comes."""
+        """Return a graph for any size as a function that compiles for each size that comes."""
         dim_of_name: dict[str, tuple[int, int]] = {}  # an input of the graph, and its dim
         for input_index, leaf_index in enumerate(step_graph.inputs):
             leaf_facts: Any = step_graph.signature.leaves[leaf_index]
@@ -132,7 +131,7 @@ class CompilingBind:
 
 
 def _with_fixed_sizes(step_graph: StepGraph, sizes: Mapping[str, int]) -> StepGraph:
-    """Return a graph for any size as a graph for some sizes, which are numbers in it."""
+    """Return a graph for any size with numbers in place of its sizes."""
     filled_graph = filled(step_graph, sizes)
     for node in list(filled_graph.graph.nodes):
         node_value = node.meta.get("val")
@@ -149,7 +148,6 @@ def _with_fixed_sizes(step_graph: StepGraph, sizes: Mapping[str, int]) -> StepGr
 def _schedule(
     step_graph: StepGraph, mesh: Mesh, cut: Cut, calls: dict[Region, CompiledRegion]
 ) -> fx.Graph:
-    """Return the graph of all calls of a step."""
     storages = GraphStorages.find(step_graph.graph)
     graph = fx.Graph()
     copy_of: dict[fx.Node, fx.Node] = {}
@@ -169,7 +167,7 @@ def _schedule(
 
 
 def _view_in(graph: fx.Graph, node: fx.Node, cut: Cut, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Return the copy of a node, or of a view that takes as few operations as possible."""
+    """Return the copy of a node, or of a view in as few operations as possible."""
     if node not in copies:
         copies[node] = _short_view(graph, node, cut, copies)
     return copies[node]

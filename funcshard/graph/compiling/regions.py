@@ -1,11 +1,10 @@
-"""Cut a graph into regions: groups of operations that can be compiled as one function.
+"""Cut a graph into regions: groups of operations that are compiled as one function.
 
-A collective, an operation that draws random numbers, and an operation that no compiler takes stay
-ordinary calls, in order. Between two of them lies a stretch, and another stretch begins with the
-work of another unit. Operations of one stretch that share neither values nor written memory belong
-to different regions. So equal work, such as the update of a hundred equal units, becomes equal
-regions. A view moves no data, so each region takes the memory behind a view and makes the view
-itself. No two inputs of a region share memory.
+Collectives, random numbers, and operations that no compiler takes stay ordinary calls. A stretch
+lies between two of them, or begins with the work of another unit. Operations of a stretch that
+share neither values nor written memory are in different regions. So equal work, such as the update
+of a hundred equal units, becomes equal regions. A region makes views itself, so no two of its
+inputs share memory.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ class Cut:
 
     Attributes:
         steps: regions, and nodes that are ordinary calls, in the order of a run.
-        views: the node that each view views. The result of a compiled operation that writes counts
-            as a view of the tensor that it writes.
+        views: the node that each view, or each compiled write, is a view of.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -92,13 +90,13 @@ class Cut:
         self._find_outputs(graph)
 
     def behind(self, node: fx.Node) -> fx.Node:
-        """Return the node whose memory a node views; itself, if it is no view."""
+        """Return the node whose memory a node views, which may be itself."""
         while node in self.views:
             node = self.views[node]
         return node
 
     def _viewed(self, node: fx.Node) -> fx.Node | None:
-        """Return the node that a node views without writing; ``None`` if it is no view."""
+        """Return the node that a node views without writing, or ``None``."""
         if not is_view(node, self._storages):
             return None
         viewed_node = node.all_input_nodes[0]
@@ -108,7 +106,7 @@ class Cut:
         return viewed_node
 
     def _is_early(self, node: fx.Node) -> bool:
-        """Return whether a node may run at the start of its stretch: it reads no tensor."""
+        """Return whether a node reads no tensor, so that it may run at the start of its stretch."""
         if node.op != "call_function":
             return True
         if node.target is operator.getitem:
@@ -116,7 +114,6 @@ class Cut:
         return all(map(_is_number, (node, *node.all_input_nodes)))
 
     def _is_compiled(self, node: fx.Node) -> bool:
-        """Return whether a compiler takes an operation."""
         target: Any = node.target
         if target is operator.getitem:
             return True
@@ -137,7 +134,7 @@ class Cut:
         return not any(map(_is_number, node.all_input_nodes))
 
     def _add(self, node: fx.Node) -> None:
-        """Add an operation to the stretch, in the region of the operations that it reads."""
+        """Add an operation to the region of the operations that it reads."""
         self._compute[node] = None
         self._region_of[node] = Region([node])
         if written_by(node) and isinstance(node.meta.get("val"), torch.Tensor):
@@ -149,7 +146,6 @@ class Cut:
                 self._join(node, base)
 
     def _join(self, first: fx.Node, second: fx.Node) -> None:
-        """Let the regions of two operations be one."""
         first_region, second_region = self._region_of[first], self._region_of[second]
         if first_region is second_region:
             return
@@ -161,7 +157,7 @@ class Cut:
         self._region_of.update(dict.fromkeys(smaller_region.nodes, larger_region))
 
     def _end_stretch(self) -> None:
-        """Add the calls and regions of the stretch; a region that is too small as its nodes."""
+        """Add the calls and regions of the stretch; a small region as its nodes."""
         self._join_writers()
         self.steps += self._early
         nodes_of: dict[Region, list[fx.Node]] = defaultdict(list)
@@ -179,7 +175,7 @@ class Cut:
         self._early, self._compute = [], {}
 
     def _join_writers(self) -> None:
-        """Let operations of the stretch be in one region if one writes memory that another uses."""
+        """Join operations of the stretch if one writes memory that another uses."""
         users_of: dict[int, list[fx.Node]] = defaultdict(list)
         written_storages: set[int] = set()
         for node in self._compute:
@@ -232,7 +228,7 @@ class Cut:
 
 
 def _unit_begins(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yield where the work of another unit begins, in forward and in backward."""
+    """Yield where the work of another unit begins."""
     unit_before = None
     for section in sections_of(graph):
         if section.phase != "update" and section.unit is not None:
@@ -250,7 +246,7 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def region_graph(region: Region, cut: Cut) -> fx.Graph:
-    """Return a region as a graph from its inputs to the list of its outputs."""
+    """Return a region as a graph."""
     graph = fx.Graph()
     copy_of: dict[fx.Node, fx.Node] = {}
     for input_index, node in enumerate(region.inputs):
@@ -263,7 +259,7 @@ def region_graph(region: Region, cut: Cut) -> fx.Graph:
 
 
 def view_in(graph: fx.Graph, node: fx.Node, cut: Cut, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Return the copy of a node in another graph, which makes a view if it has none yet."""
+    """Return the copy of a node in another graph, or make the view there."""
     if node in copies:
         return copies[node]
     if written_by(node):  # done by another region, in the memory that the node views
@@ -273,7 +269,7 @@ def view_in(graph: fx.Graph, node: fx.Node, cut: Cut, copies: dict[fx.Node, fx.N
 
 
 def region_text(graph: fx.Graph) -> str:
-    """Return a region's graph as text: all that a compiled function depends on."""
+    """Return a region's graph as text: all that its compiled function depends on."""
     node_names: dict[fx.Node, str] = {}
     lines = []
     for node in graph.nodes:

@@ -15,11 +15,7 @@ from funcshard._utils.torch_operators import operator_name
 
 
 class CompiledRegion:
-    """The call of a compiled region in a graph; its only argument is a list, which it empties.
-
-    Attributes:
-        run: the compiled function, from a list of tensors to a sequence of tensors.
-    """
+    """The call of a compiled region; its only argument is a list, which it empties."""
 
     __name__ = "region"
 
@@ -40,10 +36,9 @@ _METHODS = {
 
 
 def as_function(graph: fx.Graph, constants: dict[str, torch.Tensor]) -> Callable[..., list[Any]]:
-    """Return a graph of calls as a function of its placeholders.
-
-    Why not a ``fx.GraphModule``: its frame would hold the inputs of a region while the region runs.
-    """
+    """Return a graph of calls as a function of its placeholders."""
+    # Why not a ``fx.GraphModule``: its frame would hold the inputs of a region while the region
+    # runs.
     return _Writer(graph, constants).function()
 
 
@@ -132,7 +127,6 @@ def _is_region(node: fx.Node) -> bool:
 
 
 def _is_part(node: fx.Node) -> bool:
-    """Return whether a node is one of the results of a region."""
     return node.target is operator.getitem and _is_region(node.all_input_nodes[0])
 
 

@@ -11,11 +11,11 @@ from funcshard.graph.traced import Traced
 
 
 def applied(traced: Traced, edit: Callable[[StepGraph], None], name: str) -> Traced:
-    """Return a traced step whose graphs are changed by ``edit``, now and when it records again.
+    """Return a traced step whose graphs ``edit`` changes, later recordings too.
 
     Arguments:
         traced: the step.
-        edit: changes a graph in place; nodes without users are taken out afterwards.
+        edit: changes a graph in place; unused nodes go afterwards.
         name: name of the pass, for errors.
 
     Raises:
@@ -40,8 +40,8 @@ def applied(traced: Traced, edit: Callable[[StepGraph], None], name: str) -> Tra
 def drop_unused(traced: Traced) -> Traced:
     """Take out operations whose results no operation reads.
 
-    Operations that write to memory, draw random numbers or communicate stay. Recordings and the
-    results of all other passes hold no such operations; those of your own changes may.
+    You need it after your own changes only: recordings and other passes leave no such operations.
+    Writes, random numbers and collectives stay.
 
     Arguments:
         traced: the step, which does not change.

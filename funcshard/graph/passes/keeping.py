@@ -28,14 +28,12 @@ from funcshard.graph.traced import Traced
 def keep_gathered(traced: Traced, *, budget: int | str) -> Traced:
     """Keep units gathered from forward to backward, where a budget of bytes allows it.
 
-    The pass takes the second gather of such a unit out, and its users read the result of the first
-    one. The same holds between micro-batches. Units whose gathers follow each other most closely
-    come first: they hold memory for the shortest time.
+    You trade memory for gathers, also between micro-batches. Units whose gathers follow each other
+    most closely come first.
 
     Arguments:
         traced: the step, which does not change.
-        budget: the most bytes that kept buffers may hold at one moment, as a number or as text such
-            as ``"1GiB"``.
+        budget: the most bytes of kept buffers at one moment, as a number or as ``"1GiB"``.
 
     Returns:
         The changed step, with the bits of ``traced``.
@@ -78,7 +76,7 @@ class _Gather:
         start: the node that starts it.
         wait: the node that waits for it.
         storage: the memory of the gathered buffer.
-        sources: the data that this rank sends, and all nodes that it is computed from.
+        sources: the data that this rank sends, and all nodes behind it.
     """
 
     start: fx.Node
@@ -88,21 +86,14 @@ class _Gather:
 
     @property
     def key(self) -> Hashable:
-        """The data and the ranks of a gather; two gathers with equal results have equal keys."""
+        """A key that's equal for two gathers with equal results."""
         event = self.start.meta["event"]
         # Why the payload too: micro-batches gather equal data, and an updated shard is other data.
         return event.unit, event.buffer, *self.start.args[4:6], _value_of(self.start.args[0])
 
 
 class _Candidate(NamedTuple):
-    """A gather that is not needed if the buffer of an earlier one stays.
-
-    Attributes:
-        first: the earlier gather.
-        second: the gather that is not needed.
-        bytes: the size of the buffer.
-        moments: the collectives during which the earlier buffer stays, by number.
-    """
+    """A gather that isn't needed if the buffer of an earlier one stays for ``moments``."""
 
     first: _Gather
     second: _Gather
@@ -121,7 +112,7 @@ def _keep(step_graph: StepGraph, limit: int) -> None:
 
 
 def _candidates(graph: fx.Graph) -> list[_Candidate]:
-    """Return the gathers of data that was gathered before, and that no operation writes to."""
+    """Return the gathers of data that was gathered before and isn't written."""
     storages = GraphStorages.find(graph)
     node_position = {node: node_index for node_index, node in enumerate(graph.nodes)}
     # Why by collectives, and not by operations: their number is the same on all ranks.
@@ -146,23 +137,18 @@ def _candidates(graph: fx.Graph) -> list[_Candidate]:
 
 
 def _gathers(graph: fx.Graph, storages: GraphStorages) -> list[_Gather]:
-    """Return the gathers of units, in order.
-
-    A gather is left out if its data comes from another one, as with ``reshard_after_forward=n``.
-    """
+    """Return the gathers of units, in order."""
     unit_gathers = []
     for start, (wait,) in starts_and_waits(graph):
+        # Note: with ``reshard_after_forward=n``, a gather whose data comes from another gather has
+        # no sources.
         if is_unit_gather(start) and (source_nodes := _sources(start.all_input_nodes[0], storages)):
             unit_gathers.append(_Gather(start, wait, storages.of[wait][0], source_nodes))
     return unit_gathers
 
 
 def _sources(payload: fx.Node, storages: GraphStorages) -> set[fx.Node]:
-    """Return the nodes that data is computed from, itself included.
-
-    The set is empty if these are more than inputs of the graph and pure operations, or if another
-    operation writes to a result of them.
-    """
+    """Return the nodes behind some data, or none if more than pure operations made it."""
     source_nodes: set[fx.Node] = set()
     waiting_nodes = [payload]
     while waiting_nodes:
@@ -177,7 +163,7 @@ def _sources(payload: fx.Node, storages: GraphStorages) -> set[fx.Node]:
 
 
 def _value_of(value: Any) -> Hashable:
-    """Return how an argument is computed; equal for equal computations of the same inputs."""
+    """Return a value that's equal for equal computations of the same inputs."""
     if isinstance(value, fx.Node) and is_pure(value):
         return value.target, _value_of(value.args), _value_of(value.kwargs)
     if isinstance(value, Mapping):
@@ -191,7 +177,7 @@ def _value_of(value: Any) -> Hashable:
 def _is_written(
     first: _Gather, second: _Gather, storages: GraphStorages, position: dict[fx.Node, int]
 ) -> bool:
-    """Return whether a node writes to a gathered buffer, or to the shard between two gathers."""
+    """Return whether a node writes to a gathered buffer, or to the shard in between."""
     if writers_of(first.storage, storages) or writers_of(second.storage, storages):
         return True
     shard_storages = {storage for node in second.sources for storage in storages.of[node]}
@@ -203,7 +189,7 @@ def _is_written(
 
 
 def _chosen(candidates: list[_Candidate], limit: int) -> list[_Candidate]:
-    """Return, in order, those to keep: the shortest first, as long as the budget holds."""
+    """Return those to keep, as long as the budget holds."""
     held_bytes: Counter[int] = Counter()
     chosen_candidates = set()
     for candidate in sorted(candidates, key=lambda candidate: len(candidate.moments)):

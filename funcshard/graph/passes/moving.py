@@ -19,17 +19,15 @@ from funcshard.graph.traced import Traced
 def gather_earlier(
     traced: Traced, *, by: int | None = None, budget: int | str | None = None
 ) -> Traced:
-    """Start gathers of units earlier, so that more of the step runs while data is on its way.
+    """Start gathers of units earlier, so that more of your step runs meanwhile.
 
-    All collectives stay in their order. A gather starts as early as the collective before it and
-    the memory allow.
+    Collectives keep their order.
 
     Arguments:
         traced: the step, which does not change.
-        by: how many other units a gather may overtake: it counts gathers that are waited for. By
-            default the memory alone decides.
-        budget: the most bytes that the step may hold at one moment, as a number or as text such as
-            ``"1GiB"``; by default its own peak, see ``traced.memory()``.
+        by: how many other units a gather may overtake. By default only memory limits it.
+        budget: the most bytes that the step may hold, as a number or as ``"1GiB"``; by default its
+            peak (``traced.memory()``).
 
     Returns:
         The changed step, with the bits and the collectives of ``traced``.
@@ -68,14 +66,13 @@ def gather_earlier(
 
 
 def wait_later(traced: Traced, *, budget: int | str | None = None) -> Traced:
-    """Wait for collectives later: directly before the first operation that uses the result.
+    """Wait for collectives later: right before the first use of the result.
 
-    All collectives stay in their order. A reduction holds the data that it sends until the wait.
+    Collectives keep their order. A reduction holds the data that it sends until the wait.
 
     Arguments:
         traced: the step, which does not change.
-        budget: the most bytes that the step may hold at one moment, as a number or as text such as
-            ``"1GiB"``; by default its own peak, see ``traced.memory()``.
+        budget: as in ``gather_earlier``.
 
     Returns:
         The changed step, with the bits and the collectives of ``traced``.
@@ -131,7 +128,7 @@ def _gather_earlier(step_graph: StepGraph, by: int | None, budget: int | None) -
 def _move_start(
     timeline: Timeline, moved: list[fx.Node], bounds: Iterable[fx.Node], by: int | None
 ) -> None:
-    """Move the start of a gather, with the operations that make its data, to its earliest place."""
+    """Move the start of a gather, with its own inputs, to its earliest place."""
     order, position = timeline.order, timeline.position
     *_, start = moved
     moved.sort(key=position.__getitem__)
@@ -155,7 +152,7 @@ def _move_start(
 
 
 def _own_inputs(node: fx.Node) -> set[fx.Node]:
-    """Return the nodes that only help to compute the inputs of a node, and may run elsewhere."""
+    """Return the pure nodes that only serve the inputs of a node."""
     own_nodes: set[fx.Node] = set()
     waiting_nodes = list(node.all_input_nodes)
     while waiting_nodes:
@@ -178,7 +175,7 @@ def _wait_later(step_graph: StepGraph, budget: int | None) -> None:
 
 
 def _move_wait(timeline: Timeline, start: fx.Node, wait: fx.Node) -> None:
-    """Move a wait, and the views of its result, as late as may be."""
+    """Move a wait, and the views of its result, to their latest place."""
     position, storages = timeline.position, timeline.storages
     moved_nodes = [wait]
     result_uses: list[fx.Node] = []
@@ -212,21 +209,21 @@ def _move_wait(timeline: Timeline, start: fx.Node, wait: fx.Node) -> None:
 
 
 class Timeline:
-    """The nodes of a graph, which ``move`` puts into another order, and the bytes held meanwhile.
+    """The nodes of a graph in an order that ``move`` changes, and the bytes held.
 
     Arguments:
-        step_graph: the graph; moves change it in place.
-        budget: the most bytes that the step may hold; by default the peak that it has.
+        step_graph: the graph, which moves change in place.
+        budget: the most bytes that the step may hold; by default its peak.
 
     Attributes:
-        storages: the storages of the graph, in the order that it had.
+        storages: the storages of the graph, in its old order.
         order: the nodes.
         position: the number of each node in ``order``.
-        limit: the most bytes that may be held besides the arguments.
+        limit: the most bytes besides the arguments.
         made: the storages that each node makes.
         taken: their bytes.
-        last: the node after which each storage is free, arguments left out.
-        live: the bytes held while each node runs, besides the arguments.
+        last: the node after which each storage is free, but for arguments.
+        live: the bytes besides the arguments while each node runs.
     """
 
     def __init__(self, step_graph: StepGraph, budget: int | None) -> None:
@@ -248,7 +245,7 @@ class Timeline:
         self._count(0, len(self.order))
 
     def move(self, nodes: Sequence[fx.Node], place: int) -> None:
-        """Move nodes, in the order given, before the node that is number ``place`` now."""
+        """Move nodes, in their given order, before the node at ``place``."""
         old_positions = [self.position[node] for node in nodes]
         first, end = min(place, *old_positions), max(place, max(old_positions) + 1)
         moved_nodes = set(nodes)
@@ -265,7 +262,6 @@ class Timeline:
         self._count(first, end)
 
     def set_last(self, storage: int, node: fx.Node) -> None:
-        """Note that a storage is free after another, later node."""
         last_before = self.last[storage]
         self._freed[last_before] -= self.storages.bytes[storage]
         self._freed[node] += self.storages.bytes[storage]
@@ -273,7 +269,7 @@ class Timeline:
         self._count(self.position[last_before], self.position[node] + 1)
 
     def _count(self, first: int, end: int) -> None:
-        """Count the bytes that are held again, from operation ``first`` to ``end``."""
+        """Count the held bytes again, from operation ``first`` to ``end``."""
         held_bytes = 0
         if first:
             node_before = self.order[first - 1]

@@ -19,10 +19,10 @@ from funcshard.graph.traced import Traced
 
 
 def update_early(traced: Traced) -> Traced:
-    """Update each unit as soon as its gradient has arrived, so that the gradient is free again.
+    """Update each unit as soon as its gradient has arrived, which frees the gradient.
 
-    The operations of the optimizer move from the end of the step to the reductions. An operation
-    that updates several units at once is split, with the same bits.
+    The optimizer's operations move from the end of your step to the reductions. One that updates
+    several units is split, with the same bits.
 
     Arguments:
         traced: the step, which does not change.
@@ -32,8 +32,8 @@ def update_early(traced: Traced) -> Traced:
 
     Raises:
         TypeError: ``traced`` is no traced step.
-        ValueError: no update can move, because each depends on the gradients of all units, as with
-            ``max_norm`` or a ``scaler``, or on a collective that comes later.
+        ValueError: no update can move, because each needs the gradients of all units, as with
+            ``max_norm`` or a ``scaler``, or a later collective.
 
     Example:
         >>> import torch, funcshard as fs
@@ -106,7 +106,7 @@ def _update_early(step_graph: StepGraph) -> None:
 
 
 def _arrivals(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Return the waits with which the gradients of units are complete, and the unit of each."""
+    """Return the last wait for each unit's gradients, with the unit."""
     # Note: with replicas and micro-batches a buffer is reduced several times; the last one counts.
     last_wait: dict[tuple[str, str], fx.Node] = {}
     for start, (wait,) in starts_and_waits(graph):
@@ -121,7 +121,7 @@ def _arrivals(graph: fx.Graph) -> dict[fx.Node, str]:
 def _awaited(
     needed: Mapping[fx.Node, Sequence[fx.Node]], arrivals: Mapping[fx.Node, str]
 ) -> dict[fx.Node, frozenset[fx.Node]]:
-    """Return, by node, the arrivals that it depends on."""
+    """Return the arrivals that each node depends on."""
     awaited_by: dict[fx.Node, frozenset[fx.Node]] = {}
     for node, nodes_before in needed.items():
         wait_sets = [awaited_by[before] for before in nodes_before if awaited_by[before]]
@@ -134,7 +134,7 @@ def _awaited(
 
 
 def _updates(step_graph: StepGraph, storages: GraphStorages) -> list[fx.Node]:
-    """Return the nodes that make the new state, or write it into the memory of the old one."""
+    """Return the nodes that make the new state, or write it into the old one."""
     state, _ = tree.build_form(step_graph.form, range(len(step_graph.results)))
     state_results = step_graph.results[: len(tree.leaves(state))]
     output_nodes: Any = step_graph.graph.output_node().args[0]
@@ -155,7 +155,7 @@ def _joining_operation(
     awaited: Mapping[fx.Node, frozenset[fx.Node]],
     arrivals: Mapping[fx.Node, str],
 ) -> str:
-    """Describe the first operation on which a node depends and that joins several units."""
+    """Describe the first operation behind a node that joins several units."""
     joining_nodes = [node]
     # Note: this walks towards the inputs, as long as an input joins several units already.
     while joining_nodes:
@@ -177,12 +177,9 @@ def _names(units: Iterable[str]) -> str:
 
 
 def _split_lists(graph: fx.Graph) -> None:
-    """Put an operation for each tensor in the place of the optimizers' operations on lists.
-
-    Such an operation computes each tensor from tensors and numbers at the same place of its other
-    lists.
-    """
+    """Put an operation for each tensor in place of the optimizer's operations on lists."""
     for node in list(graph.nodes):
+        # Note: such an operation computes each tensor from the same place of its other lists.
         if operator_name(node.target).startswith(("aten::_foreach_", "aten::_fused_")):
             _split_list(graph, node)
 

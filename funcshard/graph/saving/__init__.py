@@ -1,8 +1,8 @@
 """Graphs in files: JSON without pickles, the same for all ranks.
 
-- ``operations``: operations that a file may name, and their arguments, as JSON.
-- ``forms``: forms of trees and signatures as JSON.
-- ``recordings``: a whole ``StepGraph`` as JSON.
+- ``operations``: operations that a file may name, and their arguments.
+- ``forms``: forms of trees and signatures.
+- ``recordings``: a whole ``StepGraph``.
 - ``graph_file``: the file for all ranks: checksum, facts and graphs.
 """
 

@@ -1,4 +1,4 @@
-"""The form of trees, and the facts about arguments that a graph depends on, as JSON."""
+"""Forms of trees and signatures as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def form_to(form: Any) -> Any:
     """Return the form of a tree as JSON; ``form_from`` is the inverse.
 
     Raises:
-        ValueError: a container of the tree cannot be described as data.
+        ValueError: the tree has a container that isn't data.
     """
     index_tree = tree.build_form(form, range(form.num_leaves))
     try:
@@ -41,10 +41,10 @@ def _plain(value: Any) -> Any:
 
 
 def form_from(data: Any) -> Any:
-    """Return the form that ``form_to`` wrote. Classes are looked up, and no module is imported.
+    """Return the form that ``form_to`` wrote; no module is imported.
 
     Raises:
-        ValueError: it is no form, or a class of it is not loaded.
+        ValueError: it's no form, or its class isn't loaded.
     """
     return tree.form_of(tree.freeze(data))
 

@@ -1,7 +1,7 @@
-"""The file of a traced step, for all ranks: two lines of facts, then one line an operation.
+"""The file of a traced step, for all ranks.
 
-The first line has the format and a checksum of all that follows. Reading a file runs no code of it:
-see ``operations`` for the operations that it may name.
+The first line has the format and a checksum of the rest, the second one facts. An operation has a
+line, so that files can be compared. Reading runs no code of the file.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class FileContents:
         plan: the plan of the step.
         changes: number of passes that changed the graphs.
         dynamic_shapes: the argument of ``trace``.
-        of_rank: for each rank, the number of its kind in ``kinds``.
-        kinds: the recordings of each kind of rank, as JSON.
+        of_rank: index of each rank's kind in ``kinds``.
+        kinds: the recordings of each kind of rank.
         digest: SHA-256 of the file after its first line.
     """
 
@@ -50,7 +50,7 @@ class FileContents:
 
 
 def recordings_text(recordings: Sequence[dict[str, Any]]) -> str:
-    """Return recordings as JSON text, with a line for each operation and each leaf."""
+    """Return recordings as JSON, with a line for each operation and leaf."""
     recording_texts = ["{\n" + _fields(recording) + "\n}" for recording in recordings]
     return _lines(recording_texts)
 
@@ -79,7 +79,7 @@ def text_digest(text: str) -> str:
 
 
 def write_file(path: Path, facts: dict[str, Any], kinds: Sequence[str]) -> None:
-    """Write a file under another name, and rename it once it is complete."""
+    """Write a file under another name, and rename it once it's complete."""
     file_text = f"{_short(facts)}\n{_lines(kinds)}\n"
     first_line = _short({"format": FORMAT, "sha256": text_digest(file_text)})
     part_path = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -165,13 +165,13 @@ def save_together(
     per_rank: bool,
     error: str = "",
 ) -> None:
-    """Write one file for all ranks; every rank of the mesh has to call this.
+    """Write one file for all ranks, which all call this.
 
     Arguments:
         path: the file.
-        facts: the plan, the mesh and so on, the same on every rank.
+        facts: the plan, the mesh and so on.
         text: this rank's recordings.
-        collectives: this rank's collectives, which have to be the same on every rank.
+        collectives: this rank's collectives, equal on all ranks.
         mesh: the ranks.
         per_rank: whether ranks may have other graphs.
         error: why this rank has no recordings to save.

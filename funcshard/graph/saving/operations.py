@@ -1,12 +1,11 @@
 """Operations and their arguments as JSON.
 
-A file is data, so a name must not reach other code: it is that of an operator of torch or of
-funcshard, or of one of a few functions on numbers. Operators that read or write files are not among
-them.
+A name must not reach other code: it's that of an operator of torch or funcshard that reads and
+writes no files, or of a function on numbers.
 
 In arguments, a node is ``"%3"``, and a text begins with an apostrophe. Numbers, ``true``,
-``false``, ``null`` and lists are themselves. All else is an object with one key, such as
-``{"dtype": "float32"}``.
+``false``, ``null`` and lists are themselves. All else is an object such as ``{"dtype":
+"float32"}``.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def target_name(target: Any) -> str:
     """Return the name of an operation for a file; ``operator_of`` is the inverse.
 
     Raises:
-        ValueError: a file cannot hold the operation.
+        ValueError: a file can't hold the operation.
     """
     if full_name := operator_full_name(target):
         _check(full_name)
@@ -79,7 +78,7 @@ def operator_of(name: str) -> Any:
     """Return the operation of a name.
 
     Raises:
-        ValueError: it is none that a file may hold, or this version of torch lacks it.
+        ValueError: a file may not hold it, or this torch lacks it.
     """
     if name in FUNCTIONS:
         return FUNCTIONS[name]
@@ -110,14 +109,14 @@ def _error(name: str) -> ValueError:
 
 
 def encoded(value: Any, names: Mapping[fx.Node, str]) -> Any:
-    """Return an argument as JSON; ``decoded`` is the inverse, but for tuples, which become lists.
+    """Return an argument as JSON; ``decoded`` is the inverse, with lists for tuples.
 
     Arguments:
         value: the argument.
         names: a name for each node.
 
     Raises:
-        ValueError: the value cannot be in a file.
+        ValueError: a file can't hold the value.
     """
     if isinstance(value, fx.Node):
         return names[value]
@@ -154,7 +153,7 @@ def decoded(data: Any, nodes: Mapping[str, fx.Node], device: torch.device) -> An
         device: the device of the mesh.
 
     Raises:
-        ValueError: ``encoded`` cannot have written that.
+        ValueError: ``encoded`` can't have written that.
     """
     if data is None or isinstance(data, bool | float):
         return data
@@ -187,7 +186,7 @@ def decoded(data: Any, nodes: Mapping[str, fx.Node], device: torch.device) -> An
 
 
 def device_from(device_type: str, device: torch.device) -> torch.device:
-    """Return the device of a type: that of the mesh, if it is of this type."""
+    """Return the mesh's device if it's of this type, or else a device of this type."""
     if device_type not in ("cpu", "meta", "cuda", device.type):
         raise ValueError(f"found the device {device_type!r}")
     # Note: a rank's tensors are on its own GPU, whatever number the one that saved had.

@@ -45,7 +45,7 @@ def graph_to(step_graph: StepGraph, schedules: Mapping[str, Callable[..., Any]])
         schedules: the step's functions of the number of steps, by name.
 
     Raises:
-        ValueError: the graph holds something that a file cannot hold.
+        ValueError: a file can't hold the graph.
     """
     nodes = list(step_graph.graph.nodes)
     node_names = {node: f"%{node.name}" for node in nodes}
@@ -88,7 +88,7 @@ def graph_from(
         schedules: the functions of the number of steps, by name.
 
     Raises:
-        ValueError: ``graph_to`` cannot have written that.
+        ValueError: ``graph_to`` can't have written that.
     """
     signature = signature_from(data["signature"], device)
     inputs = file_data.numbers("inputs", data["inputs"], 0, len(signature.leaves) - 1)
@@ -152,7 +152,7 @@ def graph_from(
 
 
 def _check_size(node: fx.Node) -> None:
-    """Raise if a result needs more memory than any machine has, before a run asks for it."""
+    """Raise if a result needs more memory than any machine has."""
     for tensor in tensors_in(node.meta.get("val")):
         if int(tensor.untyped_storage().nbytes()) >= MOST:
             raise ValueError(
@@ -258,7 +258,6 @@ def _call_from(
     kwargs_data: Any = None,
     event_data: Any = None,
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return the operator of a call, and its arguments."""
     if operation == _NUMBER_ITEM:
         operation = "funcshard::number.default"
     decoded_args = tuple(decoded(argument, nodes, device) for argument in args_data)
