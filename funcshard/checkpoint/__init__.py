@@ -8,13 +8,13 @@ Read the files in this order:
 - ``optimizer_state``: ``optimizer_to_state_dict``, optimizer state by name.
 - ``optimizer_loading``: its inverse, ``optimizer_from_state_dict``.
 - ``optimizer_message``: the state dict of one rank, described to all other ranks.
-- ``functional_optimizer``: the state of an ``(init, update)`` pair, as TorchOpt and Optax make it.
+- ``functional_optimizer``: the state of an ``(init, update)`` pair.
 - ``save_restore``: ``save``, ``Saving`` and ``restore``, which call the files below.
 - ``stored_state``: the parts of a flattened state, as plain data; ``PerRank``.
 - ``flatten_state``: from any state to these parts.
 - ``resharding``: which elements of a leaf lie in which rank's shard, and copies between them.
-- ``unflatten_state``: the inverse of ``flatten_state``, under any plan; ``replan``, both in memory.
-- ``folders``: the names in a checkpoint's folder, its lock, and how a save becomes the checkpoint.
+- ``unflatten_state``: from these parts to a state under any plan; ``replan``, both in memory.
+- ``folders``: a checkpoint's folder, its lock, and how a save becomes the checkpoint.
 - ``rank_files``: the tensors of each rank, and their table. ``block_files`` writes them past the
   page cache.
 - ``contents``: the index of a checkpoint; ``Contents``, ``latest`` and ``read_values``.
@@ -26,7 +26,7 @@ Read the files in this order:
 - ``safetensors``: ``export_safetensors`` and ``import_safetensors``.
 - ``adapters``: the names of a model under peft's adapters, and their initial values.
 - ``hugging_face``: Hugging Face's models on meta, and their names in files.
-- ``pretrained``: ``from_pretrained`` and ``save_pretrained``, which call it.
+- ``pretrained``: ``from_pretrained`` and ``save_pretrained``.
 """
 
 from __future__ import annotations

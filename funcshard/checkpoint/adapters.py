@@ -1,7 +1,7 @@
-"""Adapters of peft on a model on meta: the names of the model under them, and their first values.
+"""Adapters of peft on a model on meta: the model's own names, and the adapters' first values.
 
-peft puts a module into a wrapper, in its place: ``q_proj.weight`` is then
-``q_proj.base_layer.weight``. A folder of the model has the names without the wrappers.
+peft puts a module into a wrapper: ``q_proj.weight`` becomes ``q_proj.base_layer.weight``. A folder
+of the model has the names without wrappers.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ def base_model(module: nn.Module) -> nn.Module:
 
 
 def file_names(module: nn.Module) -> dict[str, list[str]]:
-    """Return the names in a folder of the model under adapters, and for each the module's own.
-
-    A module that peft copies to train it, as for ``modules_to_save``, has the values of the
-    original. Adapters are left out.
-    """
+    """Return the module's own names for each name in a folder of the model under its adapters."""
     base, module_state = base_model(module), module.state_dict(keep_vars=True)
     prefix = next(f"{path}." if path else "" for path, m in module.named_modules() if m is base)
     names: dict[str, list[str]] = {}
@@ -36,6 +32,8 @@ def file_names(module: nn.Module) -> dict[str, list[str]]:
             _without_wrappers(base, name[len(prefix) :]) if name.startswith(prefix) else None
         )
         if plain_name is not None:
+            # Note: a module that peft copies to train it, as for ``modules_to_save``, has the
+            # original's values.
             names.setdefault(plain_name, []).append(name)
     # Why: of a tied parameter the folder may hold one name alone, and peft's copy is not tied.
     # So each name in the folder stands for all names of the tensors that it gives values to.
@@ -52,7 +50,7 @@ def file_names(module: nn.Module) -> dict[str, list[str]]:
 
 
 def _without_wrappers(module: nn.Module, name: str) -> str | None:
-    """Return the name that a tensor has without peft's wrappers; ``None`` if it is an adapter's."""
+    """Return a tensor's name without peft's wrappers; ``None`` if it's an adapter's."""
     module_name, _, inner_name = name.partition(".")
     child = module._modules.get(module_name)
     # Note: every other module adds its own name to the path.
@@ -74,8 +72,7 @@ def adapter_reset(module: nn.Module) -> Callable[[nn.Module], None]:
     """Return ``reset(m)``, which gives peft's initial values to the adapters of LoRA and IA3.
 
     Raises:
-        ValueError: the adapters are of another kind, or begin with values that peft computes from
-            the weights under them.
+        ValueError: the adapters are of another kind, or peft computes their values from weights.
     """
     configs: Any = getattr(module, "peft_config", {})
     for config in configs.values():

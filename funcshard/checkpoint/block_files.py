@@ -1,9 +1,8 @@
 """Files that are written once, in blocks that need not pass through the page cache.
 
-A checkpoint is read rarely, and then often by another process or machine. A page of the cache costs
-a page fault and a copy for every 4 KiB, and takes memory from training. So large files are written
-with O_DIRECT where the system and the file system have it, in blocks of memory that are used again.
-A thread writes one block while the next one is filled.
+You rarely read a checkpoint soon, but a page of the cache costs a page fault and a copy for every
+4 KiB, and takes memory from training. So large files are written with O_DIRECT where the system
+has it. A thread writes one block while the next one is filled.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 class _Block:
-    """A block of memory, as a tensor and as a buffer."""
-
     __slots__ = ("begin", "bytes", "size", "view")
 
     def __init__(self, size: int) -> None:
@@ -39,7 +36,7 @@ class _Block:
 
 
 class BlockWriter:
-    """A file that is written from its beginning to its end; a context manager that syncs it.
+    """A file that you write from its beginning to its end; a context manager that syncs it.
 
     Arguments:
         path: the file to make.
@@ -58,7 +55,6 @@ class BlockWriter:
         self._error: Exception | None = None
 
     def write(self, data: bytes) -> None:
-        """Add bytes to the file."""
         remaining_bytes = memoryview(data)
         while remaining_bytes:
             block = self._block
@@ -68,7 +64,7 @@ class BlockWriter:
             self._added(size)
 
     def write_tensor(self, data: torch.Tensor) -> list[int]:
-        """Add the elements of a tensor, and return the CRC-32 of every ``CHECKED`` bytes."""
+        """Add a tensor's elements, and return the CRC-32 of every ``CHECKED`` bytes."""
         checksums: list[int] = []
         done_bytes, source_bytes = 0, byte_view(data)
         while done_bytes < source_bytes.numel():
@@ -109,7 +105,7 @@ class BlockWriter:
             self._hand_over()
 
     def _hand_over(self) -> None:
-        """Give the full block to the thread, and go on with another one."""
+        """Give the full block to the thread, and continue with another one."""
         if self._thread is None and not self._start():
             _write(self._file, self._block.view, self._block.begin)
         else:
@@ -120,17 +116,15 @@ class BlockWriter:
         self._raise()
 
     def _start(self) -> bool:
-        """Start the thread, and return whether the system has one.
-
-        From Python 3.12 on, none starts after the end of the program, when a save in the background
-        may still run.
-        """
+        """Start the thread, and return whether the system has one."""
         block_thread = threading.Thread(
             target=self._run, name=f"{threading.current_thread().name}, blocks"
         )
         try:
             block_thread.start()
         except RuntimeError:
+            # Note: from Python 3.12 on, none starts after the end of the program, when a save in
+            # the background may still run.
             return False
         _set_direct(self._file, True)
         self._free.put(_Block(BLOCK))
@@ -172,7 +166,7 @@ def _write(file: int, data: memoryview, offset: int) -> None:
 
 
 def _set_direct(file: int, direct: bool) -> bool:
-    """Try to switch O_DIRECT of a file on or off; return whether it was changed."""
+    """Try to switch O_DIRECT on or off; return whether it was changed."""
     if not _DIRECT:
         return False
     import fcntl

@@ -1,7 +1,7 @@
 """The index of a checkpoint, which makes it complete, and ``Contents``, what it says.
 
-Rank 0 writes the index last. It describes the state, and has no entry for a rank, so it does not
-grow with their number. Nothing here communicates.
+Rank 0 writes the index last. It has no entry for a rank, so it doesn't grow with their number.
+Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -74,18 +74,17 @@ def unwatched(done: int, total: int) -> None:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Contents(Shown):
-    """A description of a checkpoint; ``restore(path)`` returns it, and ``print`` shows a table.
+    """A description of a checkpoint; ``restore(path)`` returns it, and you can print it.
 
     Attributes:
         path: the checkpoint's folder.
-        saved: time at which it was saved, in nanoseconds since 1970.
-        save: the token of the save, with which the names of its files begin.
-        plan: the plan that its shards were cut by, or a dictionary of plans, as ``save`` got it.
-        outline: the state's tree as JSON, with names of tensors and values at its leaves.
-        shared: kind, dtype and shape of each tensor on one rank, by name, without those in
-            ``PerRank`` values.
+        saved: time of the save, in nanoseconds since 1970.
+        save: the token with which the names of its files begin.
+        plan: the plan, or the dictionary of plans, as ``save`` got it.
+        outline: the state's tree as JSON.
+        shared: kind, dtype and shape of each tensor on one rank, but for ``PerRank`` values.
         bytes: bytes of the files of all ranks.
-        tables: the tables of ranks that have been read.
+        tables: the tables of ranks, as far as read.
 
     Example:
         >>> import tempfile, torch, funcshard as fs
@@ -110,20 +109,15 @@ class Contents(Shown):
 
     @property
     def values(self) -> dict[str, Any]:
-        """Every number, bool and string that is the same on every rank, by path in the state.
-
-        A path joins keys, fields and indices with dots, as in ``"config.model.depth"``.
-        ``read_values`` returns the same values as nested dictionaries and lists.
-        """
+        """Every number, bool and string that ranks share, by path, such as ``"config.depth"``."""
         return replicated_values(self.outline)
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that saved it."""
         return any_plan(self.plan).world_size
 
     def table(self, rank: int) -> RankTable:
-        """Return the table of one rank, which is read from its file the first time.
+        """Return the table of one rank, read from its file the first time.
 
         Raises:
             ValueError: the table or the rank's file of tensors is damaged or missing.
@@ -134,7 +128,6 @@ class Contents(Shown):
         return self.tables[rank]
 
     def reader(self) -> RankReader:
-        """Return a reader of the tensors of all ranks."""
         return RankReader(self.path, self.save, self.table)
 
     def check_files(self) -> None:
@@ -153,10 +146,8 @@ class Contents(Shown):
             raise damaged(self.path / INDEX)
 
     def check_whole(self) -> None:
-        """Raise ``ValueError`` unless rank 0 has every byte of the tensors that it stores for all.
-
-        Why before they are read: memory is taken for them as the index says.
-        """
+        """Raise ``ValueError`` unless rank 0 has every byte that it stores for all ranks."""
+        # Why before they're read: memory is taken for them as the index says.
         if any(stored.kind == "whole" for stored in self.shared.values()):
             check_held(self.path, self.shared, self.table(0).places, "whole")
 
@@ -164,7 +155,7 @@ class Contents(Shown):
         """Read every file, and compare its checksum.
 
         Arguments:
-            watch: ``watch(done, total)`` is told how many bytes have been read, for a progress bar.
+            watch: ``watch(done, total)`` gets the number of bytes, for a progress bar.
 
         Raises:
             ValueError: a file differs from the one that was saved; the message names it.
@@ -183,13 +174,12 @@ class Contents(Shown):
 def latest(folder: StrPath, *, thorough: bool = False) -> Path | None:
     """Return the path of the complete checkpoint in a folder that was saved last, or ``None``.
 
-    A checkpoint is passed over if its saving was interrupted, or if a file is missing or has
-    another size. Each rank that calls looks for itself. If other processes may be saving there,
-    call it on one rank and send its answer to all ranks.
+    It skips checkpoints that are incomplete. If other processes may be saving there, call it on one
+    rank and send its answer to all.
 
     Arguments:
-        folder: the folder that checkpoints are saved in. It need not exist.
-        thorough: whether to read all of a checkpoint, and to pass it over if a byte has changed.
+        folder: the folder that you save checkpoints in, if it exists.
+        thorough: whether to skip a checkpoint in which any byte has changed.
 
     Raises:
         ValueError: ``folder`` is itself a checkpoint.
@@ -248,16 +238,14 @@ def _by_time(folder: Path) -> list[tuple[int, Path]]:
 def read_values(path: StrPath) -> Any:
     """Return the numbers, bools and strings of a checkpoint, in the form of the state.
 
-    You need neither a plan nor a mesh, so it can read a configuration before the model exists. No
-    code of the checkpoint runs. Each rank that calls reads by itself.
+    You need neither a plan nor a mesh, so you can read a configuration before the model exists.
 
     Arguments:
-        path: the checkpoint's folder; ``latest(folder)`` finds the last one.
+        path: the checkpoint's folder, such as ``latest(folder)``.
 
     Returns:
-        The state's values in dictionaries and lists; a named tuple is a dictionary of its fields.
-        Keys whose values hold nothing but tensors, shards and ``PerRank`` values are left out, and
-        ``None`` takes their places in lists.
+        The state's values in dictionaries and lists. Keys that hold only tensors, shards and
+        ``PerRank`` values are left out, and are ``None`` in lists.
 
     Raises:
         FileNotFoundError: there is no folder at ``path``.
@@ -301,7 +289,7 @@ def _values(spec: TreeSpec) -> tuple[Any, bool]:
 def write_index(
     path: Path, plans: Plans, flat: FlatState, save: str, saved: int, size: int
 ) -> None:
-    """Write the index of a save whose other files are complete, under the name ``SAVE.part``."""
+    """Write the index of a save, whose other files are complete, as ``SAVE.part``."""
     with without_collection():
         if isinstance(plans, Plan):
             plan_data = plan_to_data(plans)
@@ -322,11 +310,9 @@ def write_index(
 
 
 def _json(value: Any, depth: int = 6) -> str:
-    """Return JSON, of which other threads wait for one small part at a time.
-
-    Why: ``json.dumps`` stops all threads of Python until it is done, and a plan may have a MiB.
-    """
-    # Note: six levels reach the leaves of a plan, which are short.
+    """Return JSON, made in small parts."""
+    # Why: ``json.dumps`` stops all threads of Python until it's done, and a plan may have a MiB.
+    # Six levels reach the leaves of a plan, which are short.
     if depth and isinstance(value, dict):
         items = (f"{json.dumps(key)}:{_json(item, depth - 1)}" for key, item in value.items())
         return f"{{{','.join(items)}}}"
@@ -336,11 +322,9 @@ def _json(value: Any, depth: int = 6) -> str:
 
 
 def time_after(folder: Path) -> int:
-    """Return the time now, but a later one than that of every checkpoint in a folder.
-
-    The order of checkpoints is that of their times, by which old ones are deleted.
-    """
+    """Return the time now, or a later one than that of every checkpoint in a folder."""
     current_time = time.time_ns()
+    # Why: ``keep`` deletes checkpoints by the order of their times.
     for saved_time, path in _by_time(folder):
         if saved_time >= current_time:
             # Note: the clock of this host may be behind that of the host that saved it.
@@ -350,12 +334,12 @@ def time_after(folder: Path) -> int:
 
 
 def save_at(path: Path) -> str:
-    """Return the token of the save that is the checkpoint at a path now, or ``""``."""
+    """Return the token of the checkpoint at a path, or ``""``."""
     return _head_of(path)[1]
 
 
 def _head_of(path: Path) -> tuple[int, str]:
-    """Return time and token of a checkpoint from the first bytes of its index alone."""
+    """Return time and token from the first bytes of an index."""
     try:
         with open(open_regular(path / INDEX, links=False), "rb") as file:
             head_pattern = rb'^\{"saved":(\d{1,20}),"save":"([0-9a-f]{8})"'
@@ -366,7 +350,7 @@ def _head_of(path: Path) -> tuple[int, str]:
 
 
 def read_from(path: StrPath, read: Callable[[Contents], T]) -> T:
-    """Return what ``read`` makes of a checkpoint; begin again if another save replaces it."""
+    """Return what ``read`` makes of a checkpoint; start over if another save replaces it."""
     for attempt in range(TRIES):
         contents = read_contents(path)
         try:
@@ -384,7 +368,7 @@ def read_contents(path: StrPath) -> Contents:
 
     Raises:
         FileNotFoundError: there is no such folder.
-        ValueError: the folder is not a complete checkpoint, or is damaged.
+        ValueError: the checkpoint is incomplete or damaged.
     """
     path = Path(path).absolute()
     if path.is_file():
@@ -493,7 +477,7 @@ def _cells(sums: Counter[str]) -> list[str]:
 
 
 def _kept(contents: Contents) -> Iterator[tuple[Stored, str, int, int]]:
-    """Yield how each tensor or leaf is kept, with its number of tensors and of elements."""
+    """Yield how each tensor or leaf is kept, with its tensors and elements."""
     axes = any_plan(contents.plan).mesh_axes
     buffers = buffers_of_shards(contents.outline, contents.plan)
     for name, stored in contents.shared.items():

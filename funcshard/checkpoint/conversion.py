@@ -1,7 +1,6 @@
 """Checkpoints of ``save`` to the files of other programs: ``export_dcp``, and safetensors files.
 
-One process converts a checkpoint of any number of ranks. It reads whole leaves, one after another,
-from the shards of all ranks.
+One process converts a checkpoint of any number of ranks, one whole leaf after another.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ class StoredLeaf:
     """A whole tensor of a checkpoint.
 
     Attributes:
-        name: the name of the tensors in files that hold parts of it.
+        name: its name in the ranks' files.
         dtype: its dtype.
         shape: its shape.
-        sources: the runs that it is stored in.
+        sources: the runs that it's stored in.
     """
 
     name: str
@@ -48,11 +47,9 @@ class StoredLeaf:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def boxes(self) -> Iterator[StoredBox]:
-        """Yield the boxes that it is stored in."""
         for source in self.sources:
             begin = source.start
             for box in source.run.boxes():
@@ -60,21 +57,19 @@ class StoredLeaf:
                 begin += box.numel
 
     def read_box(self, reader: RankReader, part: StoredBox) -> torch.Tensor:
-        """Return one of the boxes."""
         # Note: the elements of a box lie one after another in the shard.
         values = torch.empty(part.box.sizes, dtype=self.dtype, device="cpu")
         reader.read(values.view(-1), part.rank, self.name, part.begin)
         return values
 
     def read(self, reader: RankReader) -> torch.Tensor:
-        """Return the whole tensor."""
         values = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         read_run(values.view(-1), whole_run(self.shape), self.sources, self.name, reader.read)
         return values
 
 
 class StoredBox(NamedTuple):
-    """A box of a leaf, and where its first element lies: in the tensor of which rank."""
+    """A box of a leaf, and the place of its first element in a rank's tensor."""
 
     rank: int
     begin: int
@@ -82,10 +77,9 @@ class StoredBox(NamedTuple):
 
 
 def stored_leaves(contents: Contents) -> dict[str, StoredLeaf]:
-    """Return every tensor outside ``PerRank`` values by name, as a whole.
+    """Return every whole tensor outside ``PerRank`` values, by name.
 
-    A leaf has the name of its tree, and its own. The parameters and the optimizer state of the only
-    ``TrainState`` are under ``model`` and ``optim.state``, as torch's ``get_state_dict`` has them.
+    Trees of the only ``TrainState`` are under ``model`` and ``optim.state``.
     """
     axes = any_plan(contents.plan).mesh_axes
     shard_buffers = buffers_of_shards(contents.outline, contents.plan)
@@ -117,7 +111,7 @@ def stored_leaves(contents: Contents) -> dict[str, StoredLeaf]:
 
 
 def _titles(contents: Contents) -> Callable[[str], str]:
-    """Return a function from a label, such as ``train.shards.*``, to the name in other programs."""
+    """Return a function from a label, such as ``train.shards.*``, to a name elsewhere."""
     trees = {facts.label.partition("*")[0].strip(".") for facts in contents.shared.values()}
     new_titles: dict[str, str] = {}
     for end, title in _TREES.items():
@@ -140,17 +134,14 @@ def _titles(contents: Contents) -> Callable[[str], str]:
 def export_dcp(path: StrPath, to: StrPath) -> Path:
     """Write a checkpoint of ``save`` as one of ``torch.distributed.checkpoint`` (DCP).
 
-    One process calls it, without a mesh. FSDP2 and DDP read the result with
-    ``torch.distributed.checkpoint.load``, on any number of ranks. The parameters and the optimizer
-    state of the only ``TrainState`` have the names of torch's ``get_state_dict``:
-    ``model.PARAMETER``, a tied one under each of its names, and ``optim.state.PARAMETER.KEY``.
-    Other trees of shards and tensors have their names in the state. Numbers, texts and ``PerRank``
-    values are left out, and so are an optimizer's options, which the state doesn't hold: pass
-    ``DefaultLoadPlanner(allow_partial_load=True)`` to load an optimizer's state dict.
+    One process calls it, without a mesh, and you load the result with FSDP2 or DDP on any number of
+    ranks. The names are those of torch's ``get_state_dict`` for your only ``TrainState``; other
+    trees keep theirs. Numbers, texts, ``PerRank`` values and an optimizer's options are left out,
+    so pass ``DefaultLoadPlanner(allow_partial_load=True)`` to load an optimizer's state.
 
     Arguments:
         path: the checkpoint's folder.
-        to: the folder to write; it must be free or empty.
+        to: the folder to write, free or empty.
 
     Returns:
         The folder.
@@ -183,7 +174,7 @@ def write_dcp(path: Path, folder: Path, watch: Watch = unwatched) -> Path:
     Arguments:
         path: the checkpoint's folder.
         folder: the folder to write.
-        watch: ``watch(done, total)`` is told how many bytes have been read.
+        watch: ``watch(done, total)`` gets the number of bytes.
     """
     contents = read_contents(path)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -255,9 +246,9 @@ def export_parameters(
         path: the checkpoint's folder.
         to: a file whose name ends in ``.safetensors``, or a folder.
         tree: the tree, as ``stored_leaves`` names it.
-        config: a folder with the ``config.json`` of a model of Hugging Face. The files are then
-            those that ``AutoModel.from_pretrained`` loads; the whole model is in memory for that.
-        watch: ``watch(done, total)`` is told how many bytes have been read.
+        config: a folder with the ``config.json`` of a model of Hugging Face, to write files for
+            ``AutoModel.from_pretrained``; the whole model is then in memory.
+        watch: ``watch(done, total)`` gets the number of bytes.
     """
     contents = read_contents(path)
     leaves = stored_leaves(contents)

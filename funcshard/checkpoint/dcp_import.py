@@ -1,8 +1,7 @@
 """``import_dcp``: a checkpoint of ``torch.distributed.checkpoint`` (DCP) to shards.
 
-FSDP2 and DDP save state dicts with DCP. Each rank reads the chunks that overlap its part of a leaf,
-one after another, so it holds its shards and one chunk. No code of the checkpoint runs:
-``dcp_metadata`` reads the index, and ``torch.load`` the tensors, with ``weights_only=True``.
+Each rank reads the chunks that overlap its part of a leaf, one after another, so it holds its
+shards and one chunk.
 """
 
 from __future__ import annotations
@@ -49,34 +48,29 @@ def import_dcp(
 ) -> tuple[Shards, dict[str, torch.Tensor], Any]:
     """Return this rank's shards of a checkpoint that FSDP2 or DDP saved with DCP.
 
-    Every rank has to call. The checkpoint may have been saved on any number of ranks, by
-    ``torch.distributed.checkpoint.save({"model": ..., "optim": ...})`` with state dicts from
-    ``get_state_dict``, or from ``module.state_dict()``. No code of the checkpoint runs.
+    Every rank has to call. You may have saved it on any number of ranks, with state dicts from
+    ``get_state_dict`` or ``module.state_dict()``. No code of the checkpoint runs.
 
     Arguments:
-        path: the checkpoint's folder, which holds a ``.metadata``.
+        path: the checkpoint's folder.
         plan: the plan to cut the shards by.
         mesh: the ranks.
-        buffers: the buffers of ``make_functional`` or ``init_buffers``. Those that the checkpoint
-            holds are replaced.
-        optimizer: the optimizer whose state to read, as in ``optimizer_from_state_dict``. The
-            state is found by its names, ``state.PARAMETER.KEY``; the checkpoint's options, such as
-            the learning rate, are not read.
-        key: the key under which the state dict of the parameters was saved, such as ``"model"``. By
-            default it is found by the names of the parameters.
-        cast: whether to convert tensors to the plan's dtypes; see ``from_state_dict``.
+        buffers: your buffers, to replace by those that the checkpoint holds.
+        optimizer: the optimizer whose state to read, as in ``optimizer_from_state_dict``; the
+            checkpoint's options, such as the learning rate, are ignored.
+        key: the key of the parameters' state dict, such as ``"model"``. By default their names find
+            it.
+        cast: as in ``from_state_dict``.
 
     Returns:
-        ``(shards, buffers, opt_state)``. Without ``buffers`` the second is empty, without an
-        ``optimizer`` the third is ``None``.
+        ``(shards, buffers, opt_state)``, where ``opt_state`` is ``None`` without an ``optimizer``.
 
     Raises:
         FileNotFoundError: there is no such folder, or no ``.metadata`` in it.
-        TypeError: an option is of another type.
-        ValueError: the checkpoint is damaged, or its ``.metadata`` names anything but DCP's
-            metadata; it lacks a leaf of the plan, or has several trees with all leaves; a tensor
-            has another shape or dtype than planned; or ranks found different checkpoints. If one
-            rank fails, every rank raises.
+        TypeError: an option has the wrong type.
+        ValueError: the checkpoint is damaged; it lacks a leaf, or has several trees with all
+            leaves; a tensor has another shape or dtype than planned; or ranks find different
+            checkpoints. If one rank fails, every rank raises.
 
     Example:
         >>> import tempfile, warnings, torch, funcshard as fs
@@ -152,7 +146,6 @@ def import_dcp(
 
 
 def _metadata(folder: Path) -> bytes:
-    """Return the bytes of the checkpoint's ``.metadata``."""
     file = folder / METADATA
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no checkpoint at {folder}: there is no such folder")
@@ -201,7 +194,7 @@ def _prefix(stored: Mapping[str, StoredTensor], plan: Plan, key: str | None, fol
 
 
 def _paths_by_name(plan: Plan) -> dict[str, str]:
-    """Return the path of each leaf by all of its names; a tied one has several."""
+    """Return the path of each leaf by all of its names."""
     return {name: leaf.path for leaf in plan.leaves for name in (leaf.path, *leaf.aliases)}
 
 
@@ -244,14 +237,13 @@ def _read_run(
 
 
 def _read_whole(folder: Path, tensor: StoredTensor, name: str) -> torch.Tensor:
-    """Return a whole tensor."""
     whole_tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     _read_run(whole_tensor.view(-1), whole_run(tensor.shape), folder, tensor, name)
     return whole_tensor
 
 
 def _load(folder: Path, chunk: Chunk, tensor: StoredTensor) -> torch.Tensor:
-    """Return the values of one chunk, an archive of any form that ``torch.save`` writes."""
+    """Return the values of one chunk, which ``torch.save`` wrote."""
     file = folder / chunk.file
     damage_text = f"{file} is damaged: the bytes at {chunk.offset} are not as its metadata says"
     try:
@@ -280,8 +272,6 @@ def _load(folder: Path, chunk: Chunk, tensor: StoredTensor) -> torch.Tensor:
 
 
 class _Window(io.RawIOBase):
-    """Consecutive bytes of a file, as a file."""
-
     def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
         self.file, self.offset, self.length, self.position = file, offset, length, 0
 
@@ -306,7 +296,7 @@ class _Window(io.RawIOBase):
 def _optimizer_state(
     folder: Path, stored: Mapping[str, StoredTensor], plan: Plan, mesh: Mesh
 ) -> dict[str, dict[str, Any]]:
-    """Return this rank's pieces of the optimizer's state by the path of the leaf and the key."""
+    """Return this rank's pieces of the optimizer's state by path and key."""
     names_by_path: dict[str, dict[str, str]] = {}
     path_of = _paths_by_name(plan)
     for name in stored:

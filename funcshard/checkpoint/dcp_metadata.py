@@ -1,8 +1,7 @@
 """The ``.metadata`` of ``torch.distributed.checkpoint`` (DCP), read without running code from it.
 
-The file is a pickle, and a pickle may call any function of any module, or set attributes of its
-classes. This reader looks up nothing but dtypes. It makes a plain record of each object of DCP's
-metadata, and rejects every other name.
+The file is a pickle, which may call any function or set attributes of classes. This reader looks up
+only dtypes, makes a plain record of each object of DCP's metadata, and rejects every other name.
 """
 
 from __future__ import annotations
@@ -74,8 +73,8 @@ def read_metadata(data: bytes, path: Path) -> dict[str, StoredTensor]:
         path: the checkpoint's folder, for errors.
 
     Raises:
-        ValueError: the file is damaged, names something other than DCP's metadata, or says that the
-            tensors were transformed, as by a compression.
+        ValueError: the file is damaged, names something else, or says that tensors were
+            transformed.
     """
     try:
         _check_memo(data)
@@ -123,7 +122,7 @@ def _stored_tensor(name: str, stored: Any, storage: dict[Any, Any]) -> StoredTen
 
 
 def _offset_of(index: Any) -> tuple[int, ...] | None:
-    """Return where a chunk begins; ``None`` for a tensor that was stored as a whole."""
+    """Return where a chunk begins; ``None`` for a whole tensor."""
     offset = getattr(index, "offset", None)
     return None if offset is None else tuple(offset)
 
@@ -150,7 +149,7 @@ def _chunk(name: str, chunk: Any, storage: dict[Any, Any]) -> Chunk:
 
 
 def _check_boxes(name: str, size: tuple[int, ...], chunks: Sequence[Box]) -> None:
-    """Raise ``ValueError`` unless boxes lie inside of a tensor and do not overlap."""
+    """Raise ``ValueError`` unless boxes lie inside of a tensor and don't overlap."""
     for box in chunks:
         if not len(box.offsets) == len(box.sizes) == len(size):
             raise ValueError(
@@ -178,7 +177,7 @@ def _check_boxes(name: str, size: tuple[int, ...], chunks: Sequence[Box]) -> Non
 
 
 class _Record:
-    """An object of DCP's metadata: its attributes, or ``state`` if it was stored as a tuple."""
+    """An object of DCP's metadata: its attributes, or ``state`` for a tuple."""
 
     def __init__(self, *_: Any) -> None: ...
 
@@ -198,7 +197,7 @@ _BUILTIN = {"torch.Size": tuple, "collections.OrderedDict": dict, "builtins.geta
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads a pickle that names nothing but classes of DCP's metadata and the dtypes of torch."""
+    """Reads a pickle that names only classes of DCP's metadata and dtypes of torch."""
 
     def find_class(self, module: str, name: str) -> Any:
         full_name = f"{module}.{name}"

@@ -1,4 +1,4 @@
-"""Errors of one rank, which every rank has to raise: the others would wait for it for ever."""
+"""Errors of one rank, which every rank has to raise: the others would wait for ever."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from funcshard.core import LeafChecksums, raise_on_every_rank
 
 @contextlib.contextmanager
 def on_every_rank(mesh: Mesh, checksums: LeafChecksums | None = None) -> Iterator[None]:
-    """Run the body of ``with`` on each rank; if it raises on one, every rank raises.
+    """Run the body of ``with`` on each rank; if one raises, all do.
 
-    No rank may communicate in the body, because ranks with an error don't.
+    The body must not communicate, because ranks with an error don't.
 
     Arguments:
         mesh: the ranks.
-        checksums: checksums that the body adds to, which ranks compare at its end.
+        checksums: checksums to compare at the end of the body.
     """
     fault: Exception | None = None
     try:

@@ -1,15 +1,14 @@
 """Flatten a state into a tree as JSON, and the named tensors that this rank stores.
 
-``flatten_state`` keeps a tree of shards as it is, because the plan says where each leaf lies in
-it. It recognises these trees by their form, under any name in the state:
+A tree of shards stays as it is, because the plan says where each leaf lies in it. It's recognised
+by its form, under any name in the state:
 
 - ``{unit: {buffer: tensor}}``, with 1-D tensors of the plan's ``shard_numel``;
 - the same with a container of such tensors below each buffer, as optimizer states have;
 - in the state of an optimizer, a list of such tensors in the order of the tree's leaves, as
-  TorchOpt has. Such a list elsewhere is an error, because it may be the same on every rank.
+  TorchOpt has.
 
-Every other tensor or value must be the same on every rank, or be in a ``PerRank``. Nothing here
-communicates or reads a file. ``unflatten_state`` is the inverse, under the same plan or another.
+Nothing here communicates or reads a file.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ def flatten_state(state: Any, plans: Plans, rank: int, device: str = "cpu") -> F
         device: type of the mesh's device.
 
     Raises:
-        TypeError: a leaf or a container is of a kind that cannot be stored.
-        ValueError: a tree of shards does not match the plan, or two tensors would have one name.
+        TypeError: a leaf or a container can't be stored.
+        ValueError: a tree of shards doesn't match the plan, or two tensors have one name.
     """
     structure, leaves = _described(state)
     # Note: with one plan for each entry, the root is walked here, one level above the entries.
@@ -85,7 +84,7 @@ _MOST_BITS = 13_000  # Python reads and writes no whole number of more than 4300
 
 
 def _described(state: Any, above: str = "", depth: int = 0) -> tuple[tree.Structure, list[Any]]:
-    """Return structure and leaves of a state, all of which can be stored."""
+    """Return structure and leaves of a state that can be stored."""
     structure, leaves, paths = tree.describe(state, above=above, depth=depth)
     leaves = [_plain(leaf) for leaf in leaves]
     for leaf, path in zip(leaves, paths, strict=True):
@@ -106,14 +105,14 @@ def _described(state: Any, above: str = "", depth: int = 0) -> tuple[tree.Struct
 
 
 def _plain(value: Any) -> Any:
-    """Return a number of NumPy, such as the mean of an array, as one of Python."""
+    """Return a number of NumPy as one of Python."""
     # Note: if nobody has imported NumPy, no leaf is of it.
     numpy = sys.modules.get("numpy")  # which this library doesn't need
     return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
 
 
 def _obstacle(leaf: Any) -> str:
-    """Return the words for a leaf that is not its elements alone, or ``""``."""
+    """Return why a leaf isn't its elements alone, or ``""``."""
     if type(leaf) is int and leaf.bit_length() > _MOST_BITS:
         return "an int of more than 4,000 digits"
     if type(leaf) in (int, float, bool, str):
@@ -132,7 +131,7 @@ def _obstacle(leaf: Any) -> str:
 
 @dataclass(slots=True)
 class _Flattener:
-    """A walk over the structure of one state, which fills ``flat`` and returns the tree's spec."""
+    """A walk over one state, which fills ``flat`` and returns the tree's spec."""
 
     plan: Plan
     rank: int
@@ -150,7 +149,7 @@ class _Flattener:
         Arguments:
             structure: the node.
             path: its path.
-            depth: the number of containers and ``PerRank`` values around it.
+            depth: number of containers and ``PerRank`` values around it.
             in_optimizer: whether it belongs to an optimizer's state.
         """
         if structure is None:
@@ -221,7 +220,7 @@ class _Flattener:
         return ["rank", len(self.flat.rank_specs) - 1]
 
     def _whole(self, value: torch.Tensor, name: str, label: str) -> TreeSpec:
-        """Add a tensor that is the same on every rank, or, in a ``PerRank``, this rank's own."""
+        """Add a tensor that all ranks share or, in a ``PerRank``, this rank's own."""
         if self.in_per_rank:
             return self._add(value, name, "rank", label)
         # Note: ranks compare these, so a value that one rank has changed alone is found.
@@ -231,7 +230,7 @@ class _Flattener:
     # --- trees of shards --------------------------------------------------------------------------
 
     def _are_shards(self, keys: Sequence[Any], children: Sequence[tree.Structure]) -> bool:
-        """Return whether the keys of a dictionary are units, and those below them buffers."""
+        """Return whether a dictionary has units as keys, and buffers below them."""
         units = self.plan.units
         if not set(keys) <= units.keys():
             return False
@@ -264,12 +263,7 @@ class _Flattener:
         return ["shards", "every unit" if every_unit else "some units", buffer_nodes]
 
     def _lists_of_shards(self, children: Sequence[tree.Structure]) -> dict[int, Order]:
-        """Return the children that are lists of shards, by index, and the buffers of each list.
-
-        A list of tensors is a list of shards if it has an entry for each buffer, of that buffer's
-        shard size or ``None``. A list of that length beside it counts as one too: TorchOpt keeps a
-        counter for each shard there.
-        """
+        """Return the children that are lists of shards, by index, with their buffers."""
         tensor_lists: dict[int, list[torch.Tensor | None]] = {}
         for index, child in enumerate(children):
             if isinstance(child, tuple) and child[0] in ("list", "tuple"):
@@ -283,6 +277,8 @@ class _Flattener:
             of_length = [
                 index for index, items in tensor_lists.items() if len(items) == len(buffer_order)
             ]
+            # Note: a list of that length beside it counts too, because TorchOpt keeps a counter for
+            # each shard there.
             if any(_all_fit(tensor_lists[index], buffer_order) for index in of_length):
                 for index in of_length:
                     order_of_list.setdefault(index, buffer_order)
@@ -351,7 +347,7 @@ class _Flattener:
     def _shard(
         self, value: torch.Tensor, name: str, label: str, unit: UnitPlan, buffer: BufferPlan
     ) -> TreeSpec:
-        """Add a shard; of the ranks with copies of it, one stores it."""
+        """Add a shard, which one of the ranks with copies of it stores."""
         mesh_axes, turn = self.plan.mesh_axes, next(self.turns)
         position = position_of(self.rank, mesh_axes)
         # Note: a rank that doesn't store the shard still lists it, because ranks agree on the list.
@@ -408,7 +404,7 @@ def _look_like_shards(children: Sequence[tree.Structure]) -> bool:
 
 
 def _is_buffer_key(key: Any) -> bool:
-    """Return whether ``key`` has the form of a buffer's key: ``float32``, ``bfloat16.frozen``."""
+    """Return whether ``key`` looks like that of a buffer: ``float32``, ``bfloat16.frozen``."""
     name, *key_marks = key.split(".") if isinstance(key, str) else ("",)
     # Note: the marks are those of the planner, for frozen buffers and local axes.
     known_marks = all(

@@ -1,13 +1,12 @@
 """The folder of a checkpoint: its names, its lock, and how a save becomes the checkpoint.
 
-The names of the files of a save begin with its token. The save writes them beside the files of the
-checkpoint that it replaces, and ``os.replace`` of the index makes them the checkpoint. So at any
-moment the folder holds the old checkpoint, the new one, or, before the first index, none:
+A save writes its files beside those of the checkpoint that it replaces. ``os.replace`` of the index
+makes them the checkpoint, so at any moment there's the old one, the new one, or none:
 
 - ``index.json`` names the save whose files are the checkpoint;
 - ``TOKEN-RANK.safetensors`` and ``TOKEN-RANK.json`` are the files of a rank;
 - ``TOKEN.part`` and ``TOKEN-RANK.part`` are being written, or were when their process was killed;
-- ``TOKEN-RANK.failed`` tells rank 0 that a rank could not write its part;
+- ``TOKEN-RANK.failed`` tells rank 0 that a rank couldn't write its part;
 - ``.lock`` is locked by the process that saves, and the system unlocks it when that ends.
 """
 
@@ -44,7 +43,7 @@ def folders(folder: Path) -> list[Path]:
 
 
 def _has_index(path: Path) -> bool:
-    """Return whether a folder has an index, or may have one that this process may not see."""
+    """Return whether a folder has an index, or may have one that you may not see."""
     try:
         return (path / INDEX).exists()
     except PermissionError:
@@ -90,10 +89,10 @@ def foreign_names(folder: Path) -> list[str]:
 
 
 def begin_save(path: Path, save: str) -> FileLock | None:
-    """Make the folder of a checkpoint, and take its lock; return ``None`` if another save has it.
+    """Make a checkpoint's folder, and take its lock; return ``None`` if another save has it.
 
     Raises:
-        OSError: the folder or a file cannot be made.
+        OSError: the folder or a file can't be made.
     """
     for _ in range(TRIES):
         path.mkdir(parents=True, exist_ok=True)
@@ -127,7 +126,7 @@ def publish(path: Path, save: str) -> None:
 
 
 def remove_files(path: Path, is_dead: Callable[[str], bool]) -> None:
-    """Delete the files of the saves in a folder that ``is_dead`` is true of."""
+    """Delete the files of the saves that ``is_dead`` is true of."""
     with contextlib.suppress(OSError):
         for name in os.listdir(path):
             # Note: files of other programs never match, and stay.
@@ -138,7 +137,7 @@ def remove_files(path: Path, is_dead: Callable[[str], bool]) -> None:
 
 
 def discard(path: Path, save: str) -> None:
-    """Delete the files of a save that failed, and the folder if it holds no other one."""
+    """Delete the files of a failed save, and the folder if it's empty then."""
     remove_files(path, lambda other: other == save)
     remove_unfinished(path)
     with contextlib.suppress(OSError):  # if the disk had no room for a lock
@@ -146,7 +145,7 @@ def discard(path: Path, save: str) -> None:
 
 
 def remove_unfinished(path: Path) -> None:
-    """Delete a folder that holds files of killed saves and no index, unless a save is running."""
+    """Delete a folder with files of killed saves and no index, unless a save is running."""
     if _has_index(path):  # first: a save to a checkpoint beside this one may want its lock
         return
     with contextlib.suppress(OSError), locked(path):
@@ -156,7 +155,7 @@ def remove_unfinished(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a checkpoint; raise ``OSError`` if a save is running or there is no lock."""
+    """Hold the lock of a checkpoint; raise ``OSError`` if a save is running or there's no lock."""
     # Why: FileLock would make the file, and with it a folder that is no checkpoint.
     if not (path / LOCK).exists():
         raise FileNotFoundError(path / LOCK)
@@ -165,7 +164,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint, its index first, so that no reader takes the rest for one."""
+    """Delete a checkpoint, its index first."""
     # Note: rmtree deletes in any order, and a kill may come between.
     (path / INDEX).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)

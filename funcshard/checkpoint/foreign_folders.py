@@ -1,4 +1,4 @@
-"""Tell which library wrote a folder that is not as expected, and how to read it."""
+"""Which library wrote a folder that isn't as expected, and how to read it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _LIBRARIES: tuple[tuple[str, Callable[[set[str]], bool], str], ...] = (
 
 
 def foreign_remedy(folder: Path) -> str:
-    """Return which other library wrote a folder and how to read it; ``""`` if that is unknown.
+    """Return which other library wrote a folder and how to read it, or ``""``.
 
     Example:
         >>> import tempfile
@@ -85,7 +85,7 @@ def foreign_remedy(folder: Path) -> str:
 
 
 def what_it_holds(folder: Path) -> str:
-    """Return the end of an error about a folder: the files that it holds, and what to do."""
+    """Return the end of an error about a folder: what it holds, and what to do."""
     file_names = sorted(path.name for path in folder.iterdir())
     cls = _architecture(_json(folder / "config.json"))
     if "adapter_config.json" in file_names:
@@ -118,7 +118,7 @@ def what_it_holds(folder: Path) -> str:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """Return what a file says, or nothing if it is absent or damaged."""
+    """Return a file's JSON, or nothing if it's absent or damaged."""
     try:
         json_data = file_data.parse(read_regular(file, most=1 << 20))
     except (OSError, ValueError):
@@ -127,6 +127,6 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _architecture(config: dict[str, Any]) -> str:
-    """Return the name of a model's class in transformers, or a likely one."""
+    """Return a model's class in transformers, or a likely one."""
     names = config.get("architectures")
     return str(names[0]) if isinstance(names, list) and names else "AutoModelForCausalLM"

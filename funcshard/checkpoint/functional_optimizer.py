@@ -1,8 +1,7 @@
 """The state of a functional optimizer, an ``(init, update)`` pair as TorchOpt and Optax make them.
 
-Such a state is any nest of tuples, namedtuples, lists and dictionaries. Some of its nodes hold one
-value for each shard; its other leaves, such as a count of steps, are of no parameter.
-``partition_state`` separates the two, and ``map_state`` puts new ones in their places.
+It's any nest of tuples, namedtuples, lists and dictionaries. Some nodes hold one value for each
+shard; other leaves, such as a count of steps, belong to no parameter.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ def partition_state(state: Any, plan: Plan) -> tuple[dict[str, ByBuffer], dict[s
         plan: the plan of the shards.
 
     Returns:
-        ``(per_shard, others)``: the values of each node that holds one for each shard, and every
-        other leaf, both by the path of the node or leaf in ``state``.
+        ``(per_shard, others)``: the nodes with a value for each shard, and all other leaves, by
+        path.
     """
     per_shard: dict[str, ByBuffer] = {}
     other_leaves: dict[str, Any] = {}
@@ -49,8 +48,8 @@ def map_state(
     Arguments:
         node: the state, or a part of it.
         plan: the plan of the shards.
-        per_shard: a function from the path of a node, and its values of shards, to the new values.
-        other: a function from the path of another leaf, and the leaf, to the new leaf.
+        per_shard: from the path of a node and its values of shards to the new values.
+        other: from the path of another leaf and the leaf to the new leaf.
         path: the path of ``node`` in the whole state.
     """
     shard_values = _by_buffer(node, plan)
@@ -80,11 +79,7 @@ def map_state(
 
 
 def _by_buffer(node: Any, plan: Plan) -> ByBuffer | None:
-    """Return a node's values if it holds one for each trainable shard, else ``None``.
-
-    Such a node is a dictionary like the shards, or, in TorchOpt's states, a list of tensors in the
-    order of the tree's leaves.
-    """
+    """Return a node's values if it holds one for each trainable shard, else ``None``."""
     if isinstance(node, Mapping):
         # Note: such a state may lack the frozen shards.
         like_shards = node and node.keys() == plan.units.keys()

@@ -1,8 +1,7 @@
 """Hugging Face's models: built on meta from a folder, and their names in files.
 
-transformers keeps some models under other names and in other tensors in files than in modules:
-the experts of Mixtral are one tensor in the module and three for each expert in files. Its tables
-of these conversions serve here, one converted tensor after another.
+transformers keeps some tensors in another form in files than in modules, such as the experts of
+Mixtral. Its own tables of conversions serve here, one tensor after another.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ def build_on_meta(folder: Path, model: Any, dtype: torch.dtype | None) -> nn.Mod
 
     Arguments:
         folder: a folder with a ``config.json``, unless ``model`` is a module.
-        model: the model's class, a module on meta, or ``None`` for the class that the config names.
-        dtype: dtype of its floating-point parameters; ``None`` for that of the config.
+        model: the model's class, a module on meta, or ``None`` for the config's class.
+        dtype: dtype of its floating-point parameters, or ``None`` for the config's.
     """
     if isinstance(model, nn.Module):
         # Note: values would be lost, because shards are made of the files alone.
@@ -130,7 +129,6 @@ def _transformers() -> Any:
 
 
 def _class_of(transformers: Any, config: Any, folder: Path) -> Any:
-    """Return the class that a config names first among its architectures."""
     # Note: the first one is the class that wrote the folder.
     names = config.architectures or []
     name = names[0] if isinstance(names, list | tuple) and names else None
@@ -145,10 +143,7 @@ def _class_of(transformers: Any, config: Any, folder: Path) -> Any:
 
 
 def _in_dtype(module: nn.Module, dtype: Any) -> nn.Module:
-    """Convert the floating-point parameters and stored buffers of a module on meta, in place.
-
-    Modules that a model of Hugging Face computes in float32 keep it.
-    """
+    """Convert a module's floating-point parameters and stored buffers in place."""
     dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is None:
         return module
@@ -181,15 +176,12 @@ def embedding_names(module: Any) -> set[str]:
 
 
 def default_units(module: nn.Module) -> list[str]:
-    """Return the paths of the layers of a model: the modules in its outermost lists.
-
-    Of a model of Hugging Face, these are the ones that it says must not be split. A layer that
-    shares a parameter with a module outside of it is left out.
-    """
+    """Return the paths of a model's layers: the modules in its outermost lists."""
     whole_classes = set(getattr(module, "_no_split_modules", None) or ())
     layers: dict[str, nn.Module] = {}
     for path, submodule in module.named_modules():
         is_layer = path.rpartition(".")[2].isdecimal()
+        # Note: a model of Hugging Face says which modules must not be split.
         if whole_classes:
             is_layer = path != "" and type(submodule).__name__ in whole_classes
         if is_layer and not any(path.startswith(f"{layer}.") for layer in layers):
@@ -214,11 +206,7 @@ def default_units(module: nn.Module) -> list[str]:
 def read_names(
     module: nn.Module, tensors: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[Mapping[str, torch.Tensor], Sequence[torch.Tensor]]]:
-    """Yield the tensors of files under the names of the module's state dict, converted to its form.
-
-    With each dictionary come the tensors of the files that it was made of. Tensors of another name
-    are left out, and those that need no conversion are yielded as they are.
-    """
+    """Yield the tensors of files in the module's names and form, with their source tensors."""
     # Note: under adapters, one tensor of the files may be for several modules.
     names, base = file_names(module), base_model(module)
     if base is not module:  # files of the model with its adapters have the module's own names
@@ -286,10 +274,7 @@ def _converted(converter: Any, target: str, module: Any) -> Tensors:
 
 
 def stored(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Return tensors of the module's state dict as files hold them: the inverse of ``read_names``.
-
-    They may be on meta, for their names and shapes.
-    """
+    """Return tensors of the module's state dict, also on meta, as files hold them."""
     if not is_hugging_face(module):
         return dict(tensors)
     core_loading = importlib.import_module("transformers.core_model_loading")
@@ -298,7 +283,7 @@ def stored(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 
 def write_config(folder: Path, module: Any, dtype: torch.dtype | None) -> None:
-    """Write ``config.json``, and the configuration of generation if the model has one."""
+    """Write ``config.json``, and the configuration of generation if there is one."""
     # Note: the module's own config keeps the dtype that the model computes in.
     config = copy.deepcopy(module.config)
     # Note: AutoModel finds the class by it.

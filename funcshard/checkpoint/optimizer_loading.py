@@ -1,9 +1,4 @@
-"""Optimizer state by parameter name to state on shards; the inverse is in ``optimizer_state``.
-
-The state dict may be on every rank, or, with ``src``, on one rank alone. It may lack the state of
-leaves that were frozen when it was saved: with ``strict=False`` these begin with the optimizer's
-initial state, and state of leaves that the plan does not train is left out.
-"""
+"""Optimizer state by parameter name to state on shards; the inverse is in ``optimizer_state``."""
 
 from __future__ import annotations
 
@@ -59,31 +54,23 @@ def optimizer_from_state_dict(
     Arguments:
         state_dict: a dictionary from ``optimizer_to_state_dict`` or torch's
             ``get_optimizer_state_dict``, flattened or not, with full tensors, DTensors or pieces.
-            The options in its parameter groups are ignored, because ``optimizer`` has its own.
-        optimizer: the optimizer to make the state for; see ``optimizer_to_state_dict``.
+            Options in its parameter groups are ignored, because ``optimizer`` has its own.
+        optimizer: as in ``optimizer_to_state_dict``.
         plan: the plan to cut the state by.
         mesh: the ranks.
-        src: the rank that has the state dict, which must hold full tensors. That rank broadcasts
-            one flat tensor after another; the state dict of other ranks is ignored. By default
-            every rank has the state dict.
-        strict: whether the state dict must hold the state of every trainable leaf, and of no other
-            leaf. With ``False``, leaves without state begin with the optimizer's initial state, and
-            further state is ignored.
-        steps: number of steps taken, for schedules. By default the ``step`` of the state.
-        check: whether ranks compare checksums of full tensors and scalars, as in ``shard``.
-            With ``src`` nothing is compared.
+        src: as in ``from_state_dict``.
+        strict: whether the state dict must hold the state of all trainable leaves and no others.
+            With ``False``, leaves without state begin with the initial state.
+        steps: number of steps taken, for schedules; by default the ``step`` of the state.
+        check: whether ranks compare checksums, as in ``shard``; not with ``src``.
 
     Returns:
-        The state, for ``optimizer.step`` or a ``TrainState``. It shares no memory with the state
-        dict.
+        The state, for ``optimizer.step`` or a ``TrainState``.
 
     Raises:
-        ValueError: a trainable leaf has no state, or state of another shape; the plan does not
-            train a leaf that has state; with ``strict=False``, a leaf without state shares a count
-            of steps with leaves that have one; the state is one of another class, or of options
-            with which the class keeps other tensors; leaves that share a scalar have different
-            values of it; ranks have different state of a leaf that they share; or an option is a
-            schedule, and neither ``steps`` nor the state dict gives the number of steps. If one
+        ValueError: state of a leaf is missing, too much, or of another shape; the state is of
+            another optimizer or other options; leaves that share a scalar or a count of steps
+            disagree; ranks differ in a leaf that they share; or a schedule needs ``steps``. If one
             rank's state dict has a fault, every rank raises.
 
     Example:
@@ -156,9 +143,9 @@ class _Loading:
     Attributes:
         plan: the plan of the shards.
         mesh: the ranks.
-        src: the rank that has the full tensors of leaves; ``None`` if every rank has them.
-        strict: ``False`` leaves a shard without any state as the optimizer's ``init`` does.
-        steps: number of steps taken, or ``None`` for that of the state.
+        src: the rank that has the full tensors; ``None`` if every rank does.
+        strict: as in ``optimizer_from_state_dict``.
+        steps: the same.
     """
 
     plan: Plan
@@ -170,7 +157,6 @@ class _Loading:
     def state(
         self, by_path: dict[str, LeafState], options: Mapping[str, Any], optimizer: Any
     ) -> Any:
-        """Return the state of an optimizer from the state of each leaf."""
         if not isinstance(optimizer, TorchOptimizer):
             return self.pair_state(by_path, options, optimizer[0])
         if isinstance(optimizer.step, MuonStep):
@@ -178,7 +164,6 @@ class _Loading:
         return self.torch_state(by_path, optimizer.step)
 
     def torch_state(self, by_path: dict[str, LeafState], step: Any) -> dict[str, Any]:
-        """Return the state of a ``torch.optim`` class."""
         _check_names(by_path, step)
         flat_names = _elementwise_names(by_path, self.plan)
         group_ranges = group_layout(step.layout, self.plan, self.mesh)
@@ -186,7 +171,7 @@ class _Loading:
         return {"steps": self.steps_taken(by_path, step.options), "leaves": shard_states}
 
     def muon_state(self, by_path: dict[str, LeafState], step: MuonStep) -> dict[str, Any]:
-        """Return the state of ``muon``: momentum of its matrices, and AdamW's of other leaves."""
+        """Return the state of ``muon``: its momentum, and AdamW's of other leaves."""
         _check_names(by_path, step)
         is_matrix = step.layout.group_of.__contains__
         matrix_states = {path: state for path, state in by_path.items() if is_matrix(path)}
@@ -210,7 +195,6 @@ class _Loading:
     def pair_state(
         self, by_path: dict[str, LeafState], options: Mapping[str, Any], init: Callable[[Any], Any]
     ) -> Any:
-        """Return the state of an ``(init, update)`` pair."""
         # Note: init tells the structure of the state; names of entries are paths in it.
         initial_state = init(self.zero_shards())
         if not by_path:
@@ -243,7 +227,7 @@ class _Loading:
     def _with_initial(
         self, name: str, states: ByBuffer, initial: ByBuffer, with_name: Mapping[str, LeafState]
     ) -> ByBuffer:
-        """Return an entry of each shard, with the initial values of leaves that lack it."""
+        """Return an entry of each shard, with initial values of leaves that lack it."""
         shard_values: dict[str, dict[str, Any]] = {unit: {} for unit in states}
         for unit, buffer in trainable_buffers(self.plan):
             shard_state, first_value = states[unit.name][buffer.key], initial[unit.name][buffer.key]
@@ -268,7 +252,7 @@ class _Loading:
         Arguments:
             by_path: the state of each leaf.
             layout: where the parameter groups lie in the shards.
-            flat_names: the entries that have a value for each element of a leaf.
+            flat_names: the entries with a value for each element of a leaf.
             group_options: the options of each parameter group.
         """
         # Why: fused kernels need scalars on the device of the shard.
@@ -315,7 +299,7 @@ class _Loading:
     def flat_tensor(
         self, name: str, values: dict[str, Any], unit: UnitPlan, buffer: BufferPlan
     ) -> torch.Tensor:
-        """Return this rank's shard of an entry, in the entry's own dtype."""
+        """Return this rank's shard of an entry, in its own dtype."""
         # Note: moments may be in another dtype than their parameters. All leaves of a shard
         # have the same, so the first one tells; of none, the entry is zeros in the buffer's dtype.
         first_value = next(iter(values.values()), None)
@@ -329,7 +313,6 @@ class _Loading:
     def steps_taken(
         self, by_path: dict[str, LeafState], group_options: Sequence[Mapping[str, Any]]
     ) -> int:
-        """Return ``steps`` if given, else the largest ``step`` of a leaf."""
         if self.steps is not None:
             return self.steps
         step_counts = [float(state["step"]) for state in by_path.values() if "step" in state]
@@ -345,7 +328,6 @@ class _Loading:
         return 0
 
     def zero_shards(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return trainable shards for an optimizer's ``init``."""
         shards: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self.plan.units}
         for unit, buffer in trainable_buffers(self.plan):
             shards[unit.name][buffer.key] = zero_shard(unit, buffer, self.mesh)
@@ -353,7 +335,7 @@ class _Loading:
 
 
 def _elementwise_names(by_path: Mapping[str, LeafState], plan: Plan) -> set[str]:
-    """Return the entries of ``torch.optim`` that have a value for each element of a leaf."""
+    """Return the entries of ``torch.optim`` with a value for each element of a leaf."""
     shapes = {leaf.path: leaf.whole_shape for leaf in plan.leaves}
     flat_names = set()
     for path, leaf_state in by_path.items():
@@ -370,7 +352,7 @@ def _elementwise_names(by_path: Mapping[str, LeafState], plan: Plan) -> set[str]
 def _check_groups(
     begun_paths: Sequence[str], new_paths: Sequence[str], group_of: Mapping[str, int]
 ) -> None:
-    """Raise if a leaf that begins from scratch shares buffer and group with one that has state."""
+    """Raise if a new leaf shares buffer and group with one that has state."""
     # Why reversed: of several leaves, the first one is named.
     begun_groups = {group_of[path]: path for path in reversed(begun_paths)}
     for path in new_paths:
@@ -391,9 +373,9 @@ def _scalars(
     by_path: dict[str, LeafState],
     new_groups: set[int],
 ) -> list[Any]:
-    """Return the scalar of each parameter group; its leaves in one buffer must have the same.
+    """Return the scalar of each parameter group, which its leaves in a buffer must share.
 
-    ``new_groups`` are those whose leaves in this buffer begin from scratch; they have no scalar.
+    ``new_groups`` begin from scratch, so they have none.
     """
     first_scalars: dict[int, tuple[str, Any]] = {}
     for path, value in values.items():
@@ -419,7 +401,7 @@ def _scalars(
 def _by_path(
     state_dict: Mapping[str, Any], plan: Plan, strict: bool
 ) -> tuple[dict[str, LeafState], dict[str, Any]]:
-    """Return the state of each trainable leaf by path, and the first parameter group's options."""
+    """Return the state of each trainable leaf, and the first parameter group's options."""
     trainable_leaves = [leaf for _, buffer in trainable_buffers(plan) for leaf in buffer.leaves]
     if not isinstance(state_dict, Mapping):
         raise TypeError(
@@ -473,7 +455,6 @@ def _by_path(
 
 
 def _unflattened(flat: Mapping[str, Any], leaves: Sequence[LeafSpec]) -> dict[str, Any]:
-    """Return a flat dictionary as a state dict; the inverse of ``_flattened``."""
     if flat and not any(str(name).startswith(("state.", "param_groups.")) for name in flat):
         raise ValueError(
             "an optimizer's state dict must have 'state' and 'param_groups', or names that begin "
@@ -507,7 +488,7 @@ def _add_checksums(
     others: Mapping[str, Any],
     plan: Plan,
 ) -> None:
-    """Add the full tensors and scalars of a state dict, which must be the same on every rank."""
+    """Add the full tensors and scalars of a state dict, which ranks must agree on."""
 
     rows: list[tuple[str, Any, tuple[str, ...]]] = [
         (name, value, ()) for name, value in others.items()
@@ -526,7 +507,7 @@ def _add_checksums(
 
 
 def _check_names(by_path: dict[str, LeafState], step: Any) -> None:
-    """Raise ``ValueError`` unless the state of each leaf has the names that the optimizer keeps."""
+    """Raise ``ValueError`` unless each leaf's state has the names that the optimizer keeps."""
     if isinstance(step, MuonStep):
         known_entries = KnownEntries({"momentum_buffer": True}, exact=True)
         entries_of_groups = [known_entries] * step.layout.count

@@ -1,7 +1,6 @@
-"""The optimizer state of one rank as a text for all other ranks.
+"""The optimizer state of one rank as a text for all others: names, dtypes, shapes, and scalars.
 
-The text holds names, dtypes and shapes of all tensors, and the values of scalars. The elements of
-leaves are not in it: their rank broadcasts them one flat tensor after another.
+The elements of leaves follow as broadcasts of flat tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from funcshard.plan import Plan, dtype_name, dtype_of
 
 
 def encode_state(by_path: Mapping[str, LeafState], others: Mapping[str, Any], plan: Plan) -> str:
-    """Return the state of each leaf, and further values, as a text; inverse of ``decode_state``.
+    """Return the state of each leaf, and further values, as a text.
 
     Raises:
         ValueError: a value is neither a full tensor nor a number.
@@ -40,10 +39,7 @@ def encode_state(by_path: Mapping[str, LeafState], others: Mapping[str, Any], pl
 
 
 def decode_state(text: str, device: torch.device) -> tuple[dict[str, LeafState], dict[str, Any]]:
-    """Return the state of each leaf, and further values; the inverse of ``encode_state``.
-
-    Tensors of leaves are on the meta device. Scalars that were on an accelerator are on ``device``.
-    """
+    """Return what ``encode_state`` wrote, with tensors of leaves on the meta device."""
     state, others = json.loads(text)
     by_path = {
         path: {name: _decode(value, device) for name, value in leaf_state.items()}

@@ -1,8 +1,7 @@
 """Optimizer state by parameter name, in the layout of ``torch.distributed.checkpoint``.
 
-On the shards, an optimizer keeps flat tensors that are cut like the shards, such as ``exp_avg``,
-and scalars, such as ``step``, once per flat buffer and parameter group. By name, each parameter has
-its own dictionary. The inverse of ``optimizer_to_state_dict`` is in ``optimizer_loading``.
+On the shards, an optimizer keeps flat tensors, such as ``exp_avg``, and scalars, such as ``step``,
+once for each flat buffer and parameter group. By name, each parameter has a dictionary.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ def optimizer_to_state_dict(
 ) -> dict[str, Any]:
     """Return an optimizer's state by parameter name; ``optimizer_from_state_dict`` is the inverse.
 
-    The layout is that of torch's ``get_optimizer_state_dict``. Every rank has to call. The flat
-    tensors are gathered one after another, as in ``to_state_dict``.
+    The layout is that of torch's ``get_optimizer_state_dict``. Every rank has to call.
 
     Arguments:
         opt_state: this rank's state, as the optimizer returned it.
@@ -59,24 +57,20 @@ def optimizer_to_state_dict(
             TorchOpt and Optax.
         plan: the plan of the shards.
         mesh: the ranks.
-        rank0_only: see ``to_state_dict``.
-        offload: see ``to_state_dict``.
-        sharded: see ``to_state_dict``.
+        rank0_only: as in ``to_state_dict``.
+        offload: as in ``to_state_dict``.
+        sharded: as in ``to_state_dict``.
         flatten: whether to return one flat dictionary with names such as
-            ``"state.0.weight.exp_avg"`` and ``"param_groups.0.weight.lr"``, as torch does with
-            ``flatten_optimizer_state_dict``.
+            ``"state.0.weight.exp_avg"``, like torch's ``flatten_optimizer_state_dict``.
 
     Returns:
-        A dictionary ``{"state": {name: state}, "param_groups": [group, ...]}``. A leaf's state is
-        ``{"exp_avg": tensor, "step": tensor, ...}``, with the scalars of its parameter group. A
-        group is ``{"lr": ..., "params": [names]}``. Frozen leaves have no state, and before the
-        first step no leaf has. For an ``(init, update)`` pair, the keys of a leaf's state are paths
-        in the pair's state (``"0.mu"``), and values that belong to no parameter are in the one
-        group.
+        ``{"state": {name: state}, "param_groups": [{"lr": ..., "params": [names]}, ...]}``, where a
+        leaf's state is ``{"exp_avg": tensor, "step": tensor, ...}``. Leaves without state are left
+        out. For an ``(init, update)`` pair, the keys of a leaf's state are paths in the pair's
+        state, such as ``"0.mu"``.
 
     Raises:
-        ValueError: a leaf is local to each rank, so that ``rank0_only`` would lose the state of the
-            other ranks.
+        ValueError: a leaf is local, so that ``rank0_only`` would lose state of other ranks.
 
     Example:
         >>> import torch, funcshard as fs
@@ -160,8 +154,8 @@ class _Entry:
         name: its name.
         unit: the unit of the shard.
         buffer: the buffer of the shard.
-        value: a flat tensor that is cut like the shard, or a scalar, or a tuple with a scalar for
-            each parameter group. ``None`` if the shard has no such entry.
+        value: a flat tensor that's cut like the shard, a scalar, a tuple with a scalar for each
+            parameter group, or ``None``.
         layout: where the parameter groups lie in the shards.
     """
 
@@ -172,7 +166,7 @@ class _Entry:
     layout: ParamGroupLayout
 
     def is_flat(self, value: torch.Tensor) -> bool:
-        """Return whether ``value`` is a flat tensor, and not a scalar."""
+        """Return whether ``value`` is a flat tensor, and no scalar."""
         group_ranges = self.layout.ranges(self.buffer)
         return fits_shard(value, self.buffer, sum(part.numel for part in group_ranges))
 
@@ -180,7 +174,6 @@ class _Entry:
 def _entries_and_groups(
     opt_state: Any, optimizer: Any, plan: Plan, mesh: Mesh
 ) -> tuple[list[_Entry], list[dict[str, Any]]]:
-    """Return the entries of an optimizer's state, and its parameter groups."""
     leaf_paths = trainable_paths(plan)
     if not isinstance(optimizer, TorchOptimizer):
         per_shard, other_values = partition_state(opt_state, plan)
@@ -221,7 +214,7 @@ def _entries(by_name: Mapping[str, ByBuffer], layout: ParamGroupLayout, plan: Pl
 
 
 def _check_opt_state(opt_state: Any, step: Any, plan: Plan) -> None:
-    """Raise unless ``opt_state`` is a state of an optimizer of ``torch.optim`` under the plan."""
+    """Raise unless ``opt_state`` is a state of a ``torch.optim`` optimizer under the plan."""
     if not isinstance(opt_state, Mapping):
         raise TypeError(
             f"opt_state must be the optimizer's own state; found {type(opt_state).__name__}: pass "
@@ -245,7 +238,6 @@ def _check_opt_state(opt_state: Any, step: Any, plan: Plan) -> None:
 
 
 def _flattened(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict as one flat dictionary; the inverse is in ``optimizer_loading``."""
     flat_dict = {
         f"state.{path}.{name}": value
         for path, leaf_state in state_dict["state"].items()
@@ -261,13 +253,13 @@ def _flattened(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def trainable_paths(plan: Plan) -> list[str]:
-    """Return the paths of the leaves that have optimizer state, in the order of the tree."""
+    """Return the paths of the trainable leaves, in the order of the tree."""
     leaves = [leaf for _, buffer in trainable_buffers(plan) for leaf in buffer.leaves]
     return [leaf.path for leaf in sorted(leaves, key=lambda leaf: leaf.index)]
 
 
 def group_layout(layout: ParamGroupLayout | None, plan: Plan, mesh: Mesh) -> ParamGroupLayout:
-    """Return where parameter groups lie in this rank's shards; ``None`` is one group of all."""
+    """Return where parameter groups lie in this rank's shards; by default all in one group."""
     # Note: with it, a state without groups needs no code of its own.
     one_group = dict.fromkeys(trainable_paths(plan), 0)
     return layout or ParamGroupLayout(one_group, 1, mesh.shard.rank)

@@ -1,4 +1,4 @@
-"""Pieces: the part of each leaf that one rank holds, as state dicts have with ``sharded=True``."""
+"""Pieces: the part of each leaf that one rank holds."""
 
 from __future__ import annotations
 
@@ -22,20 +22,18 @@ from funcshard.plan import (
 
 
 class Piece(NamedTuple):
-    """The consecutive elements of a leaf that one rank holds; positions count in the raveled leaf.
+    """The consecutive elements of a leaf that one rank holds, for ``sharded=True``.
 
-    A rank that holds no element of a leaf has an empty piece of it. If ranks hold slices of a
-    larger tensor, the elements are consecutive in the raveled slice, and ``within`` says which
-    one it is. So ``whole[piece.slices].ravel()[piece.offset:]`` begins with the elements.
+    ``whole[piece.slices].ravel()[piece.offset:]`` begins with the elements. If a rank holds none,
+    the piece is empty.
 
     Attributes:
         tensor: the elements, 1-D.
-        offset: index of the first element in the raveled leaf, or in the raveled slice.
+        offset: index of the first element in the raveled leaf, or slice of it.
         shape: shape of the whole leaf.
-        copy: number of this copy. Ranks that hold the same elements number their copies from 0; to
-            write every element once, write the pieces with ``copy == 0``.
-        within: first index and length of the slice in each dimension of the whole leaf; ``()`` if
-            the whole leaf is not cut into slices.
+        copy: number of this copy; write the pieces with ``copy == 0`` to write every element once.
+        within: first index and length of the slice in each dimension of the leaf; ``()`` if it
+            isn't cut into slices.
 
     Example:
         >>> import torch, funcshard as fs
@@ -55,7 +53,7 @@ class Piece(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index that takes the slice out of the whole leaf."""
+        """The index of the slice in the whole leaf."""
         return self.box.slices
 
     @property
@@ -68,7 +66,7 @@ class Piece(NamedTuple):
 def own_pieces(
     flat: torch.Tensor, buffer: BufferPlan, mesh: Mesh
 ) -> Iterator[tuple[LeafSpec, Piece]]:
-    """Yield this rank's piece of each leaf, as a view of ``flat``, which is cut like ``buffer``."""
+    """Yield this rank's piece of each leaf, as a view of ``flat``."""
     # Note: ranks along copy_axes hold the same elements; their number among these is the copy.
     copy = rank_at(mesh.position, copy_axes(buffer, mesh.shape))
     for leaf in buffer.leaves:
@@ -88,7 +86,7 @@ def piece_of(elements: torch.Tensor, run: Run, leaf: LeafSpec, copy: int = 0) ->
 
 
 def as_pieces(value: Any) -> list[Piece] | None:
-    """Return an entry of a state dict as a list of pieces, or ``None`` if it is none."""
+    """Return an entry of a state dict as a list of pieces, or ``None``."""
     if isinstance(value, Piece):
         return [value]
     return (
@@ -107,9 +105,9 @@ def check_pieces(
     *,
     cast: bool | None = None,
 ) -> None:
-    """Raise ``ValueError`` unless pieces hold the elements of a leaf that this rank needs.
+    """Raise ``ValueError`` unless pieces hold a leaf's elements that this rank needs.
 
-    ``where`` are the words for the source of the pieces; ``cast`` is as in ``check_leaf``.
+    ``where`` names their source; ``cast`` is as in ``check_leaf``.
     """
     for piece in pieces:
         _check_piece(piece, leaf, buffer, where, cast)
@@ -193,7 +191,7 @@ def _check_piece(
 def copy_pieces(
     out: torch.Tensor, pieces: Sequence[Piece], leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh
 ) -> None:
-    """Copy the elements of a leaf that this rank holds, 1-D, from pieces of it."""
+    """Copy this rank's elements of a leaf, 1-D, from pieces of it."""
     _, target = run_in_shard(buffer, leaf, mesh.position)
     for piece in pieces:
         copy_run(out, target, piece.tensor, Run(piece.offset, piece.tensor.numel(), piece.box))

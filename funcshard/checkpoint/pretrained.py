@@ -1,8 +1,7 @@
 """``from_pretrained`` and ``save_pretrained``: Hugging Face's folders to shards, and back.
 
-The files are mapped into memory, and each rank copies its own part of every tensor. A tensor that
-has another form in files than in the module, such as experts, is converted by itself, and freed
-when the rank has taken its part. So no rank ever holds the whole model.
+Files are mapped into memory, and each rank copies its own part of every tensor. A tensor in another
+form is converted by itself and freed, so no rank ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -67,10 +66,10 @@ class Pretrained(NamedTuple):
     """A model that ``from_pretrained`` loaded.
 
     Attributes:
-        apply: the function of the model, as from ``make_functional``, in evaluation mode.
+        apply: the model's function, as from ``make_functional``, in evaluation mode.
         shards: this rank's shards.
         buffers: the buffers, on the mesh's device.
-        plan: the plan that the shards are cut by.
+        plan: the plan of the shards.
 
     Example:
         >>> import tempfile, torch, funcshard as fs
@@ -103,29 +102,24 @@ def from_pretrained(
 ) -> Pretrained:
     """Load a folder of Hugging Face into shards; ``save_pretrained`` is the inverse.
 
-    The model is built on the meta device. Then each rank reads its own part of every tensor, so no
-    rank holds the whole model. The function is in evaluation mode, as the models of
-    ``AutoModel.from_pretrained`` are: pass ``apply.train()`` to ``fully_shard`` to train with
-    dropout. Names and tensors that the module has in another form than the files are converted.
-    Parameters that the files lack, such as those of a new head, get the model's initial values, and
-    a warning names them. So do the embeddings of added tokens, if ``model`` is a module whose
-    ``resize_token_embeddings`` was called on meta. Adapters of peft on a module on meta get peft's
-    initial values, without a warning. Buffers that are in no file are computed.
+    Each rank reads its own part of every tensor, so none holds the whole model. The function is in
+    evaluation mode: pass ``apply.train()`` to ``fully_shard`` to train with dropout.
+
+    Parameters that the files lack, such as a new head or the rows of added tokens, get the model's
+    initial values, and a warning names them. Adapters of peft get peft's. docs/hugging-face.md has
+    more cases.
 
     Arguments:
-        path: a local folder with a ``config.json`` and ``model.safetensors``, or several such files
-            and their index.
+        path: a local folder with ``config.json`` and the model's safetensors files.
         mesh: the ranks.
-        model: the model's class, such as ``transformers.LlamaForSequenceClassification``, or a
-            module on the meta device, whose parameters may have other dtypes and may be frozen. It
-            may be any ``nn.Module`` with the files' names, and one with adapters on it, as from
-            ``peft.get_peft_model``. By default it is the class that ``config.json`` names.
-        dtype: dtype of the parameters. By default it is that of the config, or of the module.
-            Training in bfloat16 usually keeps float32 parameters: pass ``torch.float32`` and
+        model: the model's class, or a module on the meta device with the files' names, also with
+            adapters. By default the class that ``config.json`` names.
+        dtype: dtype of the parameters, by default that of the config or module. To train in
+            bfloat16 you usually keep float32 parameters: pass ``torch.float32`` and
             ``precision=fs.MixedPrecision(param_dtype=torch.bfloat16)``.
         mutable: as in ``make_functional``.
         plan: a plan of this model's params, in place of ``options``.
-        options: options of ``make_plan``. By default ``units`` are the layers of the model.
+        options: options of ``make_plan``; by default the model's layers are the ``units``.
 
     Returns:
         ``(apply, shards, buffers, plan)``, a ``Pretrained``.
@@ -133,11 +127,11 @@ def from_pretrained(
     Raises:
         ImportError: transformers is missing, or older than version 5.
         FileNotFoundError: there is no such folder, or it lacks ``config.json`` or the files.
-        TypeError: an option is of another type, or there are a plan and options.
+        TypeError: an option has the wrong type, or you pass a plan and options.
         ValueError: the config names no class of transformers; the weights are quantized; a tensor
-            has another shape than in the model; the files hold no parameter of the model, or
-            different values of a tied one; or ranks found different files. If one rank fails, every
-            rank raises.
+            has another shape than in the model; the files hold no parameter of it, or different
+            values of a tied one; or ranks find different files. If one rank fails, every rank
+            raises.
 
     Example:
         >>> import tempfile, torch, transformers, funcshard as fs
@@ -251,8 +245,7 @@ def _read(
     """Copy this rank's part of each tensor into its shard.
 
     Returns:
-        The paths of the leaves that no tensor is of; the embeddings for which the files have fewer
-        tokens, which are not copied; and the buffers among the tensors.
+        Paths of leaves that no file has; embeddings of fewer tokens, which aren't copied; buffers.
     """
     embedding_paths = embedding_names(module)
     grown_embeddings: _Grown = {}
@@ -330,17 +323,16 @@ def save_pretrained(
 ) -> list[Path]:
     """Write a folder that ``AutoModel.from_pretrained`` loads; ``from_pretrained`` is the inverse.
 
-    Every rank has to call. One unit after another is gathered, converted to the form that the
-    model's files have, and written by rank 0. The folder also gets ``config.json``, and
-    ``generation_config.json`` if the model generates. Save a tokenizer with its own method.
+    Every rank has to call. One unit after another is gathered, converted, and written by rank 0.
+    The folder also gets ``config.json``. Save your tokenizer with its own method.
 
     Arguments:
-        path: the folder to write to; it is made if it does not exist.
-        apply: the function of the model, from ``from_pretrained`` or ``make_functional``.
+        path: the folder to write.
+        apply: the function from ``from_pretrained`` or ``make_functional``.
         shards: this rank's shards.
-        plan: the plan that the shards are cut by.
+        plan: the plan of the shards.
         mesh: the ranks.
-        buffers: the buffers, of which the persistent ones are written.
+        buffers: the buffers; persistent ones are written.
         max_shard_size: as in ``export_safetensors``.
         dtype: as in ``export_safetensors``.
 
@@ -348,10 +340,10 @@ def save_pretrained(
         The paths of the files that hold tensors, on every rank.
 
     Raises:
-        TypeError: ``apply`` is not of a model of Hugging Face, or an option is of another type.
-        ValueError: the shards do not match the plan; a leaf is local to each rank; or tensors that
-            the files hold as one lie in several units.
-        OSError: rank 0 cannot write the files. Every rank raises the same error.
+        TypeError: ``apply`` isn't of a model of Hugging Face, or an option has the wrong type.
+        ValueError: the shards don't match the plan; a leaf is local to each rank; or one tensor of
+            the files lies in several units.
+        OSError: rank 0 can't write the files. Every rank raises it.
 
     Example:
         >>> import tempfile, torch, transformers, funcshard as fs

@@ -1,10 +1,8 @@
 """The two files of each rank in a checkpoint: its tensors, and their table.
 
-The tensors are a safetensors file, which any reader of that format opens. The table beside it has
-the place and the checksums of each tensor, and the rank's own values. It appears when the tensors
-are on the disk, which tells rank 0 that this rank is done.
-
-Every text file of a checkpoint has two lines. The first has the checksum of the second.
+The table has the place and the checksums of each tensor, and the rank's own values. It appears when
+the tensors are on the disk, which tells rank 0 that this rank is done. Every text file has two
+lines; the first has the checksum of the second.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ _NOWHERE = Place(0, 0, ())
 
 
 class Header(NamedTuple):
-    """A tensor in the header of a safetensors file: its name, dtype and shape."""
+    """A tensor in the header of a safetensors file."""
 
     name: str
     dtype: torch.dtype
@@ -72,17 +70,16 @@ class Header(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def headers_of(tensors: Mapping[str, torch.Tensor]) -> list[Header]:
-    """Return the entries of tensors by name, in their order."""
+    """Return the entries of tensors by name."""
     return [Header(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
 
 
 def header_bytes(entries: Iterable[Header], metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes of a safetensors file before its tensors, which follow in this order."""
+    """Return the bytes of a safetensors file before its tensors."""
     header_data: dict[str, Any] = {"__metadata__": metadata}
     end_byte = 0
     for entry in entries:
@@ -103,7 +100,7 @@ class RankTable:
     """The table of one rank.
 
     Attributes:
-        own: the trees of the rank's ``PerRank`` values.
+        own: the trees of ``PerRank`` values.
         stored: the facts about the tensors in these values, by name.
         size: bytes of the rank's file of tensors.
         header: SHA-256 of the bytes before the tensors.
@@ -118,12 +115,12 @@ class RankTable:
 
 
 def tensor_file(save: str, rank: int) -> str:
-    """Return the name of the file with a rank's tensors; ``save`` is the token of the save."""
+    """Return the name of a rank's file of tensors; ``save`` is the token."""
     return f"{save}-{rank}.safetensors"
 
 
 def table_file(save: str, rank: int) -> str:
-    """Return the name of the file with a rank's table."""
+    """Return the name of a rank's table."""
     return f"{save}-{rank}.json"
 
 
@@ -145,10 +142,10 @@ def write_rank(
         save: the token of the save.
         rank: the rank.
         flat: its state.
-        tensors: the tensors of ``flat``, or copies of them, 1-D.
+        tensors: the tensors of ``flat``, or copies, 1-D.
 
     Raises:
-        OSError: a file cannot be written.
+        OSError: a file can't be written.
     """
     # Why sorted: each tensor begins at a multiple of its dtype's size, as readers expect.
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())
@@ -182,7 +179,7 @@ def write_rank(
 
 
 def _header_of(name: str, tensor: torch.Tensor, stored: Stored) -> Header:
-    """Return a tensor's entry: its bytes, if safetensors files cannot hold its dtype."""
+    """Return a tensor's entry: its bytes, if the format lacks its dtype."""
     # Note: the index has the dtype, so reading does not need it here.
     if tensor.dtype not in CODE_OF or (tensor.dtype == torch.float4_e2m1fn_x2 and not stored.shape):
         return Header(name, torch.uint8, (tensor.nbytes,))
@@ -207,8 +204,7 @@ def read_text(path: Path, keys: Sequence[str]) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is damaged, no regular file, or of a format that this version does not
-            know.
+        ValueError: the file is damaged, no regular file, or of another format.
     """
     # Why no links: a checkpoint that was made to do harm could point at a device.
     file_bytes = read_regular(path, most=_LARGEST, links=False)
@@ -236,7 +232,7 @@ def read_text(path: Path, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def read_table(folder: Path, save: str, rank: int) -> RankTable:
-    """Read a rank's table, and check that its file of tensors exists and has its size.
+    """Read a rank's table, and check the size of its file of tensors.
 
     Raises:
         ValueError: a file is damaged or missing, or of another save.
@@ -320,13 +316,13 @@ def check_spec(
 ) -> None:
     """Raise ``ValueError`` unless data is the tree of a state, or of a ``PerRank`` value.
 
-    A checksum tells a damaged file. It does not tell a file that was made to do harm.
+    It may be from a file that was made to do harm, which a checksum doesn't tell.
 
     Arguments:
         spec: the data.
         stored: the facts about the tensors that the tree may name.
-        buffers: the buffers of the plan by unit and key; ``None`` for a ``PerRank`` value.
-        per_rank: the number of the ``PerRank`` value that the tree is; it may hold earlier ones.
+        buffers: the plan's buffers by unit and key; ``None`` for a ``PerRank`` value.
+        per_rank: the number of the ``PerRank`` value that the tree is.
     """
     # Note: a PerRank value may hold earlier ones alone, so none holds itself.
     most_number = file_data.MOST if per_rank is None else per_rank - 1
@@ -405,7 +401,7 @@ class RankReader:
         self._blocks.clear()
 
     def read(self, out: torch.Tensor, rank: int, name: str, begin: int) -> None:
-        """Fill a 1-D tensor from a stored tensor, and compare the checksums of what is read.
+        """Fill a 1-D tensor from a stored one, and compare checksums.
 
         Arguments:
             out: the tensor to fill, of the stored dtype.
@@ -414,7 +410,7 @@ class RankReader:
             begin: index of the first element in the stored tensor.
 
         Raises:
-            ValueError: the file is damaged, or does not hold these elements.
+            ValueError: the file is damaged, or doesn't hold these elements.
         """
         held_bytes = self.table(rank).places.get(name, _NOWHERE).nbytes
         begin_byte = begin * out.element_size()
@@ -440,7 +436,7 @@ class RankReader:
             )
 
     def checked(self, rank: int) -> Iterator[int]:
-        """Check every byte of a rank's file, and yield the numbers of bytes that are checked.
+        """Check every byte of a rank's file, and yield how many, part by part.
 
         Raises:
             ValueError: a byte is not the one that was saved.
@@ -460,14 +456,12 @@ class RankReader:
                 yield min(CHECKED, place.nbytes - index * CHECKED)
 
     def _block(self, rank: int, name: str, index: int) -> memoryview:
-        """Return the bytes of a block, whose checksum is right.
-
-        Why some are kept: a block may hold several leaves, which are read in turn. Why their memory
-        is used again: new pages take the system longer than a copy, and these stay in its cache.
-        """
+        """Return the bytes of a block, whose checksum is right."""
         block_key = (rank, name, index)
         if block_key not in self._blocks:
-            # Note: the oldest block goes, because reads of a shard move forward.
+            # Note: a block may hold several leaves, which are read in turn. The oldest one goes,
+            # because reads move forward. Its memory is used again, because new pages take longer
+            # than a copy.
             if len(self._blocks) >= _MOST_BLOCKS:
                 block_memory = self._blocks.pop(next(iter(self._blocks)))
             else:
@@ -511,7 +505,7 @@ class RankReader:
 
 
 def damaged(path: Path, why: Exception | None = None) -> ValueError:
-    """Return the error for a text file that no version of the library wrote."""
+    """Return the error for a file that no version of the library wrote."""
     file_kind = "the index" if path.name == INDEX else "a file"
     reason = f" ({why})" if why else ""
     return ValueError(
@@ -520,7 +514,7 @@ def damaged(path: Path, why: Exception | None = None) -> ValueError:
 
 
 def missing(path: Path) -> ValueError:
-    """Return the error for a file of a checkpoint that is not there."""
+    """Return the error for a missing file."""
     return ValueError(
         f"{path} is missing, so the checkpoint is not complete; restore another checkpoint"
     )

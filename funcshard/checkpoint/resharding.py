@@ -1,7 +1,6 @@
 """Which elements of a leaf lie in which rank's shard, and copies between such runs.
 
-A rank holds consecutive elements of a leaf, or of the slice of the leaf that its model axes cut.
-Every move of a state to other ranks, units or slices copies elements between two such runs.
+Every move of a state to other ranks, units or slices copies elements between two runs.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Run(NamedTuple):
     within: Box
 
     def boxes(self) -> list[Box]:
-        """Return the boxes of the whole leaf that the run consists of, in its order."""
+        """Return the boxes of the whole leaf that the run consists of."""
         run_boxes = boxes(self.within.sizes, self.begin, self.begin + self.numel)
         return [run_box.moved(self.within.offsets) for run_box in run_boxes]
 
@@ -45,7 +44,7 @@ class Source(NamedTuple):
 
     Attributes:
         rank: the rank.
-        start: index of the run's first element in the shard.
+        start: index of its first element in the shard.
         run: the run.
     """
 
@@ -60,7 +59,7 @@ def whole_run(shape: Sequence[int]) -> Run:
 
 
 def run_in_shard(buffer: BufferPlan, leaf: LeafSpec, position: ByAxis) -> tuple[slice, Run]:
-    """Return the run of a leaf that the rank at ``position`` holds, and its place in the shard."""
+    """Return the run of a leaf at a rank's ``position``, and its place in the shard."""
     # Note: a buffer that isn't sharded has all of the leaf, whatever the index.
     part = buffer.part(leaf, position.get("shard", 0))
     within = Box(slice_offsets(leaf.shape, leaf.cuts, position), leaf.shape)
@@ -73,7 +72,7 @@ def as_leaf(buffer: BufferPlan) -> LeafSpec:
 
 
 def copy_axes(buffer: BufferPlan, axes: ByAxis) -> dict[str, int]:
-    """Return name and size of the mesh axes along which every rank holds the same shard."""
+    """Return the mesh axes along which every rank holds the same shard, with their sizes."""
     return {
         axis: size
         for axis, size in axes.items()
@@ -82,10 +81,8 @@ def copy_axes(buffer: BufferPlan, axes: ByAxis) -> dict[str, int]:
 
 
 def turn_of(turn: int, buffer: BufferPlan, axes: ByAxis) -> dict[str, int]:
-    """Return the position, along ``copy_axes``, of the rank that stores a shard for all copies.
-
-    Why turns: tensor after tensor another rank stores it, so that these ranks share the writing.
-    """
+    """Return the position, along ``copy_axes``, of the rank that stores a shard for all copies."""
+    # Why turns: ranks with copies share the writing, tensor after tensor.
     copy_sizes = copy_axes(buffer, axes)
     return position_of(turn % math.prod(copy_sizes.values()), copy_sizes)
 
@@ -97,13 +94,13 @@ def leaf_sources(
     position: ByAxis,
     target: Run,
 ) -> Iterator[Source]:
-    """Yield the runs of a leaf, as a plan cut it, that have elements of ``target``.
+    """Yield the runs of a leaf under a plan that have elements of ``target``.
 
     Arguments:
         buffer: the leaf's buffer under that plan.
         leaf: the leaf.
         axes: size of each mesh axis of that plan.
-        position: the position along every axis, but for those that cut the leaf or its buffer.
+        position: the position along every axis that doesn't cut the leaf or its buffer.
         target: the elements to find.
     """
     target_boxes = target.boxes()
@@ -150,10 +147,7 @@ def old_position(
     axes: ByAxis,
     old_axes: ByAxis,
 ) -> dict[str, int]:
-    """Return the old position along the axes ``own`` that a local leaf comes from.
-
-    It is the number of the rank along these axes, modulo the old number of ranks along them.
-    """
+    """Return the old position along the axes ``own`` that a local leaf comes from."""
     rank_index = rank_at(
         {axis: position.get(axis, 0) for axis in own}, {axis: axes.get(axis, 1) for axis in own}
     )
@@ -165,12 +159,12 @@ def old_position(
 def read_run(
     out: torch.Tensor, target: Run, sources: Iterable[Source], name: str, read: Read
 ) -> int:
-    """Fill a run from its parts in the stored shards, and return the number of elements.
+    """Fill a run from stored shards, and return the number of elements.
 
     Arguments:
         out: the elements of ``target``, 1-D.
         target: the run to fill.
-        sources: the runs that have elements of it.
+        sources: the runs with elements of it.
         name: the name of the stored shards.
         read: fills a tensor with stored elements.
     """
@@ -189,7 +183,7 @@ def read_run(
 
 @torch.no_grad()
 def copy_run(out: torch.Tensor, target: Run, values: torch.Tensor, source: Run) -> int:
-    """Copy the elements of ``source`` that lie in ``target``, and return their number.
+    """Copy the elements that two runs share, and return their number.
 
     Arguments:
         out: the elements of ``target``, 1-D.
@@ -231,7 +225,7 @@ def _views(flat: torch.Tensor, run: Run) -> list[tuple[Box, torch.Tensor]]:
 
 
 def _span(box: Box, within: Box) -> tuple[int, int]:
-    """Return first and last index, as ``range`` has them, of a box in the raveled slice."""
+    """Return the range of a box in the raveled slice."""
     # Note: a box that isn't contiguous in the slice spans more than its own elements.
     first = last = 0
     for begin, size, low, side in zip(*box, *within, strict=True):

@@ -1,8 +1,7 @@
 """Parameters as safetensors files: one file, or several with an index as Hugging Face writes them.
 
-A file holds the length of its header, the header as JSON, and the bytes of the tensors one after
-another. The library of the format reads it. Why this file writes it itself: rank 0 can then write
-each flat buffer once it has been gathered, and no rank ever holds more than one of them in full.
+Why not the library's writer: here rank 0 writes each flat buffer once it's gathered, so no rank
+holds more than one of them in full.
 """
 
 from __future__ import annotations
@@ -63,35 +62,31 @@ def export_safetensors(
 ) -> list[Path]:
     """Write the full parameters into safetensors files; ``import_safetensors`` is the inverse.
 
-    Every rank has to call. The flat buffers are gathered one after another, and rank 0 writes the
-    leaves of each before the next one is gathered. A tied parameter is written once, under its
-    first name, as in Hugging Face's own files.
+    Every rank has to call. Rank 0 writes one gathered flat buffer after another. A tied parameter
+    is written once, under its first name.
 
     Arguments:
-        path: a file whose name ends in ``.safetensors``, or a folder. A folder gets one
-            ``model.safetensors``, or, if that would be larger than ``max_shard_size``, several
-            files with a ``model.safetensors.index.json``. ``AutoModel.from_pretrained`` loads the
-            folder if it also holds the model's ``config.json``. Files of earlier exports that have
-            these names are replaced or removed.
+        path: a file that ends in ``.safetensors``, or a folder, which gets one
+            ``model.safetensors``, or several files with an index. ``AutoModel.from_pretrained``
+            loads it with a ``config.json``. Earlier exports are replaced.
         shards: this rank's shards.
-        plan: the plan that the shards are cut by.
+        plan: the plan of the shards.
         mesh: the ranks.
         buffers: further tensors to write, such as ``apply.persistent(buffers)``.
-        max_shard_size: the most bytes of tensors in one of several files, as a number or as text
-            with a decimal unit, such as ``"500MB"``. A single larger tensor gets its own file.
-        dtype: floating-point dtype of all floating-point tensors in the files, such as
-            ``torch.bfloat16``. By default each tensor keeps its own dtype.
+        max_shard_size: the most bytes in one of several files, as a number or as ``"500MB"``.
+        dtype: dtype of all floating-point tensors in the files, such as ``torch.bfloat16``; by
+            default their own.
 
     Returns:
         The paths of the files that hold tensors, on every rank.
 
     Raises:
-        TypeError: ``max_shard_size`` is neither a number nor text, or ``dtype`` is not a
-            floating-point dtype.
-        ValueError: ``max_shard_size`` is no size; the shards do not match the plan; a leaf is local
-            to each rank; or the format lacks a leaf's dtype.
-        OSError: rank 0 cannot write the files, or another export to ``path`` is running. Every rank
-            raises the same error.
+        TypeError: ``max_shard_size`` is neither a number nor text, or ``dtype`` isn't
+            floating-point.
+        ValueError: ``max_shard_size`` is no size; the shards don't match the plan; a leaf is local
+            to each rank; or the format lacks a dtype.
+        OSError: rank 0 can't write the files, or another export to ``path`` is running. Every rank
+            raises it.
 
     Example:
         >>> import tempfile, torch, funcshard as fs
@@ -150,7 +145,7 @@ def write_tensors(
     Arguments:
         path: a file or a folder; see ``export_safetensors``.
         entries: the tensors, in the order of ``tensors``.
-        tensors: an iterator that communicates; on ranks other than 0 it yields nothing.
+        tensors: an iterator that communicates, and yields on rank 0 only.
         mesh: the ranks.
         most: the most bytes in one of several files.
         dtype: floating-point dtype of the files, or ``None``.
@@ -195,20 +190,14 @@ def write_tensors(
 def import_safetensors(path: StrPath, plan: Plan, mesh: Mesh, *, cast: bool = False) -> Shards:
     """Return this rank's shards of safetensors files; ``export_safetensors`` is the inverse.
 
-    The files are mapped into memory, and each rank reads only the bytes of its shards, besides
-    the first 64 KiB of each leaf. Ranks compare these, because ranks on several machines may find
-    different files under one path. Files that differ only after that are not told apart: then every
-    rank would have to read all files.
+    Each rank reads the bytes of its shards, and the first 64 KiB of each leaf, which ranks compare.
 
     Arguments:
-        path: a safetensors file, or a folder as ``save_pretrained`` writes it, with one file or
-            with several and their ``model.safetensors.index.json``. Names that are not leaves of
-            the plan are ignored. A tied parameter may be under any of its names.
+        path: a safetensors file, or a folder as ``save_pretrained`` writes it. Names that are no
+            leaves are ignored. A tied parameter may be under any of its names.
         plan: the plan to cut the shards by.
         mesh: the ranks.
-        cast: whether to convert tensors to the plan's dtypes, such as bfloat16 ones to float32,
-            after each rank has taken its own part. By default another dtype is an error. Integers
-            are never converted.
+        cast: as in ``from_state_dict``.
 
     Returns:
         Shards; see ``shard``.
@@ -216,8 +205,7 @@ def import_safetensors(path: StrPath, plan: Plan, mesh: Mesh, *, cast: bool = Fa
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: a file is damaged, a leaf is missing, a tensor has another shape or dtype than
-            planned, or ranks found different files. If one rank fails to read the files, every rank
-            raises.
+            planned, or ranks find different files. If one rank fails, every rank raises.
 
     Example:
         >>> import tempfile, torch, funcshard as fs
@@ -265,7 +253,7 @@ def check_floating(name: str, dtype: Any) -> None:
 def full_leaves(
     shards: Shards, unit: UnitPlan, buffers: Sequence[BufferPlan], mesh: Mesh
 ) -> dict[str, torch.Tensor]:
-    """Gather buffers of a unit, and return their leaves by path, on the CPU of rank 0 alone."""
+    """Gather buffers of a unit, and return their leaves by path, on rank 0's CPU alone."""
     return {
         leaf.path: value
         for buffer in buffers
@@ -284,7 +272,7 @@ def full_leaves(
 def _full_tensors(
     shards: Shards, plan: Plan, mesh: Mesh, extra: Mapping[str, torch.Tensor]
 ) -> Iterator[torch.Tensor]:
-    """Gather buffer after buffer; on rank 0, yield every leaf in its own dtype, then ``extra``."""
+    """Gather buffer after buffer; on rank 0, yield every leaf, then ``extra``."""
     for unit in plan.unit_list:
         for buffer in unit.buffers:
             yield from full_leaves(shards, unit, [buffer], mesh).values()
@@ -298,10 +286,7 @@ def _write(
     tensors: Iterator[torch.Tensor],
     single: bool,
 ) -> None:
-    """Write the files into a temporary folder, and rename them at the end, the index last.
-
-    The files of one export share a token, so that a reader tells them from those of another one.
-    """
+    """Write the files into a temporary folder, and rename them at the end, the index last."""
     folder.mkdir(parents=True, exist_ok=True)
     # Note: no other export writes into a folder of this name, even if a lock is lost.
     token = secrets.token_hex(4)
@@ -324,6 +309,7 @@ def _write(
         part_folder = folder / f".{name}.{token}.part"
         part_folder.mkdir()
         undo_stack.callback(shutil.rmtree, part_folder, ignore_errors=True)
+        # Note: by the token, a reader tells files of one export from those of another.
         export_token = {"export": token} if len(files) > 1 else {}
         for name, entries in files.items():
             with open(part_folder / name, "wb") as file:
@@ -374,7 +360,7 @@ def _write_one(
 
 
 def _split(entries: Sequence[Header], most: int) -> dict[str, list[Header]]:
-    """Return the tensors of each file by its name, at most ``most`` bytes or one tensor."""
+    """Return the tensors of each file, at most ``most`` bytes or one tensor."""
     entry_groups: list[list[Header]] = [[]]
     group_bytes = 0
     for entry in entries:
@@ -394,7 +380,7 @@ def _split(entries: Sequence[Header], most: int) -> dict[str, list[Header]]:
 
 
 def open_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of all files at a path by name, as views of their mapped pages.
+    """Return the tensors of all files at a path, as views of mapped pages.
 
     Raises:
         FileNotFoundError: there is no file.
@@ -413,11 +399,11 @@ def open_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _open(file: Path, token: str | None) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file, as views of its mapped pages.
+    """Return the tensors of a file, as views of mapped pages.
 
     Arguments:
         file: the file.
-        token: the token of the export whose index names the file, if it has one.
+        token: the token in the index that names the file, if any.
     """
     # Note: only here, so that a machine without this package can train.
     from safetensors import SafetensorError, safe_open
@@ -449,7 +435,7 @@ def _open(file: Path, token: str | None) -> dict[str, torch.Tensor]:
 
 
 def _files(path: Path) -> tuple[list[Path], str | None]:
-    """Return the files that ``import_safetensors`` reads, and the token of an export of several."""
+    """Return the files to read, and the token of an export of several."""
     if not path.is_dir():
         if not path.exists():
             raise FileNotFoundError(f"there is no safetensors file at {path}")

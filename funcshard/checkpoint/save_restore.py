@@ -1,8 +1,7 @@
-"""``save`` and ``restore``: a training state as a checkpoint, which is complete or does not exist.
+"""``save`` and ``restore``: a training state as a checkpoint, which is complete or doesn't exist.
 
-``save`` flattens the state and checks with collectives that all ranks agree. A ``Writer`` in a
-thread of each rank then writes the files, without collectives. ``restore`` reads the index, and
-each rank reads the elements that it needs.
+``save`` checks with collectives that all ranks agree. A ``Writer`` in a thread of each rank then
+writes the files, without collectives.
 """
 
 from __future__ import annotations
@@ -54,12 +53,12 @@ _log = logging.getLogger("funcshard.checkpoint")
 
 @dataclass(slots=True, eq=False)
 class Saving:
-    """A checkpoint that is being saved; ``save`` returns it.
+    """A checkpoint that ``save`` is saving.
 
     Attributes:
-        path: the path that the checkpoint has when it is complete.
-        memory: the bytes of the copied state, if the save runs in the background. A later save uses
-            them again if it gets this object as ``after``.
+        path: the checkpoint's path.
+        memory: the bytes of the copied state, in the background. A later save reuses them if you
+            pass ``after``.
 
     Example:
         >>> import tempfile, torch, funcshard as fs
@@ -79,15 +78,15 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether this rank has finished its part of the work; other ranks are not asked."""
+        """Whether this rank has finished its part; other ranks aren't asked."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is complete, and return its path; every rank has to call.
+        """Wait until the checkpoint is complete, and return its path. Every rank has to call.
 
         Raises:
-            OSError: a rank could not write its part. Every rank raises the same error. ``path``
-                holds nothing, or the checkpoint that it held before.
+            OSError: a rank couldn't write its part. Every rank raises it. An earlier checkpoint at
+                ``path`` is untouched.
         """
         if self._outcome is None:
             # Why a collective before join: simulated ranks take turns, and join keeps the turn.
@@ -126,51 +125,41 @@ def save(
 ) -> Saving:
     """Save a state as a checkpoint; ``restore`` is the inverse. Every rank has to call.
 
-    Each rank writes the parts of the state that it holds:
+    Each rank writes what it holds of your state:
 
-    - Trees of shards are stored as they are. The stored plan says where each leaf lies in them, so
-      the checkpoint can be restored under another plan. Such trees are recognised by their form:
-      parameters, averages of them, and optimizer states with tensors of a shard's size. Lists of
-      tensors are such trees only in the ``opt_state`` of a ``TrainState`` and in states of
-      TorchOpt. ``None`` may be in place of a unit, of a buffer or of an entry of such a list.
-    - Every other tensor, number and string must be the same on every rank, and is stored once.
-    - A value of a rank's own is marked with ``PerRank``, and stored once per rank.
+    - Trees of shards are stored as they are, with the plan, so you can restore them under another
+      plan. They're recognised by their form: parameters, averages of them, optimizer states.
+    - Every other tensor, number and string must be the same on every rank.
+    - Mark a value of each rank's own with ``PerRank``.
 
-    Every rank writes a safetensors file with its tensors, and syncs it to the disk. An index that
-    replaces that of an earlier checkpoint in one step completes the checkpoint. So a crash at any
-    moment leaves the old checkpoint, the new one, or a folder that ``latest`` passes over.
+    A crash at any moment leaves the old checkpoint, the new one, or a folder that ``latest`` skips.
+    docs/checkpoints.md says more about states and files.
 
     Arguments:
-        path: the folder to make, on a file system that all ranks share. A checkpoint that is
-            already there is replaced; anything else there is an error.
+        path: the folder to make, on a file system that all ranks share. A checkpoint there is
+            replaced; anything else there is an error.
         state: any pytree, such as ``{"train": TrainState, "ema": shards, "own": PerRank(...),
             "epoch": 3}``.
-        plan: the plan of the trees of shards in the state; the checkpoint stores it too. For
-            several models, a dictionary of plans: ``state`` is then a dictionary too, and each plan
-            has the key of the entry whose shards it cut.
+        plan: the plan of the shards in the state. For several models, a dictionary of plans, with
+            the keys of their entries in ``state``.
         mesh: the ranks.
-        wait: whether to return only when the checkpoint is complete. If ``False``, the state is
-            copied to the CPU, and a thread of low priority that issues no collective writes it
-            while training continues. Call the returned ``Saving``'s ``wait()`` later; the memory of
-            the copy is freed with the ``Saving``. A program that ends without that call ends when
-            the checkpoint is complete, or with exit code 1 and a message if it can't be saved.
-        after: the ``Saving`` of an earlier save, to wait for first, so that one save runs at a
-            time. The copy of the state uses the memory of that save's copy again.
-        keep: number of checkpoints to keep in the parent folder of ``path``, this one included.
-            Older ones are deleted when this one is complete. By default all are kept.
-        timeout: number of seconds that rank 0 waits for every rank to write its part.
+        wait: ``False`` copies the state to the CPU, and a thread writes it while you train. Call
+            ``wait()`` of the ``Saving`` later. If you don't, your program waits for the checkpoint
+            at its end, and exits with code 1 if it can't be saved.
+        after: the ``Saving`` of an earlier save, to wait for first. Its memory is reused.
+        keep: number of checkpoints to keep in the parent folder, with this one; by default all.
+        timeout: seconds that rank 0 waits for all ranks to write their parts.
 
     Returns:
         A ``Saving``, whose ``wait()`` returns the path.
 
     Raises:
-        TypeError: a leaf of the state is neither a tensor nor a number or string; or an option is
-            of another type.
-        ValueError: ``keep`` or ``timeout`` is not positive; a tree of shards does not match the
-            plan, or a list may be one; ranks differ in a value that is not marked with ``PerRank``;
-            ``path`` holds something other than a checkpoint, or its name begins with a dot; or
-            another save to ``path`` is running, in this process or in another one.
-        OSError: a rank could not write its part. With ``wait=False``, ``wait()`` raises it.
+        TypeError: a leaf is neither a tensor nor a number or string, or an option has the wrong
+            type.
+        ValueError: ``keep`` or ``timeout`` isn't positive; a tree of shards doesn't match the plan,
+            or a list may be one; ranks differ in a value; ``path`` holds something else, or its
+            name begins with a dot; or another save to ``path`` is running.
+        OSError: a rank couldn't write its part. With ``wait=False``, ``wait()`` raises it.
 
     Example:
         >>> import tempfile, torch, funcshard as fs
@@ -258,32 +247,29 @@ def restore(
     """Restore a state that ``save`` saved, under any plan of the model, or describe a checkpoint.
 
     ``restore(path, plan, mesh)`` returns the state, and every rank has to call it.
-    ``restore(path)`` returns a description of the checkpoint, without reading its tensors.
+    ``restore(path)`` describes the checkpoint. No code of the checkpoint runs.
 
     Restoring runs no code from the checkpoint. Its index is JSON. The bytes of its tensors are read
     to their places, and their checksums are compared.
-    Namedtuples are made only of classes that this process has already loaded.
 
     Arguments:
-        path: the checkpoint's folder; ``latest(folder)`` finds the last one.
-        plan: the plan to cut the trees of shards by. Its units, strategy and number of ranks may
-            differ from those of the plan that the checkpoint was saved under. Rank ``r`` takes the
-            ``PerRank`` values of old rank ``r`` modulo the old number of ranks. A dictionary of
-            plans for a state that was saved under one, with the same keys.
+        path: the checkpoint's folder, such as ``latest(folder)``.
+        plan: the plan to cut the shards by, which may have other units, strategies and ranks than
+            the saved one. Rank ``r`` takes the ``PerRank`` values of old rank ``r`` modulo the old
+            number of ranks. For several models, a dictionary of plans with the saved keys.
         mesh: the ranks, in the plan's shape.
-        cast: whether shards of the parameters' dtypes, such as float32, are converted to the dtypes
-            that ``plan`` has, such as bfloat16. By default other dtypes are an error. Shards that
-            were saved in another dtype than the parameters, such as averages, stay as they are.
+        cast: whether to convert shards of the parameters' dtypes to those of ``plan``. By default
+            other dtypes are an error. Shards in another dtype than the parameters, such as
+            averages, stay as they are.
 
     Returns:
-        The state, a tree of the same types as the saved one. Its tensors are on the mesh's device.
-        Tensors that were on the CPU while the mesh was on another device are on the CPU again.
-        Without ``plan`` and ``mesh``: a ``Contents``, which ``print`` shows as a table.
+        The state, in the saved types, on the mesh's device; tensors that were on the CPU beside
+        another device are on the CPU again. Without ``plan`` and ``mesh``, a ``Contents``.
 
     Raises:
         FileNotFoundError: there is no folder at ``path``.
-        ValueError: the checkpoint is incomplete or damaged, and the message names the file; or the
-            plan is of another model or of other dtypes. Every rank raises the same error.
+        ValueError: the checkpoint is incomplete or damaged, or the plan is of another model or of
+            other dtypes. Every rank raises the same error.
 
     Example:
         >>> import tempfile, torch, funcshard as fs
@@ -396,7 +382,7 @@ def _keys(plan: Plans) -> str:
 
 
 def _begin(path: Path, save: str, undo: ExitStack) -> FileLock:
-    """Make the folder of the path and take its lock; ``undo`` gets the inverse."""
+    """Make the folder and take its lock; ``undo`` gets the inverse."""
     try:
         save_lock = begin_save(path, save)
     except OSError as error:
@@ -413,7 +399,7 @@ def _begin(path: Path, save: str, undo: ExitStack) -> FileLock:
 
 
 def _agree(path: Path, summary: dict[str, Any], mesh: Mesh, drawn: int) -> str:
-    """Check that ranks agree on the path and the state, and return the token that rank 0 drew."""
+    """Check that ranks agree on path and state, and return rank 0's token."""
     own_digest = hashlib.sha256(json.dumps(summary, sort_keys=True).encode()).hexdigest()
     own_report = json.dumps([str(path), own_digest])
     rank_reports = [json.loads(text) for text in {*all_gather_texts(mesh, own_report)}]
@@ -435,17 +421,14 @@ def _agree(path: Path, summary: dict[str, Any], mesh: Mesh, drawn: int) -> str:
 def _copied(
     tensors: Mapping[str, torch.Tensor], memory: torch.Tensor | None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return copies of tensors by name, and the one piece of memory that holds these.
-
-    It is ``memory``, that of an earlier save, if that is large enough. Why: new pages take the
-    system several times as long as a copy.
-    """
+    """Return copies of tensors by name, and the one piece of memory that holds them."""
     # Note: each copy begins at a multiple of 64 bytes, which any dtype can be viewed at.
     end_bytes = list(
         itertools.accumulate(-(-tensor.nbytes // 64) * 64 for tensor in tensors.values())
     )
     total_bytes = end_bytes[-1] if end_bytes else 0
-    # Note: too small a piece goes, and a larger one takes its place.
+    # Why use memory again: new pages take the system several times as long as a copy. Too small a
+    # piece goes.
     if memory is None or memory.numel() < total_bytes:
         memory = torch.empty(total_bytes, dtype=torch.uint8, device="cpu")
     tensor_copies = {}

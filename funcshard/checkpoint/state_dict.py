@@ -1,8 +1,4 @@
-"""State dicts: shards to tensors under the module's own names, and back.
-
-``to_state_dict`` and ``from_state_dict`` are inverses. The functions below them work on one flat
-tensor that is cut like a buffer of the plan; optimizer state and safetensors files use them too.
-"""
+"""State dicts: shards to tensors under the module's own names, and back."""
 
 from __future__ import annotations
 
@@ -52,34 +48,29 @@ def to_state_dict(
 ) -> dict[str, Any]:
     """Return the parameters under the module's own names; ``from_state_dict`` is the inverse.
 
-    Every rank has to call. The flat buffers are gathered one after another, and each is freed
-    before the next is gathered. With ``rank0_only`` and ``offload`` no device holds more than one
-    full buffer at a time, and only the host of rank 0 holds the full model.
+    Every rank has to call. Flat buffers are gathered and freed one after another, so with
+    ``rank0_only`` and ``offload`` only the host of rank 0 holds the full model.
 
     Arguments:
-        shards: this rank's shards, or a tree of the same form, such as gradients. The leaves of a
-            frozen shard that is ``None``, as it is among gradients, are left out.
-        plan: the plan that the shards are cut by.
+        shards: this rank's shards, or a tree like them, such as gradients; ``None`` for a frozen
+            shard leaves its leaves out.
+        plan: the plan of the shards.
         mesh: the ranks.
-        buffers: tensors to add to the dictionary; ``apply.persistent(buffers)`` are those that the
-            module's own state dict holds.
-        rank0_only: whether only rank 0 gets the state dict; all other ranks get an empty one.
+        buffers: tensors to add, such as ``apply.persistent(buffers)``, which the module's state
+            dict holds.
+        rank0_only: whether only rank 0 gets the state dict, and the others an empty one.
         offload: whether to put the full tensors on the CPU.
-        sharded: whether each rank gets its ``Piece`` of every leaf instead of full tensors; it is
-            empty if the rank holds no element of the leaf. Nothing is gathered, and the pieces are
-            views of the shards.
+        sharded: whether each rank gets its ``Piece`` of every leaf, a view of its shard. Nothing is
+            gathered.
 
     Returns:
-        A dictionary that ``module.load_state_dict`` takes, in the order of ``module.state_dict()``
-        if the plan was made for params from ``make_functional``. A tied parameter is under each
-        of its names, as one tensor, as in ``module.state_dict()``. Of a leaf that ranks
-        hold in slices (``local={"up": {"tensor": 0}}``) it holds the whole tensor. A leaf that is
-        local to each rank otherwise has the same name on every rank, and this rank's values.
+        A dictionary for ``module.load_state_dict``. A tied parameter is under each of its names. A
+        leaf that ranks hold in slices is joined. A leaf that's local otherwise has this rank's
+        values.
 
     Raises:
-        ValueError: the shards do not match the plan; a leaf is local to each rank, so that
-            ``rank0_only`` would lose the values of all other ranks; or ``sharded`` is combined with
-            ``rank0_only`` or ``offload``.
+        ValueError: the shards don't match the plan; ``rank0_only`` would lose a local leaf of other
+            ranks; or ``sharded`` is combined with ``rank0_only`` or ``offload``.
 
     Example:
         >>> import torch, funcshard as fs
@@ -146,30 +137,26 @@ def from_state_dict(
     Arguments:
         state_dict: tensors by name, in any of these forms:
 
-            - full tensors, as in ``module.state_dict()``; whole ones of leaves that ranks hold in
-              slices;
+            - full tensors, as in ``module.state_dict()``;
             - DTensors, as a module sharded by FSDP2 has; each is gathered by itself;
             - pieces: one ``Piece`` per name, or a list of the pieces of several ranks.
 
-            Names that are not leaves of the plan, such as those of buffers, are ignored. A tied
-            parameter may be under any of its names.
+            Names that are no leaves are ignored. A tied parameter may be under any of its names.
         plan: the plan to cut the shards by.
         mesh: the ranks.
-        src: the rank that has the state dict, which must hold full tensors. That rank broadcasts
-            one flat buffer after another; the state dict of other ranks is ignored. By default
-            every rank has the state dict.
-        check: whether ranks compare checksums of full tensors, as in ``shard``. Pieces and DTensors
-            are not compared, because each rank holds other elements of them.
-        cast: whether to convert tensors to the plan's dtypes, such as bfloat16 ones to float32. By
-            default another dtype is an error. Integers are never converted.
+        src: the rank that has the state dict, with full tensors, and broadcasts one flat buffer
+            after another. By default every rank has it.
+        check: whether ranks compare checksums of full tensors, as in ``shard``.
+        cast: whether to convert floating-point tensors to the plan's dtypes. By default another
+            dtype is an error.
 
     Returns:
         Shards; see ``shard``. They share no memory with the state dict.
 
     Raises:
-        ValueError: a leaf is missing, a tensor has another shape or dtype than planned, the pieces
-            do not cover this rank's part of a leaf, or ranks have different full tensors of a leaf
-            that they share. If one rank's state dict has a fault, every rank raises.
+        ValueError: a leaf is missing, a tensor has another shape or dtype than planned, pieces
+            don't cover this rank's part, or ranks differ in a leaf that they share. If one rank's
+            state dict has a fault, every rank raises.
 
     Example:
         >>> import torch, funcshard as fs
@@ -222,7 +209,7 @@ def from_state_dict(
 
 
 def check_flags(**flags: Any) -> None:
-    """Raise ``TypeError`` unless each option is ``True`` or ``False``."""
+    """Raise ``TypeError`` unless each option is a bool."""
     for name, value in flags.items():
         check_flag(name, value)
 
@@ -235,16 +222,16 @@ def check_all_shards(
     *,
     none_if_frozen: bool = False,
 ) -> None:
-    """Raise unless ``shards`` are this rank's shards of ``plan``; every rank has to call.
+    """Raise unless ``shards`` are this rank's of ``plan``. Every rank has to call.
 
-    Ranks compare ``options``, texts by name, in the same exchange as the plan.
+    Ranks also compare ``options``, texts by name.
     """
     check_mesh(plan, mesh, options)
     check_shards(plan, shards, mesh, none_if_frozen=none_if_frozen)
 
 
 def check_no_leaf(buffers: Any, plan: Plan) -> None:
-    """Raise unless ``buffers`` is ``None`` or a dictionary without the name of a leaf."""
+    """Raise unless ``buffers`` is ``None`` or a dictionary without names of leaves."""
     if buffers is not None and not isinstance(buffers, Mapping):
         raise TypeError(
             f"buffers must be a dictionary {{name: tensor}}, or None; found "
@@ -259,7 +246,7 @@ def check_no_leaf(buffers: Any, plan: Plan) -> None:
 
 
 def check_no_local_leaf(plan: Plan) -> None:
-    """Raise ``ValueError`` if a leaf is local to each rank: no rank has a full state dict then."""
+    """Raise ``ValueError`` if a leaf is local, because no rank then has a full state dict."""
     if (path := find_local_leaf(plan)) is not None:
         raise ValueError(
             f"leaf {path!r} is local to each rank, and rank 0's state dict alone would lose the "
@@ -269,7 +256,7 @@ def check_no_local_leaf(plan: Plan) -> None:
 
 
 def find_local_leaf(plan: Plan) -> str | None:
-    """Return the path of the first leaf that is local to ranks and no slice, if there is one."""
+    """Return the path of the first leaf that's local and no slice, if there is one."""
     # Note: own_axes leaves out the axes of slices, which join to whole tensors.
     leaves = each_leaf(plan)
     return next((leaf.path for _, b, leaf in leaves if own_axes(b.local, leaf.cuts)), None)
@@ -335,17 +322,16 @@ def shard_from_leaves(
     cast: bool | None = None,
     src: int | None = None,
 ) -> torch.Tensor:
-    """Return this rank's shard of one buffer; a leaf that is not given becomes zeros.
+    """Return this rank's shard of one buffer, with zeros for a missing leaf.
 
     Arguments:
         unit: the buffer's unit.
         buffer: the buffer.
         mesh: the ranks.
         leaves: full tensors, DTensors, or pieces, by path.
-        where: the words for the source of the leaves in an error message.
+        where: the source of the leaves, for errors.
         cast: as in ``check_leaf``.
-        src: the rank that broadcasts its full tensors; every rank has to call then. On other ranks
-            they may be on the meta device or missing.
+        src: the rank that broadcasts its full tensors; on others they may be on meta or missing.
     """
     if src is not None:
         sliced_leaves = []
@@ -386,7 +372,7 @@ def is_full(value: Any) -> bool:
 def _check_value(
     value: Any, leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh, where: str, cast: bool | None
 ) -> None:
-    """Raise unless an entry of a state dict holds the elements of a leaf that this rank needs."""
+    """Raise unless an entry holds the elements of a leaf that this rank needs."""
     pieces = as_pieces(value)
     if pieces is None:
         if not isinstance(value, torch.Tensor):
@@ -405,11 +391,11 @@ def find_leaves(
     rule: str = "the state dict must hold every leaf of the plan",
     remedy: str = "",
 ) -> dict[str, Any]:
-    """Return the entry of each leaf by path; a tied parameter may be under any of its names.
+    """Return the entry of each leaf by path, under any of its names.
 
     Raises:
         ValueError: a leaf is missing; the message begins with ``rule`` and ends with ``remedy``. Or
-            a tied parameter is under several names with different values.
+            a tied parameter has several values.
     """
     if not isinstance(state_dict, Mapping):
         remedy = "pass a dictionary {name: tensor}"
@@ -482,11 +468,9 @@ def _remedy(state_dict: Mapping[str, Any], missing: list[str]) -> str:
 
 
 def _warn_of_unknown(state_dict: Mapping[str, Any], plan: Plan) -> None:
-    """Warn of entries that look like parameters, and are neither leaves nor buffers of the plan.
-
-    Why by the end of their names: the plan of a plain tree does not know the buffers' names.
-    """
+    """Warn of entries that look like parameters, and are neither leaves nor buffers."""
     known_names = {name for leaf in plan.leaves for name in (leaf.path, *leaf.aliases)}
+    # Why by the end of their names: the plan of a plain tree doesn't know the names of buffers.
     last_names = {name.rpartition(".")[2] for name in known_names}
     # Note: make_functional's names include those of buffers, which are no leaves.
     own_names = known_names.union(plan.names)

@@ -1,7 +1,6 @@
 """A state as the parts that a checkpoint stores: a tree as JSON, and tensors by name.
 
-``flatten_state`` makes a ``FlatState``, and ``unflatten_state`` makes a state of its parts. This
-file defines those parts, their names, and the check that ranks agree on them. Nothing here
+It defines these parts and their names, and checks that ranks agree on them. Nothing here
 communicates or reads a file.
 """
 
@@ -42,12 +41,10 @@ NO_UNIT: TreeSpec = ["value", None]
 
 @dataclass(frozen=True, slots=True)
 class PerRank:
-    """A value of one rank's own in a state, such as a random state or a position in the data.
-
-    ``save`` stores one value per rank, and does not compare them.
+    """A value of each rank's own in your state, such as a random state.
 
     Attributes:
-        value: any pytree of tensors, numbers and strings; ranks may hold entirely different ones.
+        value: any pytree of tensors, numbers and strings; ranks may hold different ones.
 
     Example:
         >>> import torch, funcshard as fs
@@ -60,16 +57,16 @@ class PerRank:
 
 
 class Stored(NamedTuple):
-    """The facts about a stored tensor, apart from its values.
+    """The facts about a stored tensor.
 
     Attributes:
-        kind: how ranks hold the tensor. ``"shard"``: as the plan cuts the buffer. ``"whole"``:
-            every rank holds all of it. ``"rank"``: each rank holds another one.
+        kind: ``"shard"`` as the plan cuts the buffer, ``"whole"`` the same on every rank, or
+            ``"rank"`` another one on each.
         dtype: name of its dtype.
         shape: its shape on one rank.
-        on_mesh: whether it lives on the mesh's device; if not, it lives on the CPU.
-        label: the row of a checkpoint's table that counts it, such as ``train.shards.*``.
-        turn: which of several ranks with the same shard stores it; see ``turn_of``.
+        on_mesh: whether it lives on the mesh's device, not on the CPU.
+        label: its row in a table, such as ``train.shards.*``.
+        turn: which of several ranks stores it; see ``turn_of``.
     """
 
     kind: str
@@ -85,12 +82,11 @@ class FlatState:
     """One rank's state after ``flatten_state``.
 
     Attributes:
-        spec: the tree, with names of tensors and values at its leaves; the same on every rank.
+        spec: the tree, the same on every rank.
         rank_specs: the tree of each ``PerRank`` value.
-        stored: the facts about each tensor by name. Ranks agree on those that are not of kind
-            ``"rank"``.
+        stored: the facts about each tensor by name.
         tensors: the tensors that this rank stores, by name.
-        checksums: checksum of each tensor that must be the same on every rank, by name.
+        checksums: the checksum of each tensor that all ranks share, by name.
     """
 
     spec: TreeSpec
@@ -109,11 +105,7 @@ class FlatState:
 
 
 def replicated_summary(flat: FlatState) -> dict[str, Any]:
-    """Return a JSON summary of the parts of a state that must be the same on every rank.
-
-    The summary holds every value, the checksum of every replicated tensor, and one digest of the
-    tree and of all shapes and dtypes.
-    """
+    """Return a JSON summary of what must be the same on every rank."""
     # Why a digest: of a large model, this text has some MiB.
     structure_text = json.dumps([flat.spec, list(flat.shared.items())]).encode()
     return {
@@ -124,7 +116,7 @@ def replicated_summary(flat: FlatState) -> dict[str, Any]:
 
 
 def check_replicated(summaries: Sequence[dict[str, Any]]) -> None:
-    """Raise ``ValueError``, naming a difference, unless the summaries of all ranks are the same."""
+    """Raise ``ValueError``, naming a difference, unless all summaries are the same."""
     first_summary = summaries[0]
     remedy = "mark a value of a rank's own with PerRank(value)"
     for rank, rank_summary in enumerate(summaries):
@@ -153,7 +145,7 @@ def check_replicated(summaries: Sequence[dict[str, Any]]) -> None:
 
 
 def shortened(one: Any, other: Any, most: int = 80) -> tuple[str, str]:
-    """Return two different values as text; of long ones, the part around the first difference."""
+    """Return two different values as text, around their first difference."""
     value_texts = repr(one), repr(other)
     # Note: long texts differ far behind their beginning, such as two configurations.
     first_difference = next(
@@ -203,15 +195,14 @@ def first_of(names: Sequence[Any]) -> str:
 
 
 def name_in(names: Container[str], leaf: LeafSpec) -> str | None:
-    """Return the first name of a leaf that is in ``names``; a tied parameter has several names."""
+    """Return the first name of a leaf that's in ``names``."""
     return next((name for name in (leaf.path, *leaf.aliases) if name in names), None)
 
 
 def find_class(name: str) -> type:
-    """Return the class that is recorded as ``module:qualname``.
+    """Return the loaded class that's recorded as ``module:qualname``.
 
-    Only modules that are loaded are searched, and nothing is imported, so a checkpoint cannot make
-    this process run code.
+    Nothing is imported, so that a checkpoint can't run code.
 
     Raises:
         ValueError: no loaded module has such a class.
@@ -228,7 +219,7 @@ def find_class(name: str) -> type:
 
 
 def is_json(value: Any) -> bool:
-    """Return whether the data of a container, frozen, are texts, numbers or tuples of them."""
+    """Return whether frozen data are texts, numbers or tuples of them."""
     if isinstance(value, tuple):
         return all(map(is_json, value))
     return value is None or type(value) in (int, float, bool, str)
@@ -261,15 +252,14 @@ def any_plan(plans: Plans) -> Plan:
 def by_entry(root: Any, plans: Plans) -> list[tuple[str, Any, Plan]]:
     """Return path and node of each part of a state, and the plan of its shards.
 
-    One plan is that of the whole state, at path ``""``. Several are those of entries of a
-    dictionary, whose other entries get a plan without units, because they hold no shards.
+    One plan is that of the whole state, at ``""``. Several belong to entries of a dictionary.
 
     Arguments:
         root: the root of the state, as a ``TreeSpec`` or a ``tree.Structure``.
         plans: the plans.
 
     Raises:
-        ValueError: the state is no dictionary, or lacks an entry that has a plan.
+        ValueError: the state lacks an entry that has a plan.
     """
     if isinstance(plans, Plan):
         return [("", root, plans)]
@@ -295,7 +285,7 @@ def by_entry(root: Any, plans: Plans) -> list[tuple[str, Any, Plan]]:
 
 
 def buffers_of_shards(spec: TreeSpec, plans: Plans) -> dict[str, BufferPlan]:
-    """Return the buffer of each tensor in the trees of shards of a state, by stored name."""
+    """Return the buffer of each tensor in trees of shards, by stored name."""
     buffers_by_name: dict[str, BufferPlan] = {}
     for _, root, plan in by_entry(spec, plans):
         buffers = {(unit.name, b.key): b for unit in plan.unit_list for b in unit.buffers}
@@ -314,7 +304,7 @@ def buffers_of_shards(spec: TreeSpec, plans: Plans) -> dict[str, BufferPlan]:
 
 
 def buffers_in_tree_order(plan: Plan, *, trainable_only: bool) -> list[tuple[UnitPlan, BufferPlan]]:
-    """Return the buffers, with their units, in the order of the leaves of a tree of shards."""
+    """Return the buffers, with their units, in the order of a tree's leaves."""
     unit_buffers = [
         (unit, buffer)
         for unit in plan.unit_list
@@ -325,13 +315,11 @@ def buffers_in_tree_order(plan: Plan, *, trainable_only: bool) -> list[tuple[Uni
 
 
 def fits_shard(value: Any, buffer: BufferPlan, numel: int | None = None) -> bool:
-    """Return whether ``value`` is a flat tensor of ``numel`` elements, by default a shard's number.
-
-    A counter has one element too: an integer tensor of one element is a shard only if it has the
-    buffer's dtype.
-    """
+    """Return whether ``value`` is a flat tensor of ``numel`` elements, or of a shard's number."""
     shard_numel = buffer.shard_numel if numel is None else numel
     if not isinstance(value, torch.Tensor) or value.shape != (shard_numel,):
         return False
+    # Note: a counter has one element too, so an integer tensor of one element must have the
+    # buffer's dtype.
     has_fractions = value.is_floating_point() or value.is_complex()
     return shard_numel != 1 or has_fractions or value.dtype == dtype_of(buffer.dtype)

@@ -1,7 +1,6 @@
 """Make one rank's state of its tree and named tensors, under the plan that cut it or another one.
 
-``unflatten_state`` builds the state, and asks its caller for the elements of each tensor:
-``replan`` has them in memory, ``restore`` in files.
+The caller has the elements of tensors: ``replan`` in memory, ``restore`` in files.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Saved:
 
     Attributes:
         spec: the tree.
-        rank_specs: the trees of the ``PerRank`` values that this rank takes.
+        rank_specs: the trees of this rank's ``PerRank`` values.
         stored: the facts about each tensor by name.
         plans: the plans that cut it.
         read: fills a tensor with stored elements.
@@ -82,14 +81,13 @@ def unflatten_state(
     Arguments:
         saved: the flattened state.
         plans: the plans to cut the trees of shards by, with the keys of ``saved.plans``.
-        rank: this rank. A local leaf comes from its index modulo the old sizes of its mesh axes.
-        device: the device of the mesh. Shards of offloaded units are on the CPU.
-        cast: whether shards get the dtypes of ``plans`` if they had those of the plans that cut
-            them. ``None`` is an error for them that doesn't propose it.
+        rank: this rank.
+        device: the device of the mesh.
+        cast: as in ``restore``; ``None`` is an error that doesn't propose it.
 
     Raises:
-        ValueError: the plan is of another model, or it puts leaves into one buffer that disagree on
-            a value which a buffer has once.
+        ValueError: the plan is of another model, or joins leaves that disagree on a value of their
+            buffer.
     """
     new_entries, old_entries = by_entry(saved.spec, plans), by_entry(saved.spec, saved.plans)
     try:
@@ -111,7 +109,7 @@ class _Home(NamedTuple):
     Attributes:
         unit: the unit of the old buffer.
         buffer: the old buffer.
-        leaves: the leaves under the new plan, each with its leaf under the old one.
+        leaves: pairs of new and old leaf.
     """
 
     unit: UnitPlan
@@ -129,7 +127,7 @@ class _Home(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """A run of this rank's shard, and where its elements are in the old shards.
+    """A run of this rank's shard, and where its elements are in old shards.
 
     Attributes:
         path: the leaf's path, for errors.
@@ -221,7 +219,7 @@ class _Unflattener:
     # --- trees of shards --------------------------------------------------------------------------
 
     def _shards(self, form: str, nodes: Mapping[tuple[str, str], TreeSpec]) -> Any:
-        """Return a tree of shards from the nodes of the old buffers, by unit and key."""
+        """Return a tree of shards from the nodes of the old buffers."""
         shards: dict[str, Any] = {}
         for unit in self.plan.unit_list:
             unit_shards, unit_specs = {}, []
@@ -288,7 +286,7 @@ class _Unflattener:
         return self.homes[buffer_key]
 
     def _is_same(self, buffer: BufferPlan, old: BufferPlan) -> bool:
-        """Return whether two flat buffers have the same elements, though maybe in other shards."""
+        """Return whether two flat buffers have the same elements, maybe in other shards."""
         # Note: a local buffer has other elements on each rank, so the number of these ranks counts.
         same_axes = all(self.axes[axis] == self.old_axes.get(axis, 1) for axis in buffer.local)
         return (old.leaves, old.local, same_axes) == (buffer.leaves, buffer.local, True)
@@ -296,7 +294,7 @@ class _Unflattener:
     def _below(
         self, specs: Sequence[TreeSpec], homes: list[_Home], unit: UnitPlan, buffer: BufferPlan
     ) -> Any:
-        """Return the node below one buffer from those below the old buffers of its leaves."""
+        """Return the node below one buffer from those below its leaves' old buffers."""
         first_spec, first_path = specs[0], homes[0].path
         for home, other_spec in zip(homes[1:], specs[1:], strict=True):
             if _form(other_spec) != _form(first_spec):
@@ -321,7 +319,7 @@ class _Unflattener:
     def _tensor(
         self, names: Sequence[str], homes: list[_Home], unit: UnitPlan, buffer: BufferPlan
     ) -> torch.Tensor:
-        """Return the tensor below one buffer; ``names`` are those below its leaves' old buffers."""
+        """Return the tensor below one buffer from those below its leaves' old buffers."""
         first_stored = self.saved.stored[names[0]]
         # Note: merged leaves must agree on how they are kept, and not only on their values.
         for name in names[1:]:
@@ -355,11 +353,7 @@ class _Unflattener:
         return shard.to(dtype)
 
     def _dtype_of(self, shard: torch.Tensor, home: _Home, buffer: BufferPlan) -> torch.dtype:
-        """Return the dtype of a shard: another one if the two plans have different dtypes.
-
-        A shard that was saved in another dtype than its leaves' keeps it, such as a float32
-        average.
-        """
+        """Return the dtype of a shard: another one if the two plans differ in it."""
         planned_dtype = dtype_of(buffer.dtype)
         # Note: an average in float32 beside bfloat16 parameters is no parameter, and stays.
         if shard.dtype == planned_dtype or shard.dtype != dtype_of(home.buffer.dtype):
@@ -377,7 +371,7 @@ class _Unflattener:
     def _fill(
         self, shard: torch.Tensor, names: Sequence[str], homes: list[_Home], buffer: BufferPlan
     ) -> None:
-        """Read the elements of all leaves that lie in this rank's shard of a buffer."""
+        """Read the elements of all leaves in this rank's shard of a buffer."""
         for name, home in zip(names, homes, strict=True):
             turn = turn_of(self.saved.stored[name].turn, home.buffer, self.old_axes)
             # Note: all trees of a state have the same homes, and a turn picks one of the copies.
@@ -463,7 +457,7 @@ def _container(spec: TreeSpec, children: list[Any]) -> Any:
 
 
 def _form(spec: TreeSpec) -> Any:
-    """Return the structure of a node, without the values and names at its leaves."""
+    """Return a node's structure, without values and names."""
     if spec is None or spec[0] in ("value", "tensor", "rank"):
         return spec and spec[0]
     return (spec[0], repr(spec[2]), len(spec[3]))
@@ -472,7 +466,7 @@ def _form(spec: TreeSpec) -> Any:
 def _check_equal(
     unit: UnitPlan, path: str, other_path: str, value: torch.Tensor, other: torch.Tensor
 ) -> None:
-    """Raise ``ValueError`` if two leaves disagree on what their buffer has once, as a ``step``."""
+    """Raise ``ValueError`` if two leaves disagree on a value of their buffer, as a ``step``."""
     if value.shape != other.shape:
         value_texts = f"of shape {tuple(value.shape)}", f"of {tuple(other.shape)}"
     # Why bytes: NaN is equal to no number, and torch compares no tensors of bits8.
@@ -486,7 +480,6 @@ def _check_equal(
 
 
 def _shown(tensor: torch.Tensor, at: int) -> str:
-    """Return one element as text."""
     element = tensor.view(-1)[at : at + 1]
     return (
         str(element.item())
@@ -507,35 +500,26 @@ def _disagreement(where: str, one: str, other: str, here: Any, there: Any) -> Va
 
 
 def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
-    """Cut the states of all ranks again, from the ranks and units of one plan to those of another.
+    """Cut the states of all ranks again, from one plan to another.
 
-    A pure function, which one process computes without communication. Saving under the old plan and
-    restoring under the new one gives the same states through files.
+    It's a pure function, and gives you the states that ``save`` and ``restore`` give. Every tree
+    that looks like shards is cut again; values that all ranks share stay.
 
-    - Every tree that looks like shards is cut again leaf by leaf, under whatever name it has in
-      the state: parameters, averages of them, optimizer states.
-    - A tensor or value that is the same on every rank stays the same.
-    - New rank ``r`` takes the ``PerRank`` values and the local leaves of old rank ``r`` modulo the
-      old number of ranks.
-
-    Replanning from old to new and back gives the same states, apart from their own values that
-    the last ranks lose when the new plan has fewer ranks.
+    New rank ``r`` takes ``PerRank`` values and local leaves of old rank ``r`` modulo the old number
+      of ranks.
 
     Arguments:
         states: each rank's state, any pytree, in order of ranks.
         old: the plan that the states are cut by.
-        new: the plan to cut them by: the same leaves in other units, under another strategy, or on
-            another number of ranks.
+        new: the plan to cut them by, of the same leaves.
 
     Returns:
-        Each new rank's state, in order of ranks. Its tensors share no memory with the old ones.
-        Shards of offloaded units are on the CPU, and other shards on the device of ``states``.
+        Each new rank's state, in order of ranks, with new memory.
 
     Raises:
-        TypeError: a leaf is neither a tensor nor a number or string; ``states`` is no list, or a
-            plan no plan.
-        ValueError: the number of states is not the old plan's number of ranks, a plan is of another
-            model, or ranks differ in a value that is not marked with ``PerRank``.
+        TypeError: a leaf can't be stored, ``states`` is no list, or a plan no plan.
+        ValueError: the number of states isn't the old number of ranks, a plan is of another model,
+            or ranks differ in a value.
 
     Example:
         >>> import torch, funcshard as fs
@@ -587,7 +571,7 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
 
 
 def _device_of(states: Sequence[Any]) -> torch.device:
-    """Return the device of the first tensor that is not on the CPU; if there is none, the CPU."""
+    """Return the first device of tensors but the CPU, or the CPU."""
     state_tensors = (
         leaf for state in states for leaf in tree.leaves(state) if isinstance(leaf, torch.Tensor)
     )

@@ -1,10 +1,7 @@
 """One rank's part in saving a checkpoint, in a thread that issues no collective.
 
-Each rank writes its files into the checkpoint's folder, under names that begin with the token of
-the save. When rank 0 has found the table of every rank, it writes the index, which publishes the
-checkpoint.
-
-Why ranks meet through files: a collective of this thread could come between two of training.
+Ranks meet through files, because a collective of this thread could come between two of training.
+When rank 0 has found the table of every rank, it writes the index, which publishes the checkpoint.
 """
 
 from __future__ import annotations
@@ -51,10 +48,10 @@ class WriterThread(threading.Thread):
 
     Arguments:
         writer: the writer.
-        in_background: whether other threads have precedence, where the system can do that.
+        in_background: whether other threads have precedence.
 
     Attributes:
-        error: the reason why the writer failed, or ``""``; read it after ``join``.
+        error: why the writer failed, or ``""``; read it after ``join``.
         path: the path of the checkpoint.
     """
 
@@ -66,7 +63,7 @@ class WriterThread(threading.Thread):
         self._give_up = writer.say_that_it_failed
 
     def started(self) -> bool:
-        """Start the thread, or set ``error`` if the system has none; return whether it runs."""
+        """Start the thread, or set ``error``; return whether it runs."""
         _UNTOLD.add(self)
         try:
             self.start()
@@ -94,7 +91,7 @@ class WriterThread(threading.Thread):
             _UNTOLD.discard(self)
 
     def told(self) -> str:
-        """Wait for the thread to end, and return ``error``, which the caller raises."""
+        """Wait for the thread to end, and return ``error``."""
         if self.ident is not None:  # it could be started
             self.join()
         _UNTOLD.discard(self)
@@ -107,17 +104,15 @@ _UNTOLD: set[WriterThread] = set()
 
 @atexit.register
 def _tell_at_exit() -> None:
-    """End the process with an error if a checkpoint is not saved and no ``wait()`` said so.
-
-    Python waits for the threads before it calls this. It has no other way to change the exit code,
-    which tells a launcher that the job has failed.
-    """
+    """End the process with an error if a checkpoint isn't saved and no ``wait()`` said so."""
     if failed_threads := [thread for thread in _UNTOLD if thread.error]:
         for thread in failed_threads:
             print(f"checkpoint {thread.path} is not saved: {thread.error}", file=sys.stderr)
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
+        # Why: nothing else changes the exit code here, after Python has waited for the threads, and
+        # a launcher needs it.
         os._exit(1)
 
 
@@ -126,7 +121,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def thread_name(path: Path, rank: int) -> str:
-    """Return the name of the thread that saves a checkpoint to ``path`` as one rank."""
+    """Return the name of the thread that saves to ``path`` as one rank."""
     return f"save {path} as rank {rank}"
 
 
@@ -139,13 +134,13 @@ class Writer:
         save: the token of the save.
         plans: the plans to store.
         flat: this rank's state.
-        tensors: the tensors of ``flat``, or copies of them that training cannot change.
+        tensors: the tensors of ``flat``, or copies of them.
         rank: this rank.
         world_size: number of ranks.
-        keep: number of checkpoints to keep beside ``path``, this one included; ``None`` keeps all.
-        timeout: number of seconds that rank 0 waits for the tables of all ranks.
-        lock: the lock of ``path``, on rank 0; the writer gives it back.
-        lost: returns an error message if a rank is suspended or gone, and ``""`` if none is.
+        keep: as in ``save``.
+        timeout: as in ``save``.
+        lock: the lock of ``path``, on rank 0, to release.
+        lost: returns an error if a rank is suspended or gone, or ``""``.
     """
 
     path: Path
@@ -177,7 +172,7 @@ class Writer:
                 self.lock.release()
 
     def say_that_it_failed(self) -> None:
-        """Leave a mark for rank 0, in some way that a full disk allows."""
+        """Leave a mark for rank 0, even on a full disk."""
         failed_mark = self.path / f"{self.save}-{self.rank}.failed"
         with contextlib.suppress(OSError):
             failed_mark.touch()
@@ -189,14 +184,13 @@ class Writer:
                 return
 
     def write(self) -> None:
-        """Write this rank's tensors, and their table."""
         write_rank(self.path, self.save, self.rank, self.flat, self.tensors)
 
     def wait_for_all(self) -> None:
         """Wait for the tables of all ranks.
 
         Raises:
-            OSError: a rank failed, is suspended or gone, or did not write its table in time.
+            OSError: a rank failed, is suspended or gone, or took too long.
         """
         last_look = time.monotonic()
         end_time = last_look + self.timeout
@@ -239,7 +233,7 @@ class Writer:
             self.remove_oldest(self.keep)
 
     def remove_leftovers(self) -> None:
-        """Delete what saves left whose process was killed."""
+        """Delete what killed saves left."""
         # Note: files of the checkpoint that this save replaces stay until it is published.
         current_save = save_at(self.path)
         remove_files(self.path, lambda save: save not in (self.save, current_save))
@@ -248,7 +242,7 @@ class Writer:
                 remove_unfinished(folder)
 
     def remove_oldest(self, keep: int) -> None:
-        """Remove all but the last ``keep`` checkpoints of the folder around ``path``."""
+        """Remove all but the last ``keep`` checkpoints around ``path``."""
         complete_saves = []
         for folder in folders(self.path.parent):
             with contextlib.suppress(OSError, ValueError):
