@@ -1,9 +1,4 @@
-"""Walk the objects that a Python object refers to.
-
-``captured`` follows only the references that a programmer writes: closures, defaults, partials and
-plain containers. ``reachable`` also follows attributes, weak references and every other reference
-that the garbage collector knows, and the global variables that a function's code names.
-"""
+"""Walk the objects that a Python object refers to."""
 
 from __future__ import annotations
 
@@ -19,25 +14,19 @@ import torch
 
 
 def captured(function: Any) -> Iterator[Any]:
-    """Yield ``function`` and the objects that it captured.
+    """Yield ``function`` and the objects that it captured, each once.
 
-    The walk follows closures, default arguments, ``functools.partial``, tuples, lists and the
-    values of dictionaries. It does not enter modules, tensors or classes. It yields each object
-    once.
+    It follows what you write: closures, defaults, partials, tuples, lists and values of
+    dictionaries. It doesn't enter modules, tensors or classes.
     """
     return _walk(function, everything=False)
 
 
 def reachable(value: Any) -> Iterator[Any]:
-    """Yield ``value`` and every object that can be reached from it.
+    """Yield ``value`` and every object that can be reached from it, each once.
 
-    The walk follows closures and default arguments of functions, weak references, and all
-    references of other objects. It does not enter modules, tensors or classes. It yields each
-    object once.
-
-    Of the global variables that a function's code names, it follows modules, functions, methods and
-    partials. A function that was found in a global variable of another file is entered, but its own
-    global variables are not.
+    It follows all references that the garbage collector knows, weak ones too, and global variables
+    that a function's code names. It doesn't enter modules, tensors or classes.
     """
     return _walk(value, everything=True)
 
@@ -89,7 +78,7 @@ def _walk(value: Any, *, everything: bool) -> Iterator[Any]:
 
 
 def _named_globals(function: types.FunctionType) -> list[Any]:
-    """Return the modules and callables in the global variables that the function's code names."""
+    """Return the modules and callables in global variables that the code names."""
     followed_types = (torch.nn.Module, types.FunctionType, types.MethodType, functools.partial)
     followed_values: dict[str, Any] = {}
     all_codes = [function.__code__]
@@ -107,7 +96,6 @@ def _named_globals(function: types.FunctionType) -> list[Any]:
 
 @functools.lru_cache(maxsize=4096)
 def _loaded_globals(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names of the global variables that the code loads."""
     return tuple(
         instruction.argval
         for instruction in dis.get_instructions(code)

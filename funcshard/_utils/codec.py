@@ -1,7 +1,6 @@
 """Data classes as JSON and back, by their type hints.
 
-A file may be damaged, or made to do harm. ``decode`` checks each part before it's used, so what it
-returns has the types of the hints. Ranges, and how parts fit each other, are up to the class.
+``decode`` checks each part, so its result has the types of the hints. Ranges are up to the class.
 
 ``field(metadata=...)`` may hold two keys. ``"key"`` is the field's name in JSON. ``"later"`` marks
 a field that older texts lack: at its default ``encode`` leaves it out, so they stay valid.
@@ -30,12 +29,12 @@ class _Layout(NamedTuple):
     """How JSON holds a class.
 
     Attributes:
-        keys: the names in JSON of the fields that every text has.
-        values: a function from an object to the values of these fields.
-        later: name, name in JSON and default of each field that older texts lack.
-        nested: the names in JSON of fields that hold data classes.
-        decoders: name, and the function that decodes the field, by name in JSON.
-        required: the names in JSON of fields without a default.
+        keys: the JSON names of the fields that every text has.
+        values: from an object to the values of these fields.
+        later: name, JSON name and default of each field that older texts lack.
+        nested: the JSON names of fields that hold data classes.
+        decoders: name and decoder of each field, by its JSON name.
+        required: the JSON names of fields without a default.
     """
 
     keys: tuple[str, ...]
@@ -83,7 +82,7 @@ def encode(value: Any) -> dict[str, Any]:
 
 
 def decode(hint: Any, data: Any, where: str) -> Any:
-    """Return the value of a type hint that ``encode`` wrote; the inverse.
+    """Return the value of a type hint that ``encode`` wrote.
 
     Arguments:
         hint: a data class, a named tuple, a tuple, ``Any`` for nested tuples, or a plain type.
@@ -91,14 +90,13 @@ def decode(hint: Any, data: Any, where: str) -> Any:
         where: the name of the part, for errors.
 
     Raises:
-        ValueError: the data is of another type, or lacks a field, or has one more.
+        ValueError: the data has another type, or other fields.
     """
     return _decoder(hint)(where, data)
 
 
 @functools.cache
 def _decoder(hint: Any) -> Callable[[str, Any], Any]:
-    """Return a function from the name of a part and its data to the value."""
     plain_decoders: dict[Any, Callable[[str, Any], Any]] = {
         Any: lambda where, data: tree.freeze(data),
         int: file_data.whole,

@@ -1,4 +1,4 @@
-"""Say once that ``torch.compile`` around an object of this library compiles nothing of it."""
+"""Warn once that ``torch.compile`` around an object of this library compiles nothing of it."""
 
 from __future__ import annotations
 
@@ -19,21 +19,16 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Warned:
-    """Whether an object has given its warning; each object has one of these.
-
-    Attributes:
-        already: whether there is nothing to say any more.
-    """
+    """Whether an object has given its warning."""
 
     already: bool = False
 
 
 def untraced_with_warning(text: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator of methods that Dynamo does not trace; see ``untraced``.
+    """Return a decorator of methods that Dynamo doesn't trace; see ``untraced``.
 
-    The method warns when ``torch.compile`` was given its object, or a function that calls it. An
-    object, which has an attribute ``warned``, warns once. Where the whole program has to be one
-    graph, the text is in torch's error.
+    An object, which has an attribute ``warned``, warns once if ``torch.compile`` was given it, or a
+    function that calls it. With ``fullgraph``, the text is in torch's error.
 
     Arguments:
         text: why the object is not compiled, and what to do.

@@ -1,7 +1,6 @@
 """Cut the parts of units out of a tree's structure; see ``tree`` for structures and paths.
 
-If keys of a dictionary have dots, several of them can lie under one path. The node at that path is
-then one dictionary of all their nodes.
+If keys of dictionaries have dots, several nodes can lie at one path. They become one dictionary.
 """
 
 from __future__ import annotations
@@ -17,21 +16,19 @@ _DICTS = ("dict", "ordered_dict")
 def cutter(
     structure: Structure, paths: Iterable[str]
 ) -> Callable[[str | Sequence[str], dict[int, int]], Structure]:
-    """Return a function that cuts units out of a structure, which is searched once for all.
+    """Return a function that cuts units out of a structure.
 
     Arguments:
         structure: the structure of the whole tree.
         paths: all paths that will be cut.
 
     Returns:
-        ``cut(path, keep)`` -> the part of ``structure`` under a unit's ``path``, with the unit's
-        leaves renumbered. The path ``""`` is the whole tree. Of keys with dots, those that start
-        with ``path`` are kept, without ``path``. ``keep`` maps the number of a leaf in the whole
-        tree to its number in the unit. All other leaves belong to other units: they become
-        ``None``, or their keys are left out of a dictionary with dotted keys.
+        ``cut(path, keep)`` -> the part under a unit's ``path``, where ``keep`` maps numbers of
+        leaves in the whole tree to those in the unit. Other leaves become ``None``, or their keys
+        with dots are left out.
 
-        Of several paths, ``cut`` returns a dictionary from each path to the part under it. A path
-        at which only tied leaves are used, and which the tree therefore lacks, is left out.
+        For several paths, it returns a dictionary from path to part, without paths that only have
+        tied leaves.
     """
     nodes_at = _nodes_at(structure, {*paths})
 
@@ -71,7 +68,6 @@ def _nodes_at(structure: Structure, paths: Set[str]) -> dict[str, list[Structure
 
 
 def _keys_of(node: Structure) -> list[str]:
-    """Return the keys of a container in paths."""
     kind, meta, children = node
     if kind in _DICTS:
         return [str(key) for key in meta]
@@ -80,7 +76,7 @@ def _keys_of(node: Structure) -> list[str]:
 
 
 def _merged(nodes: Sequence[Structure], path: str) -> Structure:
-    """Merge the nodes of one path, which are dictionaries if there are several."""
+    """Merge the nodes of one path."""
     containers = [node for node in nodes if node is not None]
     # The usual case: one node, which is taken as it is.
     if len(containers) < 2:
@@ -96,7 +92,7 @@ def _merged(nodes: Sequence[Structure], path: str) -> Structure:
 
 
 def _prune(structure: Structure, keep: dict[int, int]) -> Structure:
-    """Renumber the leaves in ``keep`` and remove all others; see ``cutter``."""
+    """Renumber the leaves in ``keep`` and remove all others."""
     if structure is None:
         return None
     if isinstance(structure, int):

@@ -1,9 +1,7 @@
 """Donation: a step updates tensors in place, and nothing may use the old ones afterwards.
 
-A step with an optimizer of ``torch.optim`` writes the new values into the memory of the old ones,
-so that no second copy ever exists. It returns new tensor objects over that memory. The old objects
-would silently show the new values, so ``donate`` makes each of them a ``_DonatedTensor``, which
-raises an error whenever it is used.
+The step returns new tensor objects over the same memory. The old objects would silently show the
+new values, so ``donate`` makes each of them a ``_DonatedTensor``, which raises whenever you use it.
 """
 
 from __future__ import annotations
@@ -19,8 +17,6 @@ _REMEDY = (
 
 
 class _DonatedTensor(torch.Tensor):
-    """The class of a tensor whose memory now holds the values after a step."""
-
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -34,7 +30,7 @@ class _DonatedTensor(torch.Tensor):
 
 
 class _DonatedState:
-    """Replaces, in an optimizer's state, the tensors that were donated to a step."""
+    """Replaces the tensors of an optimizer's state that were donated to a step."""
 
     def __repr__(self) -> str:
         return "<optimizer state that was donated to a step>"
@@ -44,11 +40,7 @@ DONATED_STATE = _DonatedState()
 
 
 def donate(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return new tensor objects over the memory of ``leaves``; the old objects can't be used again.
-
-    The old objects also lose their memory: inside a ``torch.func`` transform, which looks through
-    the class of a tensor, they are empty.
-    """
+    """Return new tensor objects over the memory of ``leaves``; the old ones can't be used again."""
     new_leaves = [leaf.detach() for leaf in leaves]
     empty_tensors: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
     for old_leaf, new_leaf in zip(leaves, new_leaves, strict=True):
@@ -69,7 +61,7 @@ def is_donated(tensor: torch.Tensor) -> bool:
 
 
 def check_not_donated(state: Any) -> None:
-    """Raise ``RuntimeError`` if ``state``, part of an optimizer's state, was donated to a step."""
+    """Raise ``RuntimeError`` if ``state``, part of an optimizer's state, was donated."""
     if state is DONATED_STATE:
         raise RuntimeError(
             f"this optimizer state was donated to a step, which updated it in place: {_REMEDY}"

@@ -1,8 +1,7 @@
-"""Check data that came from a file, before it is used: types, ranges, keys, depth.
+"""Check data that came from a file, before it's used: types, ranges, keys, depth.
 
-A file may be damaged, or made to do harm. Each function here takes the name of a part and its
-value, and returns the value if it is of the type. If not, it raises a ``ValueError`` that gives the
-name, the rule and the value. The caller adds the name of the file and what to do.
+A file may be damaged, or made to do harm. A function takes the name of a part and its value, and
+returns the value, or raises a ``ValueError``. The caller adds the file and what to do.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ def parse(data: str | bytes) -> Any:
 
     Raises:
         TypeError: the data is neither text nor bytes.
-        ValueError: it is no JSON in UTF-8, an object has a key twice, or lists are nested deeper
-            than any that this library writes.
+        ValueError: it's no JSON in UTF-8, has a key twice, or is nested too deeply.
 
     Example:
         >>> parse(b'{"a": [1, 2]}')
@@ -103,7 +101,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def listed(name: str, value: Any, length: int | None = None) -> list[Any]:
-    """Return a list, of a length if one is given."""
+    """Return a list, maybe of a given length."""
     if type(value) is not list or length not in (None, len(value)):
         raise _error(name, "a list" if length is None else f"a list of {length}", value)
     return value
@@ -140,7 +138,7 @@ def table(
         value: the part.
         keys: the keys that it must have.
         later: further keys that it may have.
-        others: whether it may have any other key.
+        others: whether it may have others.
     """
     if type(value) is not dict:
         raise _error(name, "an object", value)
@@ -156,7 +154,7 @@ def table(
 
 
 def own_name(name: str, value: Any) -> str:
-    """Return the name of a file that lies in a folder itself, and not above or below it."""
+    """Return the name of a file that lies in a folder itself."""
     file_name = text(name, value)
     if file_name in ("", ".", "..") or any(sign in file_name for sign in "/\\\0"):
         raise _error(name, "the name of a file in the same folder", value)
@@ -164,7 +162,7 @@ def own_name(name: str, value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return the beginning of a value's text, in a time that does not grow with the value."""
+    """Return the beginning of a value's text, in a time that doesn't grow with the value."""
     plain_types = {int, str, bool}
     shown_text = f"a {type(value).__name__}"
     if type(value) in (str, bytes):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 
 class _Blocks:
-    """The blocks of all threads that run, because Python has one switch for all of them."""
+    """The blocks that run in all threads, because Python has one switch."""
 
     lock = threading.Lock()
     number = 0
@@ -20,10 +20,7 @@ class _Blocks:
 def without_collection() -> Iterator[None]:
     """Run the ``with`` block without searches for garbage in cycles.
 
-    Python starts such a search after a number of new objects, and each one walks through all
-    objects. A model of 80,000 modules has a million of them, so half of the time that its trace
-    takes would be such searches. Objects outside of cycles are freed at once, as always. After the
-    last block of all threads, also after an error, searches go on if they were on before.
+    After the last block of all threads, searches continue if they were on before.
 
     Example:
         >>> import gc
@@ -38,6 +35,8 @@ def without_collection() -> Iterator[None]:
         if not _Blocks.number:
             _Blocks.enabled = gc.isenabled()
         _Blocks.number += 1
+        # Why: each search walks through all objects, and the trace of 80,000 modules has a million.
+        # It would take twice as long.
         gc.disable()
     try:
         yield

@@ -1,11 +1,10 @@
 """Errors of public functions: checks of options, and advice for habits of other libraries.
 
-Each check raises an error that names option, rule, the value found and what to do. A value of
-the wrong type is a ``TypeError``, any other wrong value a ``ValueError``. Numbers may be Python's,
-NumPy's, or tensors without dimensions; ``True`` and ``False`` are no numbers.
+A value of the wrong type is a ``TypeError``, any other wrong value a ``ValueError``. Numbers may be
+Python's, NumPy's, or tensors without dimensions, but no bools.
 
-A module where its function belongs, ``sharded.eval()``, ``optimizer.zero_grad()``: such a call is
-right in torch, so its error names the call that does the same here.
+You may call ``sharded.eval()`` or ``optimizer.zero_grad()``, as in torch. The error names the call
+that does the same here.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ _UNITS = {
 def check_count(
     name: str, value: Any, least: int = 1, *, of: str = "", none: str = "", remedy: str = ""
 ) -> int:
-    """Return ``value`` as an ``int`` if it is a whole number of at least ``least``; raise if not.
+    """Return ``value`` as an ``int``, a whole number of at least ``least``; raise if it's none.
 
     Arguments:
         name: the option.
         value: its value.
         least: the least number.
-        of: the things that the option counts, such as ``"steps"``, for the error.
-        none: the meaning of ``None`` for the error, if the option may be ``None``.
-        remedy: a value to pass instead of a number that is too small, for the error.
+        of: what the option counts, such as ``"steps"``.
+        none: the meaning of ``None``, if the option may be ``None``.
+        remedy: what to pass instead of a number that's too small.
 
     Raises:
         TypeError: the value is no number.
-        ValueError: the number is not whole, or it is too small.
+        ValueError: the number isn't whole, or it's too small.
     """
     count_value = _number(value)
     if isinstance(count_value, int) and count_value >= least:
@@ -59,12 +58,12 @@ def check_count(
 
 
 def check_bytes(name: str, value: Any, *, example: str = "5GB") -> int:
-    """Return a size in bytes, from a number or from text: ``"5GB"`` is 5 · 10⁹, ``"1KiB"`` 1024.
+    """Return bytes from a number or from text: ``"5GB"`` is 5 · 10⁹, ``"1KiB"`` 1024.
 
     Arguments:
         name: the option.
         value: its value.
-        example: text such as users pass, for the error.
+        example: text to pass, for the error.
     """
     if not isinstance(value, str):
         return check_count(
@@ -98,12 +97,12 @@ def check_number(
     Arguments:
         name: the option.
         value: its value.
-        above: the value must be larger than this.
-        least: the value must be at least this.
-        below: the value must be smaller than this.
+        above: a bound that the value must exceed.
+        least: the least value.
+        below: a bound above the value.
         infinite: whether it may be ``math.inf``.
-        none: the meaning of ``None`` for the error, if the option may be ``None``.
-        remedy: a value to pass instead of a number out of bounds, for the error.
+        none: as in ``check_count``.
+        remedy: what to pass instead.
 
     Raises:
         TypeError: the value is no number.
@@ -148,7 +147,7 @@ def check_device(value: Any) -> torch.device:
     """Return a device by its name or number, or raise.
 
     Raises:
-        TypeError: the value is neither a device nor a name nor a number.
+        TypeError: the value is neither a device, a name nor a number.
         ValueError: torch knows no such device.
     """
     rule = "device must be a device of torch, such as 'cpu' or 'cuda'"
@@ -167,7 +166,7 @@ def check_path(name: str, value: Any) -> Path:
 
     Raises:
         TypeError: the value is neither text nor a path of text.
-        ValueError: it holds a character that no path can hold.
+        ValueError: it holds a zero byte.
     """
     path_text: Any = value
     if isinstance(value, os.PathLike):
@@ -196,12 +195,11 @@ def check_choice(
         name: name of the option.
         value: its value.
         choices: the choices.
-        usual: advice for the names that choices have in other libraries, in small letters, of
-            texts or of members of an enumeration.
+        usual: advice for names of other libraries, in small letters.
 
     Raises:
-        TypeError: the value is neither text nor ``None``, nor one of the usual names.
-        ValueError: the value is not among the choices.
+        TypeError: the value is neither text nor ``None``.
+        ValueError: the value isn't among the choices.
     """
     if isinstance(value, str | None) and value in choices:
         return
@@ -219,12 +217,12 @@ def check_choice(
 
 
 def did_you_mean(value: str, names: Iterable[str], *, otherwise: str) -> str:
-    """Return the end of an error: a question for the name that is like ``value``, or what to do.
+    """Return the end of an error: a name like ``value``, or what to do.
 
     Arguments:
         value: the wrong name.
         names: the names that are right.
-        otherwise: what to do if none is like it.
+        otherwise: what to do if none is similar.
 
     Example:
         >>> from funcshard._utils.options import did_you_mean
@@ -238,12 +236,12 @@ def did_you_mean(value: str, names: Iterable[str], *, otherwise: str) -> str:
 
 
 def absent(title: str, name: str, remedies: Mapping[str, str]) -> AttributeError:
-    """Return the error for an attribute that an object lacks, with what to do if that's known.
+    """Return the error for an attribute that an object lacks, with advice if there is any.
 
     Arguments:
         title: the object, as text.
         name: the attribute.
-        remedies: what to do for each attribute that torch's object of this kind has.
+        remedies: what to do, by attribute of torch's own object.
 
     Example:
         >>> from funcshard._utils.options import absent
@@ -257,7 +255,7 @@ def absent(title: str, name: str, remedies: Mapping[str, str]) -> AttributeError
 
 
 def outline(value: Any) -> str:
-    """Return what a value is, for an error: a dictionary's first names, a shape, or a class.
+    """Return a dictionary's first names, a shape, or a class, for an error.
 
     Example:
         >>> import torch
@@ -273,11 +271,11 @@ def outline(value: Any) -> str:
 
 
 def module_remedy(value: Any, result: str) -> str:
-    """Return the end of an error for a value that is a module; nothing if it is none.
+    """Return the end of an error for a module, or nothing for other values.
 
     Arguments:
         value: any value.
-        result: the result of ``make_functional`` that belongs in its place, such as ``"apply"``.
+        result: what to pass of ``make_functional``'s results, such as ``"apply"``.
     """
     if not isinstance(value, nn.Module):
         return ""
@@ -285,7 +283,7 @@ def module_remedy(value: Any, result: str) -> str:
 
 
 def is_tree_of_shards(tree: Any) -> bool:
-    """Return whether a dictionary has the form of shards: dictionaries by unit of tensors."""
+    """Return whether a dictionary has the form of shards."""
     return (
         isinstance(tree, Mapping)
         and bool(tree)
@@ -294,7 +292,7 @@ def is_tree_of_shards(tree: Any) -> bool:
 
 
 def _number(value: Any) -> int | float | None:
-    """Return a value as a number of Python; ``None`` if it is no real number, or a truth value."""
+    """Return a value as a number of Python; ``None`` for bools and other types."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):
@@ -311,7 +309,7 @@ def _number(value: Any) -> int | float | None:
 
 
 def _is_float(number: float, infinite: bool) -> bool:
-    """Return whether a number is a float: one of 400 digits is not, infinity is if it may be."""
+    """Return whether a number is a float, as one of 400 digits isn't."""
     try:
         return math.isfinite(number) or infinite
     except OverflowError:

@@ -1,8 +1,8 @@
 """Pages of memory: huge ones for disks, and those of mapped files, which a process can give back.
 
-A disk gets a list with the address of each page, and the list has an end: with pages of 4 KiB, a
-read of 4 MiB becomes eight. With huge pages of 2 MiB it is one. Linux gives them where a program
-asks for them, if ``/sys/kernel/mm/transparent_hugepage/enabled`` says ``madvise`` or ``always``.
+A disk gets a list of page addresses, which has an end: with pages of 4 KiB, a read of 4 MiB becomes
+eight. With huge pages of 2 MiB it's one. Linux gives them if
+``/sys/kernel/mm/transparent_hugepage/enabled`` says ``madvise`` or ``always``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ _DONTNEED: int | None = getattr(mmap, "MADV_DONTNEED", None)
 
 
 def io_memory(size: int) -> memoryview:
-    """Return new memory for reads and writes past the page cache; it begins at a page.
-
-    A process that is forked meanwhile does not disturb them: the system would copy other memory
-    that a fork meets during a read, and the disk would write to the old place.
+    """Return new memory, from the start of a page, for reads and writes past the page cache.
 
     Example:
         >>> len(io_memory(5 << 20))
@@ -34,7 +31,9 @@ def io_memory(size: int) -> memoryview:
     if size >= _HUGE_PAGE and _HUGE is not None:
         huge_memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # an older system, or one whose pages are all small
-            # A forked process gets empty memory, and this one keeps its own.
+            # Why: the system copies memory that a fork meets during a read, and the disk would
+            # write to the old place. So a forked process gets empty memory, and this one keeps its
+            # own.
             huge_memory.madvise(_WIPE_ON_FORK)
             # The mapping is longer by one page, so that a huge page can begin inside it.
             begin = -torch.frombuffer(huge_memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
@@ -44,14 +43,13 @@ def io_memory(size: int) -> memoryview:
 
 
 def release_pages(tensor: torch.Tensor) -> None:
-    """Take the pages of a tensor out of this process's memory, if it lies inside a mapped file.
+    """Take a tensor's pages out of this process's memory, if it lies inside a mapped file.
 
-    The system has them in its page cache, as long as it has nothing better to keep there. Reading
-    the tensor again maps them again.
+    They stay in the system's page cache, and reading maps them again.
 
     Arguments:
-        tensor: a tensor in separate memory, or a view of a mapped file that is never written to,
-            behind the file's first byte.
+        tensor: a view of a mapped file that's never written to, behind its first byte, or any other
+            tensor.
 
     Source: Linux manual pages, madvise(2).
     """

@@ -32,7 +32,7 @@ class RandomState:
     Attributes:
         cpu: state of torch's generator on the CPU.
         cuda: state of torch's generator on the current CUDA device; ``None`` before CUDA is used.
-        python: state of the module ``random``; ``None`` if it was not asked for.
+        python: state of the module ``random``, if asked for.
     """
 
     cpu: torch.Tensor
@@ -41,11 +41,7 @@ class RandomState:
 
     @classmethod
     def take(cls, *, python: bool = False) -> RandomState:
-        """Return the current state of the generators; ``put`` is the inverse.
-
-        Arguments:
-            python: whether to include the state of Python's module ``random``.
-        """
+        """Return the current state, with that of the module ``random`` if ``python``."""
         cuda_state = None
         # Why not ask CUDA in any case: asking would create a CUDA context in a process without one.
         if torch.cuda.is_initialized():
@@ -57,7 +53,7 @@ class RandomState:
         return cls(cpu_state, cuda_state, random.getstate() if python else None)
 
     def put(self) -> None:
-        """Set the generators to this state; ``take`` is the inverse."""
+        """Set the generators to this state."""
         if recording_graph():  # a run of the graph sets the state, and not its recording
             torch.ops.funcshard.set_random_state(self.cpu)
             return

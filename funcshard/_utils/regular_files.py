@@ -1,7 +1,6 @@
 """Open files for reading, if they are regular ones.
 
-A reader waits for ever at a named pipe, and reads a device such as ``/dev/zero`` without an end. So
-the readers of files of this library open them here.
+You'd wait for ever at a named pipe, and read a device such as ``/dev/zero`` without an end.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ def open_regular(
 
     Arguments:
         path: the file.
-        links: whether the path may be a symbolic link. Folders above it always may.
-        folder: descriptor of the folder that the path is relative to.
+        links: whether the path itself may be a symbolic link.
+        folder: descriptor of the folder that contains a relative path.
 
     Raises:
-        OSError: there is no such file, or it cannot be opened.
+        OSError: there is no such file, or it can't be opened.
         ValueError: the path names something other than a regular file.
 
     Example:
@@ -78,8 +77,8 @@ def read_regular(
         folder: as in ``open_regular``.
 
     Raises:
-        OSError: there is no such file, or it cannot be read.
-        ValueError: the path names something other than a regular file, or a file that is larger.
+        OSError: there is no such file, or it can't be read.
+        ValueError: the path names no regular file, or a larger one.
 
     Example:
         >>> import tempfile
@@ -100,7 +99,7 @@ def read_regular(
 def regular_size(
     path: str | os.PathLike[str], *, links: bool = True, folder: int | None = None
 ) -> int:
-    """Return the number of bytes of a regular file, which is not opened; see ``open_regular``."""
+    """Return the number of bytes of a regular file, which isn't opened."""
     if "\0" in os.fspath(path):
         raise ValueError(
             f"{os.fspath(path)!r} must be the path of a file; found a zero byte in it: name "

@@ -1,7 +1,7 @@
 """Check what a file says of a tree: its structure and its classes, before ``tree`` builds anything.
 
-A file names a class as ``module:qualname``. Only modules that this process has loaded are searched,
-and only classes on the way: no attribute is computed, so that no ``__getattr__`` imports a module.
+A class is named ``module:qualname``. Only loaded modules are searched, and no attribute is
+computed, so that no ``__getattr__`` imports a module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def loaded_class(name: Any) -> type | None:
-    """Return the class of a recorded name; ``None`` if no loaded module has a class of that name.
+    """Return the class of a recorded name, or ``None`` if no loaded module has it.
 
     Example:
         >>> loaded_class("collections:OrderedDict")
@@ -35,10 +35,10 @@ def loaded_class(name: Any) -> type | None:
 
 
 def public_class_name(name: str) -> str:
-    """Return the public name of a recorded class of this library, and other names unchanged.
+    """Return the public name of a class of this library, and other names unchanged.
 
-    ``funcshard.train:TrainState`` becomes ``funcshard:TrainState``. Old checkpoints record the
-    classes of this library under the names of files that may have moved since.
+    ``funcshard.train:TrainState`` becomes ``funcshard:TrainState``: old checkpoints have the names
+    of files that have moved.
     """
     module, _, qualname = name.partition(":")
     is_inside = module.partition(".")[0] == _PACKAGE
@@ -48,7 +48,7 @@ def public_class_name(name: str) -> str:
 
 
 def _namespace(owner: Any) -> Mapping[str, Any]:
-    """Return the names that a module or a class itself holds; none for all else."""
+    """Return the names that a module or a class itself holds."""
     # Why not vars: the modules of importlib's LazyLoader are imported when any attribute is asked
     # for, and a metaclass may compute the attributes of its classes.
     if issubclass(type(owner), ModuleType):
@@ -63,12 +63,10 @@ def _is_class(value: Any) -> bool:
 
 
 def check_structure(structure: Any) -> int:
-    """Return the number of leaves of a structure that was read from a file.
-
-    Classes are not looked up here, but when a tree is built.
+    """Return the number of leaves of a structure from a file.
 
     Raises:
-        ValueError: it is no structure, or the numbers of its leaves have gaps.
+        ValueError: it's no structure, or the numbers of its leaves have gaps.
     """
     to_visit, leaf_indices = [structure], set[int]()
     while to_visit:

@@ -1,8 +1,4 @@
-"""Tables and lists of strings as aligned text or as HTML, and the format of the numbers in them.
-
-``Shown`` is the base of objects that show themselves, as text when printed and as HTML in a
-notebook. Such an object is a list of parts: tables, lists and sentences.
-"""
+"""Tables and lists of strings as aligned text or as HTML, and the format of the numbers in them."""
 
 from __future__ import annotations
 
@@ -18,13 +14,13 @@ _BESIDE = "display:inline-block;vertical-align:top;margin:0 24px 12px 0"
 
 
 class Table(NamedTuple):
-    """A table; columns of numbers are aligned right, all others and the first column left.
+    """A table, with columns of numbers aligned right.
 
     Attributes:
         title: the line above it.
         header: the names of the columns.
         rows: the rows, each with one string a column.
-        total: a last row, separated from the rest by a line.
+        total: a last row, below a line.
 
     Example:
         >>> from funcshard._utils.table import Table
@@ -78,7 +74,7 @@ class Table(NamedTuple):
         return f'<table style="{_STYLE}">{caption}{head}{body}</table>'
 
     def _numeric(self) -> list[bool]:
-        """Return whether each column holds numbers; an empty cell or a dash counts as one."""
+        """Return whether each column holds numbers, empty cells or dashes."""
         if not self.rows:
             return [False] * len(self.header)
         # The first column holds names, also if they are numbers.
@@ -107,7 +103,7 @@ Part = Table | Bullets | str
 
 
 class Shown(abc.ABC):
-    """Base of classes that show themselves; ``_parts`` returns the tables, lists and sentences.
+    """Base of classes that print as tables, lists and sentences, and show as HTML in a notebook.
 
     Example:
         >>> from funcshard._utils.table import Shown, Table
@@ -137,7 +133,7 @@ class Shown(abc.ABC):
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """Return the parts as escaped HTML; several tables are side by side if they fit."""
+        """Return the parts as escaped HTML."""
         parts = list(self._parts())
         # A table by itself takes the whole width.
         has_tables = sum(isinstance(part, Table) for part in parts) > 1
@@ -153,12 +149,12 @@ class Shown(abc.ABC):
 
 
 def count(number: int) -> str:
-    """Return a number of things as text with thousands separated: ``1,234,567``."""
+    """Return a number with thousands separated: ``1,234,567``."""
     return f"{number:,}"
 
 
 def size(number: int) -> str:
-    """Return a number of bytes as text in the largest unit that fits: ``1.5 MiB``."""
+    """Return bytes in the largest unit that fits: ``1.5 MiB``."""
     value, unit = float(number), "B"
     for larger_unit in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:
@@ -168,7 +164,7 @@ def size(number: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as text in the unit that keeps it short: ``12.5 ms``, ``3.20 s``."""
+    """Return seconds in the unit that keeps them short: ``12.5 ms``, ``3.20 s``."""
     length = abs(seconds)
     # The bounds are where rounding would show a number of four digits.
     if length >= 0.9995:
@@ -179,12 +175,12 @@ def duration(seconds: float) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """Return a part of a whole as text, such as ``12.5 %``; a dash if the whole is zero."""
+    """Return a part of a whole as ``12.5 %``, or a dash if the whole is zero."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
 def signed(number: float, text: Callable[[Any], str]) -> str:
-    """Return a difference as text with its sign, such as ``+1.5 MiB``; a dash for none."""
+    """Return a difference with its sign, such as ``+1.5 MiB``, or a dash."""
     if number == 0:
         return "-"
     return f"{'+' if number > 0 else '−'}{text(abs(number))}"

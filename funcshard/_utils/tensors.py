@@ -1,9 +1,7 @@
 """Dtypes by name; and find, map and cast the tensors in any Python structure.
 
-Module inputs and outputs are not always pytrees: models pass dataclasses, packed sequences and
-subclasses of dictionaries. The functions here look into tuples, named tuples, lists, mappings,
-dataclasses and packed sequences. They treat every other object as opaque, and so a container that
-raises an error when it is read.
+Inputs and outputs of modules aren't always pytrees. These functions look into tuples, named tuples,
+lists, mappings, dataclasses and packed sequences, if they can be read.
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ _NO_NUMBERS = re.compile(r"bits\w+|u?int[1-7]|float4\w+|qu?int\w+")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, such as ``"float32"``; the inverse of ``dtype_of``."""
+    """Return the name of a dtype, such as ``"float32"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of a name, such as ``torch.float32``; the inverse of ``dtype_name``.
+    """Return the dtype of a name; the inverse of ``dtype_name``.
 
     Raises:
         ValueError: torch has no dtype of this name.
@@ -54,7 +52,7 @@ def has_numbers(dtype: torch.dtype) -> bool:
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor's elements in their order, as a view if they lie so.
+    """Return the bytes of a tensor's elements in order, as a view if possible.
 
     Example:
         >>> byte_view(torch.tensor([[1, 2]], dtype=torch.int16)[:, 1])
@@ -66,23 +64,20 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def byte_memory(tensor: torch.Tensor) -> Any:
-    """Return the memory of a contiguous CPU tensor's elements; the tensor has to outlive it."""
+    """Return the memory of a contiguous CPU tensor, which has to outlive it."""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
 
 
 def cast_tree(x: Any, dtype: torch.dtype) -> Any:
-    """Return ``x`` with each floating-point tensor cast to ``dtype``; see ``map_tensors``.
-
-    The casts are differentiable.
-    """
+    """Return ``x`` with floating-point tensors cast to ``dtype``, differentiably."""
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, x)
 
 
 def map_tensors(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
     """Return ``x`` with each tensor replaced by ``f(tensor)``.
 
-    A container in which ``f`` changes no tensor is returned as the same object, not as a copy. So a
-    list that a module appends to stays the caller's list.
+    A container in which ``f`` changes nothing stays the same object, so that a list which a module
+    appends to stays the caller's.
     """
     if isinstance(x, torch.Tensor):
         return f(x)
@@ -111,10 +106,7 @@ def map_tensors(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
 
 
 def tensors_in(x: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in ``x``, in the order in which ``map_tensors`` maps them.
-
-    Tensors in read-only mappings are yielded too; ``map_tensors`` leaves such mappings alone.
-    """
+    """Yield the tensors in ``x``, in the order of ``map_tensors``, also of read-only mappings."""
     found_tensors: list[torch.Tensor] = []
     _add_tensors(x, found_tensors)
     return iter(found_tensors)
@@ -155,10 +147,9 @@ def is_dtensor(x: Any) -> bool:
 
 
 def check_plain(tensor: torch.Tensor, title: str) -> None:
-    """Raise ``TypeError`` if the class of ``tensor`` gives its operations another meaning.
+    """Raise ``TypeError`` if the class of ``tensor`` changes its operations.
 
-    Fake tensors are plain, and so are tensors of a class that sets ``funcshard_placeholder``.
-    DTensors are none, but their local parts are, so they are accepted too.
+    DTensors are accepted, because their local parts are plain.
 
     Arguments:
         tensor: a parameter, a buffer or a leaf.
@@ -193,7 +184,6 @@ def check_plain(tensor: torch.Tensor, title: str) -> None:
 def _changed(
     f: Callable[[torch.Tensor], torch.Tensor], items: list[tuple[Any, Any]]
 ) -> dict[Any, Any]:
-    """Map the values of ``items`` and return those entries whose value changed."""
     mapped_items = [(key, value, map_tensors(f, value)) for key, value in items]
     return {
         key: mapped_value for key, value, mapped_value in mapped_items if mapped_value is not value
@@ -201,12 +191,12 @@ def _changed(
 
 
 def _elements(x: list[Any] | tuple[Any, ...]) -> list[Any]:
-    """Return the elements of a list or tuple, whatever its class says of length and iteration."""
+    """Return the elements of a list or tuple, whatever its class says."""
     return list(list.__iter__(x) if isinstance(x, list) else tuple.__iter__(x))
 
 
 def _items(x: Any) -> list[tuple[Any, Any]]:
-    """Return the items of a mapping, or the fields of a dataclass; nothing if it can't be read."""
+    """Return the items of a mapping, or the fields of a dataclass, if it can be read."""
     try:
         if _is_dataclass(x):
             return [

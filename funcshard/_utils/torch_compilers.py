@@ -1,7 +1,6 @@
 """Compile graphs of torch's operators with torch's compilers, below Dynamo.
 
-This is the second file that uses torch's private API; see ``torch_private``. All imports of
-compilers are inside functions, because they take seconds.
+Compilers take seconds to import, so each function imports its own.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 
 @contextlib.contextmanager
 def _compiling() -> Iterator[Any]:
-    """Set what torch's compilers expect around them; yield the mode of tensors without data."""
+    """Set what torch's compilers expect around them; yield the mode of fake tensors."""
     with needed_for(_FEATURE):
         from torch._guards import TracingContext, tracing
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -34,7 +33,6 @@ def _compiling() -> Iterator[Any]:
 
 
 def _fake_like(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without data of the same form, with separate memory."""
     with mode:
         return torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
@@ -42,7 +40,7 @@ def _fake_like(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def find_backend(backend: str | Callable[..., Any]) -> str | Callable[..., Any]:
-    """Return the function of a backend's name; ``"inductor"`` itself, which ``inductor`` compiles.
+    """Return the function of a backend's name, but for ``"inductor"``.
 
     Raises:
         ValueError: no backend has this name.
@@ -69,7 +67,7 @@ def compile_with(
     Arguments:
         backend: a function from a module and inputs without data to a function.
         module: a module that returns a list of tensors.
-        like: tensors of the inputs' form.
+        like: tensors in the form of the inputs.
 
     Raises:
         TypeError: the backend returns no function.
@@ -97,9 +95,9 @@ def _boxed(run: Callable[..., Sequence[Any]]) -> Boxed:
 
 
 def inductor(module: torch.fx.GraphModule, like: Sequence[torch.Tensor]) -> Boxed:
-    """Compile a module of torch's operators with Inductor, without wrappers of Dynamo and autograd.
+    """Compile a module of torch's operators with Inductor, without Dynamo and autograd.
 
-    The result checks nothing about its inputs. Inductor keeps it in its cache on disk.
+    The result doesn't check its inputs.
 
     Arguments:
         module: a module that returns a list of tensors, and may write to its inputs.

@@ -1,4 +1,4 @@
-"""Process groups of torch: the job's store, a group's timeout, and new groups by a name of ours."""
+"""Process groups of torch: the job's store, timeouts, and new groups by a name of ours."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def default_store() -> dist.Store:
 
 
 def store_for_thread(store: Any) -> Any:
-    """Return a store for a thread that continues while another one waits for an answer."""
+    """Return a store for a thread that runs while another one waits for an answer."""
     # Why not a clone of a file: threads can share it, and the end of a clone keeps all threads of
     # the process waiting for minutes if somebody deletes the file's folder in that moment.
     if _file_of(store):
@@ -34,7 +34,7 @@ def store_for_thread(store: Any) -> Any:
 
 
 def store_is_gone(store: Any) -> bool:
-    """Return whether a store is a file that was deleted, for which every call waits minutes."""
+    """Return whether a store is a deleted file, for which every call waits minutes."""
     file = _file_of(store)
     return file is not None and not os.path.exists(file)
 
@@ -44,7 +44,7 @@ def reconnected(store: Any) -> Any:
 
     Raises:
         ConnectionRefusedError: the process that holds it has ended.
-        OSError, RuntimeError: it cannot be reached now.
+        OSError, RuntimeError: it can't be reached now.
     """
     server = _without_prefix(store)
     if not isinstance(server, dist.TCPStore):
@@ -76,28 +76,22 @@ def group_timeout(group: Any) -> datetime.timedelta:
 
 
 def has_ended(work: Any) -> bool:
-    """Return whether a work of gloo or of shared memory has ended, well or not.
-
-    Why not ``work.is_completed()`` of gloo: it waits for the work's lock and holds Python's lock
-    meanwhile. In a profiled step gloo's thread holds the work's lock when it ends the work, and
-    waits for Python's lock, because it copies hooks of saved tensors. Neither would ever go on.
-    """
+    """Return whether a work of gloo or of shared memory has ended, well or not."""
     future = getattr(work, "get_future", None)
+    # Why not ``is_completed()`` of gloo: it waits for the work's lock and holds Python's meanwhile.
+    # In a profiled step gloo's thread holds the work's lock when it ends the work, and waits for
+    # Python's to copy hooks of saved tensors: a deadlock.
     return bool(work.is_completed() if future is None else future().done())
 
 
 def new_group(ranks: Sequence[int], backend: str, timeout: datetime.timedelta, name: str) -> Any:
-    """Return a new process group; each of its ranks, and no other one, has to call this.
-
-    Why not ``dist.new_group``: it names a group that some ranks make alone after the number of
-    groups that this process has. Ranks that have made other groups before, each for itself, would
-    wait for each other under different names.
+    """Return a new process group. Exactly its ranks have to call this.
 
     Arguments:
         ranks: the global ranks, in the order of the group.
         backend: name of the backend.
-        timeout: of the group's collectives, and of the connections that it makes now.
-        name: a text that no other group of this process has, and the same on all ranks.
+        timeout: of its collectives and of its connections.
+        name: a text of its own, the same on all ranks.
     """
     default_group = dist.group.WORLD
     # A backend with ``new_group`` makes groups by itself.
@@ -105,7 +99,9 @@ def new_group(ranks: Sequence[int], backend: str, timeout: datetime.timedelta, n
         return dist.new_group(
             list(ranks), timeout, backend, use_local_synchronization=True, sort_ranks=False
         )
-    # Why a hash: torch makes names of files and of graph nodes of it.
+    # Why not ``dist.new_group``: it names a group by the number of groups in this process, so ranks
+    # that have made other groups before would wait under different names. Why a hash: torch makes
+    # names of files and of graph nodes of it.
     hashed_name: Any = hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()
     # The index in the group, not in the job.
     own_index = list(ranks).index(dist.get_rank())
@@ -130,7 +126,7 @@ def new_group(ranks: Sequence[int], backend: str, timeout: datetime.timedelta, n
 
 
 def abort_group(group: Any) -> None:
-    """End the collectives that a process group has under way, if torch and its backend can."""
+    """End the collectives of a process group, if torch and its backend can."""
     abort_function = getattr(group, "abort", None)
     with contextlib.suppress(RuntimeError):  # it has ended already, or the backend cannot
         if abort_function is not None:
@@ -138,7 +134,7 @@ def abort_group(group: Any) -> None:
 
 
 def destroy_group(group: Any) -> None:
-    """Close the connections of a process group and forget it, unless torch has done so already."""
+    """Close a process group's connections and forget it, unless torch has done so."""
     if group is not None:  # which would be all groups
         # ValueError: torch has forgotten it. RuntimeError: its connections are closed already.
         with contextlib.suppress(ValueError, RuntimeError):

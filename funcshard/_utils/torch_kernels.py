@@ -22,12 +22,11 @@ def unscale_in_place(
     """Multiply tensors by a factor in place, and look for infinities and NaN, in one pass.
 
     Arguments:
-        tensors: tensors of float32 or a wider dtype, dense, without an autograd graph.
+        tensors: dense tensors of float32 or wider, without an autograd graph.
         factors: the factor, a float32 scalar, on each device of the tensors.
 
     Returns:
-        For each device a float32 scalar, which is 1 if a tensor there had an infinity or NaN before
-        the multiplication, and else 0.
+        For each device a float32 scalar: 1 if a tensor there had an infinity or NaN, else 0.
 
     Example:
         >>> import torch
@@ -64,11 +63,9 @@ _lock = threading.Lock()
 
 
 def late_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor, for which no transform and no dispatch mode is active.
+    """Return a copy of a tensor, outside of transforms and dispatch modes.
 
-    The copy and the tensor share memory until one of them is written to: torch's copy on write,
-    which no operation can miss. Tensors outside the CPU are copied, as are those whose memory torch
-    did not allocate.
+    On the CPU both share memory until one of them is written to: torch's copy on write.
     """
     if (
         _lazy_clone is None

@@ -15,18 +15,18 @@ _SAVES = ("state_dict", "_save_to_state_dict", "get_extra_state")
 def state_names(
     module: nn.Module, every: Sequence[tuple[str, nn.Module]], classes: Iterable[type[nn.Module]]
 ) -> tuple[str, ...]:
-    """Return the names of the module's state dict, in its order, without making the state dict.
+    """Return the names of a module's state dict in order, mostly without making it.
 
     Arguments:
         module: the module.
-        every: path and module of every module of its tree, under all paths, parents first.
-        classes: the classes of these modules. If one of them has its own kind of state dict, or
-            a module has a hook, the state dict is made.
+        every: path and module of its tree, under all paths, parents first.
+        classes: the classes of these modules.
     """
     try:
         usual_names = _state_names(every, classes)
     except AttributeError:  # this torch has other names
         usual_names = None
+    # Note: a hook, or a class with its own kind of state dict, may change the names.
     if usual_names is None:
         return tuple(module.state_dict(keep_vars=True))
     return tuple(usual_names)
@@ -56,15 +56,13 @@ def _state_names(
 
 
 def class_for_calls(module: nn.Module) -> type[nn.Module]:
-    """Return the class for copies of ``module``, which many calls make.
-
-    It is the class of the module, unless the module is parametrized. ``parametrize.cached`` keeps
-    the parametrized tensors of all copies under the id of the module that the class was made for,
-    so a call would get those of other calls. The class that is returned keeps them on the copies.
-    """
+    """Return the class for copies of ``module``, which many calls make."""
     cls = type(module)
     if "parametrizations" not in module._modules or not parametrize.is_parametrized(module):
         return cls
+    # Why a new class: ``parametrize.cached`` keeps tensors under the id of the module that the
+    # class was made for, so a call would get those of other calls. This class keeps them on the
+    # copies.
     class_namespace = {
         key: value for key, value in vars(cls).items() if key not in ("__dict__", "__weakref__")
     }
@@ -82,14 +80,14 @@ def class_for_calls(module: nn.Module) -> type[nn.Module]:
 
 
 def forget_parametrized(module: nn.Module) -> None:
-    """Drop the tensors that ``parametrize.cached`` keeps for a call's modules below ``module``."""
+    """Drop the tensors that ``parametrize.cached`` keeps for modules below ``module``."""
     if getattr(parametrize, "_cache_enabled", 0):
         for submodule in module.modules():
             submodule.__dict__.pop("_funcshard_cached", None)
 
 
 def _cached_on_copy(name: str, usual: property) -> property:
-    """Return the property of a parametrized tensor, in place of torch's ``usual`` one."""
+    """Return the property of a parametrized tensor, in place of torch's."""
 
     def get(self: nn.Module) -> torch.Tensor:
         parametrization: Any = self.parametrizations[name]  # type: ignore[index]

@@ -1,9 +1,7 @@
 """Look up private names of torch: a release that lacks one costs a feature, not the library.
 
-torch has no public name for many facts that this library needs. A name that starts with an
-underscore may go in any release. So none is imported at the top of a file: ``private`` looks it up,
-and returns a stand-in if torch has none. A stand-in is a function that does the same by public
-names, or a class whose use raises an error with the feature and the version of torch.
+A name that starts with an underscore may go in any release. ``private`` looks it up, or returns a
+stand-in: a function that does the same by public names, or a class that raises when it's used.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ def private(name: str, feature: str, otherwise: Any = _RAISE) -> Any:
     Arguments:
         name: the dotted name, such as ``"torch._C._is_alias_of"``.
         feature: what needs the name, for the error.
-        otherwise: what to return if torch has no such name; by default a class, which raises
-            the error when it is called, as does a class with this base.
+        otherwise: what to return if torch has no such name; by default a class that raises the
+            error.
     """
     NAMES[name] = feature
     try:
@@ -40,7 +38,6 @@ def private(name: str, feature: str, otherwise: Any = _RAISE) -> Any:
 
 
 def look_up(name: str) -> Any:
-    """Return the module or the attribute of that name."""
     name_parts = name.split(".")
     private_value: Any = torch
     for part_count, part in enumerate(name_parts[1:], 2):
@@ -53,7 +50,7 @@ def look_up(name: str) -> Any:
 
 
 def lacks(name: str, feature: str) -> RuntimeError:
-    """Return the error about a private name that torch does not have."""
+    """Return the error about a private name that torch lacks."""
     return RuntimeError(
         f"{feature} needs {name}, which torch {torch.__version__} lacks: install a torch that "
         "funcshard was tested with, such as 2.13, or do without"
@@ -62,7 +59,7 @@ def lacks(name: str, feature: str) -> RuntimeError:
 
 @contextlib.contextmanager
 def needed_for(feature: str) -> Iterator[None]:
-    """Let private names that the ``with`` block does not find raise an error with the feature."""
+    """Let private names that the ``with`` block misses raise an error with the feature."""
     try:
         yield
     except (AttributeError, ImportError) as error:
@@ -70,8 +67,6 @@ def needed_for(feature: str) -> Iterator[None]:
 
 
 def _missing(name: str, feature: str) -> type:
-    """Return what takes the place of a function or a class that torch does not have."""
-
     class MissingName:
         def __init__(self, *_: Any, **__: Any) -> None:
             raise lacks(name, feature)

@@ -24,7 +24,7 @@ _Overload: Any = type(torch.ops.aten.add.Tensor)  # the class of operators
 
 
 def _schema(operation: Any) -> Any:
-    """Return the types of an operator's arguments, and which of them it writes to."""
+    """Return an operator's arguments, their types, and which of them it writes to."""
     try:
         return operation._schema
     except AttributeError as error:
@@ -37,7 +37,7 @@ def writes_inputs(operation: Any) -> bool:
 
 
 def written_arguments(operation: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Return the arguments of a call of an operator that it writes to."""
+    """Return the arguments of a call that an operator writes to."""
     operator_inputs = operator_arguments(operation, args, kwargs)
     written_names = [
         argument.name
@@ -85,7 +85,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def list_arguments(operation: Any) -> list[str]:
-    """Return the names of the arguments of an operator that are lists of tensors or of numbers."""
+    """Return an operator's arguments that are lists of tensors or numbers."""
     typed_names = [(argument.name, str(argument.type)) for argument in _schema(operation).arguments]
     return [
         name
@@ -95,14 +95,14 @@ def list_arguments(operation: Any) -> list[str]:
 
 
 def operator_name(target: Any) -> str:
-    """Return the name of an operator of torch, such as ``"aten::add"``; ``""`` for other code."""
+    """Return an operator's name, such as ``"aten::add"``; ``""`` for other code."""
     if not isinstance(target, _Overload):
         return ""
     return str(target.name()).partition(".")[0]
 
 
 def operator_full_name(target: Any) -> str:
-    """Return the name of an operator with its overload, ``"aten::add.Tensor"``; else ``""``."""
+    """Return an operator's name with its overload, ``"aten::add.Tensor"``, or ``""``."""
     if not isinstance(target, _Overload):
         return ""
     name = str(target.name())
@@ -110,7 +110,7 @@ def operator_full_name(target: Any) -> str:
 
 
 def operator_by_name(space: str, name: str, overload: str) -> Any:
-    """Return an operator of torch; ``None`` if there is none of that name."""
+    """Return an operator of torch, or ``None``."""
     try:
         overload_packet = getattr(getattr(getattr(torch.ops, space), name), overload)
     except (AttributeError, RuntimeError):
@@ -121,19 +121,19 @@ def operator_by_name(space: str, name: str, overload: str) -> Any:
 
 
 def argument_names(operation: Any) -> list[str]:
-    """Return the names of the arguments of an operator; none of other code."""
+    """Return the names of an operator's arguments; none of other code."""
     if not isinstance(operation, _Overload):
         return []
     return [argument.name for argument in _schema(operation).arguments]
 
 
 def operator_arguments(operation: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a call of an operator, by name; those left out are missing."""
+    """Return the given arguments of a call by name."""
     return dict(zip(argument_names(operation), args, strict=False)) | dict(kwargs)
 
 
 def is_random(operation: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether a call of an operator of torch draws random numbers."""
+    """Return whether a call of an operator draws random numbers."""
     if (
         torch.Tag.nondeterministic_seeded not in operation.tags
         or operation.namespace == "funcshard"
@@ -147,9 +147,9 @@ def is_random(operation: Any, args: Any, kwargs: Any) -> bool:
 
 
 def count_flops(operation: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the floating-point operations of one call; 0 for all but products and attention.
+    """Return the FLOPs of one call; 0 for all but products and attention.
 
-    Warns of an operator that torch cannot count, unless it is known to take few operations.
+    It warns of operators that torch can't count.
     """
     name = operator_name(operation)
     if "_scaled_dot_product_" in name:
@@ -187,12 +187,12 @@ _PRODUCTS = re.compile(
 
 @functools.cache
 def _is_uncounted(name: str) -> bool:
-    """Return whether an operator may take many floating-point operations."""
+    """Return whether an operator may take many FLOPs."""
     space, _, short = name.partition("::")
     return not _SPACES.fullmatch(space) or _PRODUCTS.search(short) is not None
 
 
 def _grouped_flops(first: torch.Tensor, second: torch.Tensor) -> int:
-    """Return the operations of a grouped product, in which a group has a part of one dimension."""
+    """Return the FLOPs of a grouped product, in which a group has a part of one dimension."""
     num_groups = first.shape[0] if first.dim() == second.dim() == 3 else 1
     return int(2 * num_groups * first.shape[-2] * first.shape[-1] * second.shape[-1])

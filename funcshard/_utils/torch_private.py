@@ -1,8 +1,7 @@
 """Uses of torch's private API, so that a new torch release is checked against few files.
 
-torch has no public name for the facts and switches below. Names that start with an underscore may
-change in any torch release, and ruff's rule SLF001 keeps them out of all other files. None of them
-is needed to import the library: ``torch_names`` looks them up.
+torch has no public name for these facts and switches. Importing the library needs none of them:
+``torch_names`` looks them up.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ if transforms_active is _no_stack:
 
 
 def transform_level() -> int:
-    """Return the number of ``torch.func`` transforms that this code runs inside."""
+    """Return how many ``torch.func`` transforms this code runs inside."""
     return len(transforms_active() or ())
 
 
@@ -95,10 +94,7 @@ def is_legacy_batched(tensor: torch.Tensor) -> bool:
 
 
 def belongs_to_transform_above(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` belongs to a transform that does not run here.
-
-    That is the case if code below the transform captured the tensor.
-    """
+    """Return whether ``tensor`` was captured from a transform that doesn't run here."""
     tensor_level, transform_stack = _level(tensor), transforms_active() or []
     if tensor_level > len(transform_stack):
         return True
@@ -117,10 +113,9 @@ _nested_jvp: Any = private("torch._functorch.eager_transforms.jvp_increment_nest
 
 @contextlib.contextmanager
 def one_forward_level() -> Iterator[None]:
-    """Open torch's level of forward-mode differentiation for the ``with`` block, unless it is open.
+    """Open torch's one level of forward-mode differentiation for the ``with`` block.
 
-    torch has one such level for the whole process, and threads cannot each enter it. With the level
-    open, a ``torch.func.jvp`` in any thread uses it instead of entering it.
+    Threads can't each enter it. A ``torch.func.jvp`` in any thread then uses the open one.
     """
     # Why without either name: then a jvp in two simulated ranks at once is an error of torch's.
     if getattr(forward_ad, "_current_level", 0) >= 0 or _nested_jvp is None:
@@ -138,7 +133,7 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unwrapped_bytes(tensor: torch.Tensor) -> bytes:
-    """Return the data of ``tensor``, below all transforms that wrap it."""
+    """Return the data of ``tensor``, below all transforms."""
     tensor = unwrapped(tensor)
     # Why in a thread: no transform is active there, which would wrap what is computed.
     with ThreadPoolExecutor(1) as thread:
@@ -154,8 +149,8 @@ class BasisLoop:
 
     Attributes:
         name: the function that was called.
-        arguments: the tensors whose elements give the unit vectors; for reverse mode, where these
-            are the function's outputs, none.
+        arguments: the tensors whose elements give the unit vectors; none in reverse mode, where
+            these are outputs.
     """
 
     name: str
@@ -163,16 +158,16 @@ class BasisLoop:
 
 
 def basis_loops(bottom: CodeType | None = None, *, outer: bool = False) -> dict[int, BasisLoop]:
-    """Return the loops over unit vectors whose function runs here, by the level of their transform.
+    """Return the loops over unit vectors around this code, by level of transform.
 
-    Level 0 is ``torch.autograd.functional``, which uses no transform.
+    ``torch.autograd.functional``, which uses no transform, has level 0.
 
     Arguments:
         bottom: the code of a function that runs below all transforms of its callers.
         outer: whether to leave out the innermost loop of level 0.
 
     Raises:
-        RuntimeError: such a loop runs, and this release of torch runs it in an unknown way.
+        RuntimeError: this torch runs such a loop in an unknown way.
     """
     met_names: set[str] = set()
     met_loops = _loops_of_frames(sys._getframe(1), bottom, outer, met_names)
@@ -184,7 +179,7 @@ def basis_loops(bottom: CodeType | None = None, *, outer: bool = False) -> dict[
 def _loops_of_frames(
     frame: Any, bottom: CodeType | None, outer: bool, met: set[str]
 ) -> dict[int, BasisLoop]:
-    """Return ``basis_loops`` of a frame and its callers; add all loops that are met to ``met``."""
+    """Return ``basis_loops`` of a frame and its callers; add all of them to ``met``."""
     # Why look at frames: the tensors inside jacrev are those inside vmap of vjp, where the caller
     # has chosen the vectors.
     loop_codes, functional_file = _loop_codes(), torch.autograd.functional.__file__
@@ -226,11 +221,7 @@ _known_loops: set[str] = set()  # those that _check_loop has seen to be found
 
 @functools.cache
 def _loop_codes() -> dict[int, str]:
-    """Return the name of each loop by the identities of its code and of functions inside it.
-
-    The code is that of the public function, or of the function that it returns. So a loop is met
-    whatever the names inside torch are.
-    """
+    """Return the name of each loop by the ids of its code and of functions inside."""
 
     def nested(code: CodeType) -> Iterator[CodeType]:
         yield code
@@ -238,6 +229,7 @@ def _loop_codes() -> dict[int, str]:
             if isinstance(constant, CodeType):
                 yield from nested(constant)
 
+    # Note: the code of what the public function returns, so that names inside torch don't matter.
     jacobian_functions = {_JACREV: torch.func.jacrev(abs), _JACFWD: torch.func.jacfwd(abs)}
     code_names = {
         id(code): name for name, f in jacobian_functions.items() for code in nested(f.__code__)
@@ -246,7 +238,7 @@ def _loop_codes() -> dict[int, str]:
 
 
 def _check_loop(name: str) -> None:
-    """Raise ``RuntimeError`` unless ``basis_loops`` finds a loop of this release of torch."""
+    """Raise ``RuntimeError`` unless ``basis_loops`` finds this torch's loop."""
     # Why: the frames of torch have private names, and with other names a loop would be taken for
     # no loop. Why another thread: no transform, dispatch mode or recording is active there.
     seen_loops: list[Any] = []
@@ -345,16 +337,14 @@ def outer_saved_tensors_hooks() -> (
 
 
 def hide_from_selective_checkpoints(pack: Any, outer: Any) -> None:
-    """Let a selective checkpoint inside hooks of ours see the hooks around them instead.
-
-    From torch 2.15 on, a selective checkpoint warns of hooks around it, and a future release passes
-    them the tensors that its policy saves. Those of a unit pass on what isn't a gathered leaf, so
-    only the hooks around them are the user's concern. torch marks its own hooks in this way.
+    """Let a selective checkpoint inside our hooks see the hooks around them.
 
     Arguments:
-        pack: the function that packs, which must take attributes.
+        pack: the function that packs, which gets attributes.
         outer: the active pair of hooks outside, or ``None``.
     """
+    # Why: from torch 2.15 on, a selective checkpoint warns of hooks around it. Ours pass on what
+    # isn't a gathered leaf, so only those around them are the user's. torch marks its own hooks so.
     pack._checkpoint_internal = True
     pack._user_hooks = outer
 
@@ -363,12 +353,11 @@ _TRANSPOSES = ("TBackward0", "TransposeBackward0", "PermuteBackward0")
 
 
 def cast_of(tensor: torch.Tensor) -> tuple[torch.Tensor, Any, int, bool] | None:
-    """Return what ``tensor`` is a cast of, such as one of autocast, if the autograd graph tells.
+    """Return what ``tensor`` is a cast of, as by autocast, if the autograd graph tells.
 
     Returns:
-        The whole cast, of which ``tensor`` may be a view; the autograd node of the source and the
-        number of its output; and whether the source was transposed before the cast. ``None`` if
-        ``tensor`` is no cast, or was written to after it.
+        The whole cast, of which ``tensor`` may be a view; the source's autograd node and output
+        number; and whether the source was transposed. ``None`` for no cast, or after a write.
     """
     base_tensor = getattr(tensor, "_base", None)  # None for what is no view
     whole_cast = tensor if base_tensor is None else base_tensor
@@ -383,7 +372,7 @@ def cast_of(tensor: torch.Tensor) -> tuple[torch.Tensor, Any, int, bool] | None:
 
 
 def sequence_number(node: Any) -> int:
-    """Return the sequence number of an autograd node; forward numbers its nodes upwards."""
+    """Return an autograd node's number; forward numbers its nodes upwards."""
     try:
         return int(node._sequence_nr())
     except AttributeError:  # prefetches then begin with another unit, and results are the same
@@ -391,10 +380,7 @@ def sequence_number(node: Any) -> int:
 
 
 def signed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Store the signature of an autograd Function's ``forward`` on it, and return it.
-
-    Its arguments must have no defaults.
-    """
+    """Store the signature of a Function's ``forward``, without defaults, on it; return it."""
     # Why: at every call, Function.apply computes the signature of forward and binds the arguments
     # to it, to fill in defaults. That takes longer than the rest of a small unit. Python finds a
     # stored signature at once (PEP 362), and without defaults there is nothing to bind.
@@ -406,7 +392,7 @@ def signed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Positional(inspect.Signature):
-    """A signature whose ``bind`` does not check the arguments; the call itself does."""
+    """A signature whose ``bind`` doesn't check the arguments."""
 
     def bind(self, *args: Any, **kwargs: Any) -> _Bound:  # type: ignore[override]
         return _Bound(args, kwargs)
@@ -437,25 +423,20 @@ dispatch_modes: Callable[[], int] = private(
 
 
 def _is_selective(mode: Any) -> bool:
-    """Return whether a dispatch mode is one of torch's selective checkpoints.
-
-    In forward one of them keeps the results of operations that a policy names. In the recomputation
-    another one returns these results.
-    """
+    """Return whether a dispatch mode is one of torch's selective checkpoints."""
     return type(mode).__module__ == "torch.utils.checkpoint"
 
 
 def in_selective_checkpoint() -> bool:
-    """Return whether a selective checkpoint sees the operations that run here."""
+    """Return whether a selective checkpoint sees the operations here."""
     return dispatch_modes() != 0 and any(map(_is_selective, _modes()))
 
 
 def unseen(f: Callable[P, T]) -> Callable[P, T]:
-    """Return ``f`` such that no selective checkpoint sees its operations; other modes do.
+    """Return ``f`` such that no selective checkpoint sees its operations.
 
-    A selective checkpoint finds the result that it kept by counting operations. So everything that
-    runs only in forward, or only in the recomputation, has to be unseen. Where time matters, a
-    function calls ``unseen`` of itself only if there are ``dispatch_modes``.
+    A selective checkpoint counts operations to find a kept result. So hide everything that runs
+    only in forward, or only in the recomputation.
     """
 
     @functools.wraps(f)
@@ -473,7 +454,7 @@ def unseen(f: Callable[P, T]) -> Callable[P, T]:
 
 
 def _replace_modes(stack: list[Any]) -> None:
-    """Make ``stack``, from the outermost to the innermost, the stack of dispatch modes."""
+    """Make ``stack``, outermost first, the stack of dispatch modes."""
     # Why of the base class: the methods of some modes do more than to leave and enter the stack.
     for mode in reversed(_modes()):
         TorchDispatchMode.__exit__(mode, None, None, None)
@@ -492,10 +473,7 @@ version: Callable[[torch.Tensor], int] = (
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return the identity of the storage of ``tensor``, unique while the storage is alive.
-
-    It is 0 for a tensor that has no storage, such as a sparse one.
-    """
+    """Return an id of a tensor's storage while it's alive; 0 without one, as of a sparse tensor."""
     try:
         # Why no address: a tensor without data has none. torch keeps one object for each storage.
         return id(tensor.untyped_storage())
@@ -506,9 +484,9 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that hold the data of ``tensor``: several if it is sparse or a wrapper.
+    """Return the tensors with the data of ``tensor``: several of a sparse one or a wrapper.
 
-    A wrapper is a tensor of a class such as DTensor or a jagged nested tensor.
+    Wrappers are DTensors, jagged nested tensors and the like.
     """
     if tensor.layout is torch.sparse_coo:
         # Why private names: the public ones sum up duplicates first.
@@ -532,7 +510,7 @@ def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def address(tensor: torch.Tensor) -> int | tuple[int, int]:
-    """Return where the data of ``tensor`` begins, also of one without data, while it is alive."""
+    """Return where the data of ``tensor`` begins while it's alive, also of a fake tensor."""
     try:
         return tensor.data_ptr()
     except RuntimeError:  # fs.trace records
@@ -540,7 +518,7 @@ def address(tensor: torch.Tensor) -> int | tuple[int, int]:
 
 
 def local_part(dtensor: Any) -> torch.Tensor:
-    """Return the tensor that a DTensor holds on this rank, as it is, once it has arrived."""
+    """Return a DTensor's tensor on this rank, once it has arrived."""
     local_tensor: Any = getattr(dtensor, "_local_tensor", None)
     if local_tensor is None:
         with torch.no_grad():
@@ -569,7 +547,7 @@ def wrapper_subclass(
     *,
     requires_grad: bool,
 ) -> Any:
-    """Return a tensor of class ``cls`` that has a shape, a dtype and a device, but no memory."""
+    """Return a tensor of class ``cls`` without memory."""
     if _make_subclass is None:
         return torch.empty(
             shape, dtype=dtype, device="meta", requires_grad=requires_grad
@@ -596,10 +574,8 @@ def recording_graph() -> bool:
 
 
 def check_thread(what: str) -> None:
-    """Raise ``RuntimeError`` in a thread that compiles or records where torch before 2.13 crashes.
-
-    On a machine without CUDA it crashes in the second thread that makes fake tensors.
-    """
+    """Raise ``RuntimeError`` where compiling or recording in a thread crashes torch before 2.13."""
+    # Why: without CUDA, it crashes in the second thread that makes fake tensors.
     elsewhere = threading.current_thread() is not threading.main_thread()
     if torch.__version__ < "2.13" and elsewhere and not torch.cuda.is_available():
         raise RuntimeError(
@@ -618,12 +594,12 @@ def record_graph(
     *,
     tracing_mode: Literal["fake", "real"] = "fake",
 ) -> tuple[torch.fx.Graph, dict[str, torch.Tensor]]:
-    """Return the graph of the operations that ``function`` runs below autograd, and its constants.
+    """Return the graph of what ``function`` runs below autograd, and its constants.
 
     Arguments:
         function: a function from tensors to a list of tensors and numbers.
         examples: the tensors to call it with; it gets tensors like these, without data.
-        tracing_mode: ``"real"`` if they have none already.
+        tracing_mode: ``"real"`` if the examples have no data already.
 
     Raises:
         ValueReadError: Python code of ``function`` depends on the value of a tensor.
@@ -667,7 +643,7 @@ _disabled: Any = private("torch._compile._disable_dynamo", _DYNAMO, torch.compil
 
 
 def untraced(f: Callable[P, T]) -> Callable[P, T]:
-    """Return ``f`` such that Dynamo traces neither ``f`` nor the functions that ``f`` calls.
+    """Return ``f`` such that Dynamo traces neither ``f`` nor what it calls.
 
     Compiled functions that ``f`` calls still run compiled.
     """
@@ -687,7 +663,7 @@ def untraced(f: Callable[P, T]) -> Callable[P, T]:
 
 
 def hidden_from_dynamo(f: Callable[P, T], reason: str) -> Callable[P, T]:
-    """Return ``f`` such that Dynamo does not trace it; its errors give the reason."""
+    """Return ``f`` such that Dynamo doesn't trace it; its errors give the reason."""
     # Why: a graph would contain the memory that a collective writes into, but not the collective.
     hidden: Any = _disabled(f)
     # By these marks Dynamo knows the function, and the reason for its error.
@@ -696,10 +672,7 @@ def hidden_from_dynamo(f: Callable[P, T], reason: str) -> Callable[P, T]:
 
 
 def callers_level() -> int:
-    """Return the ``stacklevel`` with which a warning points at the code that called this library.
-
-    The level skips all frames of this library and of torch.
-    """
+    """Return the ``stacklevel`` of a warning about code outside of this library and torch."""
     package = sys.modules[__name__.partition(".")[0]]
     inside_folders = tuple(
         os.path.dirname(str(module.__file__)) + os.sep for module in (package, torch)
@@ -734,16 +707,15 @@ _MOST_CONSTANTS = 1 << 20  # elements of a tensor that a trace computes
 def fake_tensors() -> Any:
     """Return a context in which tensors have shapes, dtypes and storages, but no data.
 
-    They behave as CPU tensors do, so autocast acts on them and operations choose the kernels of the
-    CPU. Small whole numbers that depend on no input, such as positions, have their values: a model
-    may decide by them, for instance to make no mask of attention.
+    They behave as CPU tensors do. Small whole numbers that depend on no input have their values,
+    because a model may decide by them.
     """
     return _fake_mode()(allow_non_fake_inputs=True)
 
 
 @functools.cache
 def _fake_mode() -> Any:
-    """Return the class of fake tensors that computes whole numbers from constants."""
+    """Return a class of fake tensors that computes whole numbers from constants."""
 
     class FakeTensors(FakeTensorMode):
         # Why not __torch_dispatch__: torch wraps each override of it in a guard against Dynamo,
@@ -784,7 +756,7 @@ def _is_constant(tensor: torch.Tensor) -> bool:
 
 
 def recording_tensors() -> Any:
-    """Return a context as ``record_graph`` records in; numbers of tensors are symbols in it."""
+    """Return a context as in ``record_graph``, in which numbers of tensors are symbols."""
     with needed_for("a trace"):
         # Why here: it imports sympy, which takes long.
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -793,30 +765,30 @@ def recording_tensors() -> Any:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has no data, because ``fake_tensors`` or a recording made it."""
+    """Return whether ``fake_tensors`` or a recording made a tensor."""
     return any(cls.__name__ == "FakeTensor" for cls in type(tensor).__mro__)
 
 
 def is_zero_tensor(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is zeros without memory, as forward-mode derivatives contain them."""
+    """Return whether a tensor is zeros without memory, as in forward-mode derivatives."""
     with needed_for("a trace"):
         return tensor._is_zerotensor()
 
 
 def asks_for_data(error: Exception) -> bool:
-    """Return whether an error says that an operation needs the values of a fake tensor."""
+    """Return whether an error says that an operation needs a fake tensor's values."""
     # Why by name: they lie in a private module.
     names = ("DataDependentOutputException", "DynamicOutputShapeException")
     return any(cls.__name__ in names for cls in type(error).__mro__)
 
 
 def next_sequence_number() -> int:
-    """Return the sequence number that the next autograd node of this thread will have."""
+    """Return the number that the next autograd node of this thread will have."""
     return int(_next_number())
 
 
 def running_sequence_number() -> int | None:
-    """Return the sequence number of the node that backward runs now; ``None`` outside of it."""
+    """Return the number of the node that backward runs now, or ``None``."""
     node: Any = _current_node()
     if node is None:
         return None
@@ -825,7 +797,7 @@ def running_sequence_number() -> int | None:
 
 
 def refresh_flat_weights(module: torch.nn.RNNBase) -> None:
-    """Let the second list of an RNN's weights hold the weights in its parameter table."""
+    """Let an RNN's second list of weights hold those of its parameter table."""
     with needed_for("a unit with an RNN"):
         names = module._flat_weights_names
     module._flat_weights = [getattr(module, name) for name in names]

@@ -1,7 +1,6 @@
 """Record graphs in which some sizes of the inputs are symbols, so that one graph serves all sizes.
 
-This file uses torch's private API as ``torch_private`` does. Its imports of ``sympy`` are inside
-functions, because they take long.
+Importing ``sympy`` takes long, so functions do it.
 """
 
 from __future__ import annotations
@@ -27,19 +26,18 @@ Names = Sequence[str | None]  # of each dim of a tensor; ``None`` for a dim of a
 def record_sized_graph(
     function: Callable[..., Any], examples: Sequence[torch.Tensor], names: Sequence[Names]
 ) -> tuple[fx.Graph, dict[str, torch.Tensor], list[tuple[str, str]]]:
-    """Return a graph as ``record_graph`` does, for tensors whose named dims may have other sizes.
+    """Return a graph as ``record_graph`` does, for other sizes of named dims too.
 
-    All numbers that depend on sizes are computed at the start of the graph, from the sizes of its
-    inputs.
+    It computes all numbers that depend on sizes at its start.
 
     Arguments:
         function: a function from tensors to a list of tensors and numbers.
-        examples: the tensors to call it with; it gets tensors like these, without data.
-        names: for each example a name for each of its dims, or nothing.
+        examples: tensors like those to call it with.
+        names: for each example a name for each dim, or nothing.
 
     Returns:
-        The graph, its constants, and the conditions on the sizes: for each of them its text,
-        such as ``"b % 2 == 0"``, and the place of the Python code that made it.
+        The graph, its constants, and the conditions on sizes: text, such as ``"b % 2 == 0"``, and
+        the place of the code that made it.
 
     Raises:
         ValueReadError: Python code of ``function`` depends on the value of a tensor.
@@ -81,7 +79,7 @@ def record_sized_graph(
 
 
 def _fake(mode: Any, tensor: torch.Tensor, names: Names, source: str) -> torch.Tensor:
-    """Return a tensor without data, whose named sizes are symbols."""
+    """Return a fake tensor whose named sizes are symbols."""
     with needed_for(_FEATURE):
         from torch._dynamo.source import ConstantSource
         from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
@@ -105,7 +103,6 @@ def _fake(mode: Any, tensor: torch.Tensor, names: Names, source: str) -> torch.T
 
 
 def _expression(size: Any) -> Any:
-    """Return the sympy expression of a size."""
     import sympy
 
     if isinstance(size, torch.SymInt):
@@ -119,12 +116,12 @@ def _expression(size: Any) -> Any:
 def _conditions(
     env: Any, symbols: Sequence[tuple[Any, str]], strides: Sequence[tuple[Any, int]]
 ) -> list[tuple[str, str]]:
-    """Return what sizes have to fulfil for the recording to be that of other sizes too.
+    """Return what sizes have to fulfil for the recording to serve them.
 
     Arguments:
         env: torch's record of all symbols.
         symbols: the symbol of each named size.
-        strides: strides that stay as they are, as symbols and as numbers.
+        strides: fixed strides, as symbols and as numbers.
     """
     import sympy
 
@@ -162,7 +159,7 @@ def _conditions(
 
 
 def _is_bound(expression: Any) -> bool:
-    """Return whether a condition compares one symbol with one number, as its range does."""
+    """Return whether a condition compares one symbol with one number."""
     import sympy
 
     if not isinstance(expression, sympy.Rel) or isinstance(expression, sympy.Eq | sympy.Ne):
@@ -190,18 +187,17 @@ def _text(expression: Any) -> str:
 
 
 def _compute_sizes_first(graph: fx.Graph, sizes: Mapping[Any, tuple[fx.Node, int]]) -> None:
-    """Let a graph compute each number that depends on sizes once, at its start, from its inputs.
-
-    A recording takes sizes from intermediate results, whose memory would be needed for longer.
+    """Let a graph compute each number of sizes once, at its start.
 
     Arguments:
         graph: the graph.
-        sizes: for the expression of each symbol an input, and its dim of that size.
+        sizes: an input and its dim for the expression of each symbol.
     """
     import sympy
 
     size_nodes: dict[Any, fx.Node] = {}
     known_symbols = {size for size in sizes if isinstance(size, sympy.Symbol)}
+    # Why first: a recording takes sizes from intermediate results, whose memory would live longer.
     first_node = next(node for node in graph.nodes if node.op != "placeholder")
     for node in list(graph.nodes):
         value = node.meta.get("val")
@@ -238,7 +234,7 @@ def _size_node(
     sizes: Mapping[Any, tuple[fx.Node, int]],
     size_nodes: dict[Any, fx.Node],
 ) -> fx.Node | int:
-    """Return the node that computes an expression of sizes; ``size_nodes`` keeps all of them."""
+    """Return the node of an expression of sizes; ``size_nodes`` keeps all."""
     if expression.is_Integer:
         return int(expression)
     if expression in size_nodes:

@@ -1,11 +1,9 @@
 """Pytrees: leaves, dotted paths, and tree structures as plain data.
 
-This is the only file that knows optree. A *path* joins the keys from the root to a leaf with dots
-(``blocks.0.attn.weight``). A nested tree and a flat dictionary with dotted keys therefore give a
-leaf the same path.
+A *path* joins the keys from the root to a leaf with dots (``blocks.0.attn.weight``). So a nested
+tree and a flat dictionary with dotted keys give a leaf the same path.
 
-A *structure* describes a tree without its leaves. It consists of integers, strings and nested
-tuples only, so it can be hashed, compared and stored as JSON:
+A *structure* describes a tree without its leaves, as data that can be hashed and stored as JSON:
 
 - an integer represents the leaf of that index,
 - ``None`` represents ``None`` in the tree, which is not a leaf,
@@ -41,40 +39,34 @@ _KEEP_ORDER.__enter__()
 
 
 def leaves(tree: Any) -> list[Any]:
-    """Return the leaves of ``tree``; those of a plain dictionary come in the order of sorted keys.
-
-    All functions of this library use this order, so all ranks do.
-    """
+    """Return the leaves of ``tree``, with keys of dictionaries sorted, so all ranks agree."""
     return optree.tree_leaves(tree)
 
 
 def flatten(tree: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
-    """Return the leaves of ``tree`` and the inverse: a function from leaves to such a tree."""
+    """Return the leaves of ``tree``, and a function from leaves to such a tree."""
     flat_leaves, tree_spec = optree.tree_flatten(tree)
     return flat_leaves, tree_spec.unflatten
 
 
 def flatten_with_form(tree: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of ``tree`` and its form, for ``build_form``, the inverse.
+    """Return the leaves of ``tree``, and its form for ``build_form``.
 
-    A form can be hashed and compared, in less time than ``describe`` takes.
+    You can hash and compare forms, faster than structures.
     """
     return optree.tree_flatten(tree)
 
 
 def build_form(form: Any, values: Iterable[Any]) -> Any:
-    """Return a tree of a form with these leaves; the inverse of ``flatten_with_form``."""
+    """Return the tree of a form with these leaves."""
     return form.unflatten(values)
 
 
 def form_of(structure: Structure) -> Any:
-    """Return the form of a structure that was read from a file; ``describe`` makes structures.
-
-    Only classes of loaded modules are found, and nothing is imported, so a file cannot make this
-    process run code.
+    """Return the form of a structure from a file, without importing anything.
 
     Raises:
-        ValueError: it is no structure, its leaves are not in order, or a class is not loaded.
+        ValueError: it's no structure, its leaves aren't in order, or a class isn't loaded.
     """
     check_structure(structure)
     tree_spec, leaf_order = _spec(structure)
@@ -84,7 +76,7 @@ def form_of(structure: Structure) -> Any:
 
 
 def paths(tree: Any) -> list[str]:
-    """Return the dotted path of each leaf of ``tree``, in the order of ``leaves``."""
+    """Return the dotted path of each leaf of ``tree``."""
     return _dotted(optree.tree_paths(tree))
 
 
@@ -94,7 +86,7 @@ def _dotted(key_paths: Iterable[Sequence[Any]]) -> list[str]:
 
 
 def code_paths(tree: Any, name: str) -> list[str]:
-    """Return the Python expression for each leaf of ``tree``, which is named ``name``."""
+    """Return the Python expression for each leaf of a tree with this name."""
     return [accessor.codify(name) for accessor in optree.tree_accessors(tree)]
 
 
@@ -106,12 +98,12 @@ def none_paths(tree: Any) -> list[str]:
 
 
 def leaves_up_to(tree: Any, deeper: Any) -> list[Any]:
-    """Return the subtrees of ``deeper`` that are at the positions of the leaves of ``tree``."""
+    """Return the subtrees of ``deeper`` at the leaves of ``tree``."""
     return optree.tree_structure(tree).flatten_up_to(deeper)
 
 
 def map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Return a tree of ``function(*leaves)`` for corresponding leaves of trees of one structure."""
+    """Return a tree of ``function(*leaves)`` for trees of one structure."""
     return optree.tree_map(function, tree, *rest)
 
 
@@ -126,15 +118,14 @@ def describe(
 
     Arguments:
         tree: the tree.
-        check: ``check(kind, meta, entries, path)``, called for each container, with the entries of
-            its children in paths; it may raise.
-        above: the path of ``tree`` in a larger tree, with which all paths begin.
-        depth: the number of containers of the larger tree around it.
+        check: ``check(kind, meta, entries, path)``, called for each container; it may raise.
+        above: the path of ``tree`` in a larger tree.
+        depth: the number of containers around it there.
 
     Raises:
-        TypeError: a container cannot be described as data, such as a ``defaultdict`` or a custom
-            node with unhashable metadata.
-        ValueError: two leaves have the same dotted path, or containers are nested too deeply.
+        TypeError: a container can't be data, such as a ``defaultdict`` or a custom node with
+            unhashable metadata.
+        ValueError: two leaves have one path, or containers are nested too deeply.
     """
     walk = _Walk(check)
     structure = walk.visit(tree, above, depth)
@@ -151,7 +142,7 @@ def describe(
 # Why no function inside of describe: it would refer to itself and to the leaves, which would stay
 # in memory until Python looks for such garbage.
 class _Walk:
-    """A walk of ``describe``: the leaves and paths that it has met, and the check of containers."""
+    """A walk of ``describe``."""
 
     def __init__(self, check: Any) -> None:
         self.check = check
@@ -185,27 +176,19 @@ class _Walk:
 
 
 def too_deep(path: str, what: str) -> str:
-    """Return the words of the error for a path with more than ``DEEPEST`` keys.
-
-    Arguments:
-        path: the path.
-        what: that of which there are too many.
-    """
+    """Return the words of the error for more than ``DEEPEST`` of ``what`` at a path."""
     shown_path = path if len(path) < 80 else f"{path[:40]}…{path[-20:]}"
     return f"the tree has more than {DEEPEST} {what} at {shown_path!r}: use lists, or fewer and longer keys"
 
 
 def insertion_order(tree: Any) -> list[tuple[str, Any]]:
-    """Return path and value of each leaf, with keys of plain dictionaries as they were inserted.
-
-    All other functions here take the keys of a plain dictionary in sorted order.
-    """
+    """Return path and value of each leaf, with keys in the order of insertion."""
     flat_leaves = optree.tree_leaves(tree, namespace=_PACKAGE)
     return list(zip(_dotted(optree.tree_paths(tree, namespace=_PACKAGE)), flat_leaves, strict=True))
 
 
 def as_inserted(structure: Structure, tree: Any) -> Structure:
-    """Return the structure of ``tree`` with keys of plain dictionaries as they were inserted."""
+    """Return the structure of ``tree`` with keys in the order of insertion."""
     if structure is None or isinstance(structure, int):
         return structure
     node_kind, meta, children = structure
@@ -220,11 +203,11 @@ def as_inserted(structure: Structure, tree: Any) -> Structure:
 
 
 def with_dicts_in_order(structure: Structure, positions: Sequence[int]) -> Structure:
-    """Return ``structure`` with the keys of its plain dictionaries in the order of their leaves.
+    """Return ``structure`` with keys of plain dictionaries in the order of leaves.
 
     Arguments:
         structure: the structure of a tree.
-        positions: the position of each leaf by its number in the structure.
+        positions: the position of each leaf, by its number.
     """
     return _in_order(structure, positions)[1]
 
@@ -249,13 +232,13 @@ def _in_order(structure: Structure, positions: Sequence[int]) -> tuple[float, St
 
 
 def build(structure: Structure, values: Sequence[Any]) -> Any:
-    """Return the tree of a ``structure`` with ``values`` as leaves; the inverse of ``describe``."""
+    """Return the tree of a ``structure`` with these leaves; the inverse of ``describe``."""
     tree_spec, leaf_order = _spec(structure)
     return tree_spec.unflatten([values[i] for i in leaf_order])
 
 
 def freeze(value: Any) -> Any:
-    """Return nested lists, which JSON makes of tuples, as nested tuples; leave other values."""
+    """Return nested lists, which JSON makes of tuples, as nested tuples."""
     if not isinstance(value, list):
         return value
     frozen_items = []
@@ -265,7 +248,7 @@ def freeze(value: Any) -> Any:
 
 
 def is_under(path: str, unit: str) -> bool:
-    """Return whether ``path`` is ``unit`` or below it; every path is below the root ``""``."""
+    """Return whether ``path`` is ``unit`` or below it, as every path is below ``""``."""
     return unit == "" or path == unit or path.startswith(unit + ".")
 
 
@@ -275,7 +258,7 @@ def is_under_any(path: str, nodes: Iterable[str]) -> bool:
 
 
 def upwards(path: str) -> Iterator[str]:
-    """Yield ``path`` and every node above it; the last one is the root ``""``."""
+    """Yield ``path`` and every node above it, the root ``""`` last."""
     while path:
         yield path
         path = path.rpartition(".")[0]
@@ -297,7 +280,7 @@ def _component_key(component: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def _kind(node: Any, metadata: Any, path: str) -> tuple[str, Any]:
-    """Return ``kind`` and ``meta`` of a container, or raise if it cannot be described as data."""
+    """Return ``kind`` and ``meta`` of a container, or raise if it can't be data."""
     cls = type(node)
     if cls in (list, tuple):
         return cls.__name__, None
@@ -328,10 +311,7 @@ def _kind(node: Any, metadata: Any, path: str) -> tuple[str, Any]:
 
 
 def _name_of(cls: type, where: str) -> str:
-    """Return the name under which ``loaded_class`` finds a class; raise if there is none.
-
-    ``where`` is the place of the class in the tree, for the error.
-    """
+    """Return the name under which ``loaded_class`` finds a class, or raise."""
     is_inside = cls.__module__.partition(".")[0] == _PACKAGE
     # Why the public name: a stored structure stays valid when the class moves to another file.
     if is_inside and getattr(sys.modules[_PACKAGE], cls.__qualname__, None) is cls:
