@@ -35,11 +35,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code.
-
-    Arguments:
-        argv: the arguments; by default those of the process.
-    """
+    """Run the command line, with ``argv`` or the process's arguments; return its exit code."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             # A terminal that cannot encode × shows ? instead.
@@ -180,6 +176,7 @@ def _inspect(options: argparse.Namespace) -> int:
     folders: list[Path] = []
     if path.is_dir() and not (path / "index.json").exists():
         folders = [folder for folder in path.iterdir() if folder.is_dir()]
+    # Note: PATH is one checkpoint, unless a folder in it has an index.
     if not any((folder / "index.json").exists() for folder in folders):
         print(_contents(path, options.check))  # or the error that there is no checkpoint
         return 0

@@ -10,8 +10,7 @@ Read in this order:
 - ``display``: progress bars and coloured text.
 - ``arguments``, ``plan_command``, ``calibrate_command``: the command line.
 
-``decoder_configs`` has the sizes of published models. ``decoders`` builds those that are no GPT,
-from Llama to DeepSeek-V3, so that plans can be made and estimated for them.
+``decoder_configs`` has the sizes of published models. ``decoders`` builds those that are no GPT.
 """
 
 from __future__ import annotations

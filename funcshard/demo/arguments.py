@@ -1,4 +1,4 @@
-"""The arguments that several commands take; wrong ones are a ``ValueError``."""
+"""The arguments that several commands take."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ MOST = 10**9
 
 
 def at_least(least: int, most: int = MOST) -> Callable[[str], int]:
-    """Return the type of an argument that is a whole number.
-
-    Why a bound: a size with a few digits too many would take the machine's memory, or not end.
-    """
+    """Return the type of an argument that's a whole number."""
 
     def parse(text: str) -> int:
         # Why not int alone: it takes "1_000", and digits of other scripts.
@@ -28,6 +25,8 @@ def at_least(least: int, most: int = MOST) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(
                 f"must be a whole number, at least {least}; found {shown_text!r}"
             )
+        # Why a bound: a size with a few digits too many would take the machine's memory, or not
+        # end.
         if number > most:
             raise argparse.ArgumentTypeError(f"must be at most {most:,}; found {shown_text!r}")
         return number
@@ -38,7 +37,7 @@ def at_least(least: int, most: int = MOST) -> Callable[[str], int]:
 def add_number(
     group: Any, name: str, default: int, meaning: str, *, least: int = 1, most: int = MOST
 ) -> None:
-    """Add an option that is a whole number, such as ``--steps``."""
+    """Add an option that's a whole number, such as ``--steps``."""
     group.add_argument(
         name,
         type=at_least(least, most),
@@ -80,7 +79,7 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def gpt_config(options: argparse.Namespace) -> GPTConfig:
-    """Return the sizes of the demo's GPT that the user passed."""
+    """Return the sizes of the demo's GPT that you passed."""
     return GPTConfig(options.width, options.layers, options.heads, options.context)
 
 
@@ -93,12 +92,7 @@ def check_mesh(world: int, replicate: int) -> None:
 
 
 def import_callable(option: str, spec: str) -> Callable[..., Any]:
-    """Return the function that an option names as ``MODULE:CALLABLE``.
-
-    Arguments:
-        option: name of the option, for errors.
-        spec: its value.
-    """
+    """Return the function that an option, such as ``--model``, names as ``MODULE:CALLABLE``."""
     try:
         function: Callable[..., Any] = pkgutil.resolve_name(spec)
     except (AttributeError, ImportError, ValueError) as error:

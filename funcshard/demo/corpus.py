@@ -1,4 +1,4 @@
-"""Text to train on: the source of Python's standard library, or the user's own files."""
+"""Text to train on: the source of Python's standard library, or your own files."""
 
 from __future__ import annotations
 
@@ -36,14 +36,13 @@ def load_corpus(text: str | os.PathLike[str] | None, context: int) -> Corpus:
     """Read a text and hold out its end for validation.
 
     Arguments:
-        text: a file, or a folder whose files are read, except hidden and binary files; by default
-            the Python sources of the standard library.
-        context: number of bytes that a model sees; each part of the text must have at least one
-            more.
+        text: a file, or a folder of files, but for hidden and binary ones; by default the Python
+            sources of the standard library.
+        context: number of bytes that a model sees at once.
 
     Raises:
-        OSError: a file cannot be read.
-        ValueError: the text does not exist, or is too short.
+        OSError: a file can't be read.
+        ValueError: the text doesn't exist, or is too short.
     """
     if text is None:
         title = f"standard library of Python {platform.python_version()}"
@@ -74,8 +73,7 @@ def batch(
     """Draw ``size`` windows of ``data`` at random; equal arguments give equal windows.
 
     Returns:
-        ``(inputs, targets)``, int64, of shape ``(size, context)``; a target is the byte that
-        follows its input.
+        ``(inputs, targets)``, int64, of shape ``(size, context)``, where a target is the next byte.
     """
     # A hash, so that neighbouring steps and ranks draw independent windows.
     digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=8).digest()
@@ -85,7 +83,7 @@ def batch(
 
 
 def windows(data: torch.Tensor, *, count: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return up to ``count`` windows, evenly spaced over ``data``, in the form of ``batch``."""
+    """Return up to ``count`` windows, evenly spaced, in the form of ``batch``."""
     num_starts = len(data) - context
     count = min(count, num_starts)
     # Note: multiplied before it is divided, so that the windows reach the end.
@@ -101,7 +99,6 @@ def _cut(
 
 
 def _walk(root: Path, suffix: str = "") -> list[Path]:
-    """Return the files under a folder in the order of their paths."""
     files = []
     for folder, folders_below, names in os.walk(root):
         # Note: os.walk does not enter what is taken out of this list.
@@ -119,7 +116,7 @@ def _walk(root: Path, suffix: str = "") -> list[Path]:
 
 
 def _read(files: Sequence[Path]) -> bytearray:
-    """Return the bytes of all files that hold text, or of a single file of any kind."""
+    """Return the bytes of all files of text, or of a single file of any kind."""
     read_text = bytearray()
     for path in files:
         if not path.is_file():  # a socket, or a broken link

@@ -15,8 +15,8 @@ class LatentSizes:
 
     Attributes:
         query: size of the compressed queries.
-        key_value: size of the vector from which the keys and values of all heads are computed.
-        rotary: size of the rotated part of a query or key; the heads share that part of a key.
+        key_value: size of the vector behind the keys and values of all heads.
+        rotary: size of the rotated part of a query or key, which heads share in keys.
         plain: size of the other part of a head's query or key.
         value: size of a head's value.
     """
@@ -40,14 +40,13 @@ class ExpertSizes:
     """Sizes of a mixture of experts.
 
     Attributes:
-        count: number of experts in a block.
+        count: number of experts.
         per_token: number of experts that compute each token.
         hidden: size of an expert's hidden layer.
-        shared: number of experts that compute every token. They are one MLP, ``shared`` times as
-            wide as an expert.
-        dense_layers: number of blocks at the start that have an ordinary MLP.
-        scores: function that the router applies to its output: ``"softmax"``, or ``"sigmoid"``
-            with a bias for each expert that changes the choice alone.
+        shared: number of experts for every token, as one MLP that's so many times as wide.
+        dense_layers: number of blocks at the start with an ordinary MLP.
+        scores: ``"softmax"``, or ``"sigmoid"`` with a bias for each expert that only changes the
+            choice.
     """
 
     count: int
@@ -79,17 +78,16 @@ class DecoderConfig:
         heads: number of attention heads; divides ``dim``.
         vocabulary: number of tokens.
         hidden: size of the hidden layer of an ordinary MLP.
-        kv_heads: number of heads of keys and values; divides ``heads``. ``None`` means ``heads``.
-        context: number of positions that it was trained with; the model takes sequences of any
-            length.
+        kv_heads: number of heads of keys and values; divides ``heads``, its default.
+        context: number of positions in training; the model takes any.
         tied: whether the head uses the weight of the token embedding.
-        latent: sizes of latent attention; ``None`` means ordinary attention.
-        experts: sizes of the mixture of experts; ``None`` means ordinary MLPs everywhere.
+        latent: sizes of latent attention, if it has any.
+        experts: sizes of the mixture of experts, if it is one.
         rotary_base: base of the wavelengths of rotary positions.
-        eps: number that the norms add before they divide.
+        eps: number that norms add before they divide.
 
     Raises:
-        ValueError: a size is below 1, or does not divide another as stated above.
+        ValueError: a size is below 1, or doesn't divide another one.
     """
 
     dim: int
@@ -130,12 +128,11 @@ class DecoderConfig:
 
     @property
     def groups(self) -> int:
-        """Number of heads of keys and values."""
         return self.kv_heads or self.heads
 
     @property
     def head_dim(self) -> int:
-        """Size of a head; for latent attention the mean of that of a key and that of a value."""
+        """Size of a head, or of a key and a value in the mean."""
         # Why the mean: 12 · layers · heads · head_dim · length then counts the FLOPs of attention,
         # which come half from keys and half from values.
         if self.latent is None:

@@ -15,27 +15,26 @@ from funcshard.demo.gpt import GPT, GPTConfig
 
 
 def decoder(config: str | DecoderConfig | GPTConfig, **changes: Any) -> Decoder | GPT:
-    """Build a decoder-only language model from its configuration, without any trained weights.
+    """Build a decoder-only language model without trained weights.
 
-    On the meta device even the largest one takes no memory for its weights.
+    On the meta device it takes no memory, however large it is.
 
-    A mixture of experts gives each expert ``tokens · per_token / count`` rows, rounded up. So no
-    shape depends on data, and memory and time are those of a router that spreads tokens evenly. A
-    copy of a token beyond that number is dropped. To train a mixture, use its own model.
+    A mixture of experts gives each expert ``tokens · per_token / count`` rows, rounded up, as if
+    its router spread tokens evenly. Further copies of a token are dropped, so train a mixture with
+    its own model.
 
     Arguments:
         config: a name in ``DECODERS``, a ``DecoderConfig``, or a ``GPTConfig``.
         changes: attributes of the configuration to replace, such as ``context=8192``.
 
     Returns:
-        A ``Decoder`` with the children ``embed``, ``blocks``, ``norm`` and ``head``; of a
-        ``GPTConfig`` the demo's ``GPT``. It takes tokens, int64 of shape ``[batch, length]``, and
-        returns logits of shape ``[batch, length, vocabulary]``.
+        A ``Decoder`` with ``embed``, ``blocks``, ``norm`` and ``head``, or the demo's ``GPT``. It
+        takes tokens, int64 of shape ``[batch, length]``, and returns logits ``[batch, length,
+        vocabulary]``.
 
     Raises:
         ValueError: no configuration has this name; the sizes contradict each other.
-        TypeError: ``config`` is neither a name nor a configuration, or has no attribute of the name
-            of a change.
+        TypeError: ``config`` is neither a name nor a configuration, or lacks an attribute.
 
     Example:
         >>> import torch
@@ -62,11 +61,7 @@ def decoder(config: str | DecoderConfig | GPTConfig, **changes: Any) -> Decoder 
 
 
 class Decoder(nn.Module):
-    """The model that ``decoder`` builds of a ``DecoderConfig``.
-
-    Arguments:
-        config: the sizes.
-    """
+    """The model that ``decoder`` builds of a ``DecoderConfig``."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -131,7 +126,7 @@ class GroupedAttention(nn.Module):
         return self.wo(attend(q, self.repeated(k), self.repeated(v)))
 
     def repeated(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` with every head repeated, as a copy unless there is one for each query."""
+        """Return ``x`` with every head repeated for its queries."""
         if self.repeats == 1:
             return x
         return x.unsqueeze(3).expand(-1, -1, -1, self.repeats, -1).flatten(2, 3)
@@ -281,8 +276,8 @@ def _balanced(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.T
         experts: number of experts.
 
     Returns:
-        Two tensors of one element a row, expert by expert: the number of the token copy, which is
-        ``token · per_token`` and more, or 0 without one; and whether there is one.
+        For each row, expert by expert: the number of the token copy, ``token · per_token`` and
+        more, or 0; and whether there is one.
     """
     flat_chosen = chosen.flatten()
     num_rows = -(-flat_chosen.numel() // experts)

@@ -30,8 +30,8 @@ def progress(title: str, total: int, *, quiet: bool = False, keep: bool = False)
     Arguments:
         title: name of the loop.
         total: number of turns.
-        quiet: whether to show nothing, as on all ranks but the first.
-        keep: whether the bar stays on the screen at the end.
+        quiet: whether to show nothing.
+        keep: whether the bar stays at the end.
     """
     if quiet or total < 1:
         yield lambda done, words: None
@@ -73,7 +73,7 @@ def mebibytes(title: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def show_cursor() -> None:
-    """Show the cursor again, which a bar hid if the process that drew it was killed."""
+    """Show the cursor, which a bar hid if its process was killed."""
     if sys.stdout.isatty():
         print("\x1b[?25h", flush=True)
 
@@ -93,7 +93,7 @@ def _lines(title: str, total: int) -> Show:
 
 
 def _console() -> Any:
-    """Return rich's console, or ``None`` without a terminal or without rich."""
+    """Return rich's console, if there is one."""
     try:
         from rich.console import Console
     except ImportError:

@@ -1,4 +1,4 @@
-"""Evaluate a trained model: its loss on held-out bytes, and a sample of the text that it writes."""
+"""Evaluate a trained model: its loss on held-out bytes, and a sample of text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def passes(mesh: fs.Mesh, size: int) -> int:
-    """Return the number of batches that each rank runs in ``validation_loss``."""
+    """Return the batches that each rank runs in ``validation_loss``."""
     return -(-WINDOWS // (size * mesh.world_size))
 
 
@@ -30,14 +30,12 @@ def passes(mesh: fs.Mesh, size: int) -> int:
 def validation_loss(
     model: Model, data: torch.Tensor, mesh: fs.Mesh, *, size: int, context: int, show: Show
 ) -> float:
-    """Return the mean loss over windows of held-out bytes.
-
-    The result is the same on every rank, and does not depend on the number of ranks.
+    """Return the mean loss over windows of held-out bytes, the same on any number of ranks.
 
     Arguments:
         model: function from bytes to logits.
         data: held-out bytes.
-        mesh: the ranks, each of which evaluates a part of the windows.
+        mesh: the ranks, which share the windows.
         size: windows a batch.
         context: bytes a window.
         show: called with the number of batches done.
@@ -75,7 +73,7 @@ def sample(
     show: Show,
     temperature: float = 0.8,
 ) -> str:
-    """Let the model write ``length`` bytes after a line break; every rank returns the same text.
+    """Let the model write ``length`` bytes after a line break, the same on every rank.
 
     Arguments:
         model: function from bytes to logits.

@@ -41,12 +41,11 @@ class GPTConfig:
 
     @property
     def head_dim(self) -> int:
-        """Size of a head."""
         return self.width // self.heads
 
 
 def check_sizes(config: object, names: Iterable[str], least: int = 1) -> None:
-    """Raise ``ValueError`` unless these attributes of a configuration, if set, are large enough."""
+    """Raise ``ValueError`` unless these attributes, if set, are large enough."""
     for name in names:
         size = getattr(config, name)
         if size is not None and size < least:
@@ -70,7 +69,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with a GELU between them; the hidden layer is four times as wide."""
+    """Two linear layers with a GELU between them."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -106,11 +105,7 @@ class Embedding(nn.Embedding):
 
 
 class GPT(nn.Module):
-    """A model from tokens, which may be bytes, to the logits of the next token.
-
-    Arguments:
-        config: the sizes.
-    """
+    """A model from tokens, which may be bytes, to the logits of the next token."""
 
     def __init__(self, config: GPTConfig | None = None) -> None:
         super().__init__()

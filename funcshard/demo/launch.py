@@ -1,8 +1,7 @@
 """Run a job on several ranks: in new processes, in torchrun's processes, or in this process alone.
 
-All ranks must stop after the same step: a rank that stops alone leaves the rest waiting in a
-collective. So a signal such as Ctrl-C only sets a flag on its rank (``Stop.requested``), and
-between steps the ranks agree whether one of them has it (``Stop.agreed``).
+A rank that stops alone leaves the others waiting in a collective. So a signal such as Ctrl-C only
+sets ``Stop.requested``, and between steps the ranks agree on it (``Stop.agreed``).
 """
 
 from __future__ import annotations
@@ -51,14 +50,13 @@ class Stop:
     happened: bool = False
 
     def agreed(self, mesh: fs.Mesh) -> bool:
-        """Return whether any rank got a signal, which is the same on every rank; a collective."""
+        """Return whether any rank got a signal; a collective."""
         flag = torch.tensor(float(self.requested), device=mesh.device)
         self.happened = self.happened or bool(fs.psum(flag, mesh) > 0)
         return self.happened
 
     @property
     def exit_code(self) -> int:
-        """What the process returns if the job did not fail."""
         return STOPPED if self.requested or self.happened else 0
 
 
@@ -67,18 +65,17 @@ def launch(
 ) -> int:
     """Run ``job(mesh, stop, *args)`` on every rank and return the command's exit code.
 
-    Under torchrun, this process is one rank of torchrun's world. Otherwise ``launch`` starts
-    ``ranks`` processes, or runs the job in this process if ``ranks`` is 1. If a rank fails,
-    ``launch`` ends all ranks and prints the error of that rank.
+    Under torchrun, this process is one rank. Otherwise it starts ``ranks`` processes, or runs the
+    job itself if there's one. If a rank fails, all end, and you see its error.
 
     Arguments:
         job: an importable function.
-        args: further arguments of the job; they must be picklable.
+        args: further arguments, picklable.
         ranks: number of ranks without torchrun.
         replicate: size of the mesh's replicate axis.
 
     Returns:
-        0, or 1 if a rank failed, or 130 if a signal stopped the job before its end.
+        0, 1 if a rank failed, or 130 if a signal stopped the job.
     """
     shape = {"replicate": replicate, "shard": world_size(ranks) // replicate}
     if _under_torchrun() or ranks == 1:
@@ -87,7 +84,7 @@ def launch(
 
 
 def world_size(ranks: int) -> int:
-    """Return the number of ranks that ``launch`` will run: torchrun's world size, or ``ranks``."""
+    """Return torchrun's world size, or ``ranks``."""
     return int(os.environ["WORLD_SIZE"]) if _under_torchrun() else ranks
 
 
@@ -158,7 +155,7 @@ def _spawn(job: Callable[..., None], args: tuple[Any, ...], shape: Mapping[str, 
 
 
 def _request_stop(processes: list[Any]) -> None:
-    """Ask all ranks to stop, which handle SIGTERM as a request."""
+    """Ask all ranks to stop."""
     for process in processes:
         if process.is_alive():
             process.terminate()
@@ -166,8 +163,9 @@ def _request_stop(processes: list[Any]) -> None:
 
 @contextmanager
 def _masked() -> Iterator[None]:
-    """Block signals, also in processes that start: none ends before it has set its handlers."""
+    """Block signals, also in processes that start now."""
     resource_tracker.ensure_running()  # before the mask, because it unblocks signals when it starts
+    # Why: a rank that gets a signal before it has set its handlers would end at once.
     mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -176,7 +174,6 @@ def _masked() -> Iterator[None]:
 
 
 def _start_method(job: Callable[..., None]) -> str:
-    """Return how to start ranks: on Linux, forked from one process that imports torch for all."""
     if sys.platform != "linux":
         return "spawn"
     # Why Dynamo: torch.optim imports it, which takes about as long as importing torch.
@@ -190,7 +187,7 @@ def _start_method(job: Callable[..., None]) -> str:
 
 
 def _stop_with_parent() -> None:
-    """Wait until the process that ``launch`` runs in has ended, then request this rank to stop."""
+    """Wait until the parent has ended, then request this rank to stop."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -204,7 +201,6 @@ def _rank(
     job: Callable[..., None],
     args: tuple[Any, ...],
 ) -> None:
-    """Run one rank in a process that ``_spawn`` started."""
     stop = Stop()
     with _on_signal(lambda again: setattr(stop, "requested", True)):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -235,7 +231,7 @@ def _rank(
 
 
 def _wait(processes: list[Any], folder: Path) -> str:
-    """Wait until all ranks have ended, or one has failed; return the text of the failure."""
+    """Wait until all ranks have ended, or one has failed; return its failure."""
     while True:
         exit_codes = [process.exitcode for process in processes]
         failed_ranks = {
@@ -259,7 +255,7 @@ def _wait(processes: list[Any], folder: Path) -> str:
 
 
 def _failure(rank: int, error: BaseException) -> str:
-    """Return what the user reads of an error on a rank."""
+    """Return what you read of an error on a rank."""
     trace_lines = traceback.format_exception(error)
     if not os.environ.get("FUNCSHARD_TRACEBACK"):
         trace_lines = ["FUNCSHARD_TRACEBACK=1 in the environment shows the traceback"]
@@ -270,7 +266,6 @@ def _failure(rank: int, error: BaseException) -> str:
 
 
 def _announce(again: bool) -> None:
-    """Print that the job will stop; at the second signal, end it at once."""
     if again:
         raise KeyboardInterrupt
     # Why not print: the signal may have interrupted a print.
@@ -279,7 +274,7 @@ def _announce(again: bool) -> None:
 
 @contextmanager
 def _on_signal(function: Callable[[bool], None]) -> Iterator[None]:
-    """Call ``function(again)`` on SIGINT and SIGTERM; ``again`` is false for the first signal."""
+    """Call ``function(again)`` on SIGINT and SIGTERM."""
     call_count = itertools.count()
 
     def handler(number: int, frame: Any) -> None:
@@ -295,7 +290,8 @@ def _on_signal(function: Callable[[bool], None]) -> Iterator[None]:
 
 
 def _use_loopback() -> None:
-    """Make gloo use the loopback interface, which needs no host name, unless the user chose one."""
+    """Make gloo use the loopback interface, unless the user chose one."""
+    # Why: gloo looks up the host's name otherwise, which many machines can't resolve.
     if sys.platform == "linux" and "lo" in {name for _, name in socket.if_nameindex()}:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 

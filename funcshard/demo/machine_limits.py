@@ -1,4 +1,4 @@
-"""Whether a job fits into this machine: a typing error should not take it down."""
+"""Whether a job fits into this machine: a typing error shouldn't take it down."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def check_fits(ranks: int, parameters: int = 0, activations: int = 0) -> None:
 
     Arguments:
         ranks: number of processes.
-        parameters: number of parameters. Each rank draws all of them; then ranks share parameters,
-            gradients and the two moments of Adam.
-        activations: number of elements of one tensor of activations of every block. A block keeps
-            at least eight.
+        parameters: number of parameters.
+        activations: elements of one tensor of activations of every block.
     """
+    # Note: each rank draws all parameters; then ranks share parameters, gradients and Adam's two
+    # moments. A block keeps at least eight tensors of activations.
     elements = parameters * (ranks + 4) + 8 * activations * ranks
     needed_bytes, available_bytes = PROCESS_BYTES * ranks + 4 * elements, _available_bytes()
     if available_bytes is not None and needed_bytes > available_bytes:
@@ -33,7 +33,7 @@ def check_fits(ranks: int, parameters: int = 0, activations: int = 0) -> None:
 
 
 def _available_bytes() -> int | None:
-    """Return the memory that new processes can have: the machine's, or less in a container."""
+    """Return the memory that new processes can have."""
     try:
         free_match = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
     except OSError:  # no Linux

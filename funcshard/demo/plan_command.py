@@ -163,7 +163,7 @@ def _check_together(options: argparse.Namespace) -> None:
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    """Raise for a number of ranks or a file that would fail after the work is done."""
+    """Raise for ranks or files that would fail after the work is done."""
     if options.ranks > _MOST_RANKS:
         raise ValueError(
             f"--ranks must be at most {_MOST_RANKS:,}; found {options.ranks:,}: no machine has "
@@ -188,7 +188,6 @@ def _check_files(options: argparse.Namespace) -> None:
 
 
 def _shown(options: argparse.Namespace, model: nn.Module) -> list[Any]:
-    """Return all that the command prints."""
     apply, params, buffers = fs.make_functional(model)
     units = _listed(model) if options.units is None else options.units
     precision = PRECISIONS[options.precision]
@@ -257,7 +256,7 @@ def _model(options: argparse.Namespace) -> nn.Module:
 
 
 class _Estimate:
-    """Estimates plans of one model; a trace serves all plans of its precision."""
+    """Estimates plans of one model; plans of equal precision share a trace."""
 
     def __init__(
         self, options: argparse.Namespace, model: nn.Module, apply: Any, params: Any, buffers: Any
@@ -313,7 +312,7 @@ def _cross_entropy(logits: Any, targets: torch.Tensor) -> torch.Tensor:
 
 
 def _listed(model: nn.Module) -> list[str]:
-    """Return the names of the modules in the outermost lists of a model, which are its layers."""
+    """Return the layers of a model: the modules in its outermost lists."""
     units: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not name.startswith(
@@ -328,7 +327,7 @@ def _listed(model: nn.Module) -> list[str]:
 
 
 def _compared(path: str, plan: fs.Plan) -> fs.Plan:
-    """Return the plan in a file; raise unless it is of the same model as ``plan``."""
+    """Return the plan in a file, which must be of the same model as ``plan``."""
     read_plan = _read(path)
     shapes_here = {leaf.path: list(leaf.whole_shape) for leaf in plan.leaves}
     shapes_there = {leaf.path: list(leaf.whole_shape) for leaf in read_plan.leaves}

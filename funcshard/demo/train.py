@@ -35,9 +35,9 @@ class Settings:
         batch: sequences a rank and step.
         lr: highest learning rate.
         seed: seed of all random numbers.
-        text: file or folder to train on; ``None`` is Python's standard library.
+        text: file or folder to train on; ``None``: Python's standard library.
         out: folder for the result.
-        save_every: number of steps between two checkpoints; 0 saves no checkpoint.
+        save_every: number of steps between checkpoints; 0 saves none.
         resume: whether to resume from the last checkpoint in ``out``.
     """
 
@@ -56,12 +56,11 @@ class Settings:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
         return Path(self.out).resolve() / "checkpoints"
 
 
 def check(settings: Settings, world_size: int) -> fs.Plan:
-    """Return the plan; raise an error for settings that would fail on every rank."""
+    """Return the plan; raise for settings that would fail on every rank."""
     with torch.device("meta"):
         params = fs.make_functional(GPT(settings.config))[1]
     mesh = {"replicate": settings.replicate, "shard": world_size // settings.replicate}
@@ -83,8 +82,8 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
 
     Arguments:
         mesh: the ranks.
-        stop: the request to stop before the last step.
-        settings: the settings of the job.
+        stop: the request to stop.
+        settings: the settings.
     """
     job_began = time.perf_counter()
     is_first, config, out = mesh.rank == 0, settings.config, Path(settings.out).resolve()
@@ -124,6 +123,7 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
         tell(f"Resumed from {last_checkpoint}", "bold")
     first_step, last_saving = state.step, None
 
+    # Note: it reads the state of the moment, so it serves before and after training.
     def model(inputs: torch.Tensor) -> torch.Tensor:
         return sharded(state.shards, state.buffers, inputs)
 
@@ -143,7 +143,6 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
     tokens_per_step = settings.batch * config.context * mesh.world_size
 
     def save(wait: bool) -> fs.Saving:
-        """Save a checkpoint after the previous one is complete."""
         all_losses = torch.tensor(losses, dtype=torch.float64, device="cpu")
         path = settings.checkpoints / f"step-{state.step}"
         contents = {"train": state, "losses": all_losses}
@@ -219,7 +218,7 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
 
 
 def _schedule(step: int, settings: Settings) -> float:
-    """Return the learning rate: a short linear warm-up, then half a cosine down to a twentieth."""
+    """Return the learning rate: a linear warm-up, then half a cosine down to a twentieth."""
     warm_up = max(1, settings.steps // 20)
     if step < warm_up:
         return settings.lr * (step + 1) / warm_up
@@ -243,7 +242,7 @@ def _introduce(plan: fs.Plan, mesh: fs.Mesh, settings: Settings, corpus: Corpus)
 
 
 def _write(path: Path, write: Any) -> None:
-    """Write a file atomically: ``path`` is the complete file or does not exist."""
+    """Write a file atomically."""
     part_file = path.with_name(path.name + ".part")
     write(part_file)
     # The system renames in one operation, whatever happens meanwhile.

@@ -454,7 +454,7 @@ class _Tracer:
         return module_state, tensor_versions, self._described(args, kwargs)
 
     def _described(self, args: Any, kwargs: Any) -> Hashable | None:
-        """Return all in a module's inputs that can change its operations, or ``None`` if unclear."""
+        """Return all in a module's inputs that can change its operations, or ``None``."""
         inputs = (args, kwargs)
         input_values: list[Hashable] = []
         tensor_count = 0
@@ -464,6 +464,8 @@ class _Tracer:
         for value in tree.leaves(inputs):
             if isinstance(value, torch.Tensor):
                 storage = storage_id(value)
+                # Note: a parameter as an input, or a tensor inside another object, can't be
+                # described.
                 if storage in self.recorder.params:
                     return None
                 input_values.append(
