@@ -36,7 +36,7 @@ def without_collection() -> Iterator[None]:
             _Blocks.enabled = gc.isenabled()
         _Blocks.number += 1
         # Why: each search walks through all objects, and the trace of 80,000 modules has a million.
-        # It would take twice as long.
+        # Searches would double its time.
         gc.disable()
     try:
         yield

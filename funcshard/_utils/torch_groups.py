@@ -91,7 +91,7 @@ def new_group(ranks: Sequence[int], backend: str, timeout: datetime.timedelta, n
         ranks: the global ranks, in the order of the group.
         backend: name of the backend.
         timeout: of its collectives and of its connections.
-        name: a text of its own, the same on all ranks.
+        name: a text that no other group has, the same on all ranks.
     """
     default_group = dist.group.WORLD
     # A backend with ``new_group`` makes groups by itself.

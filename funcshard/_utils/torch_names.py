@@ -1,7 +1,7 @@
 """Look up private names of torch: a release that lacks one costs a feature, not the library.
 
 A name that starts with an underscore may go in any release. ``private`` looks it up, or returns a
-stand-in: a function that does the same by public names, or a class that raises when it's used.
+substitute: a function that does the same by public names, or a class that raises when it's used.
 """
 
 from __future__ import annotations

@@ -134,8 +134,8 @@ def _titles(contents: Contents) -> Callable[[str], str]:
 def export_dcp(path: StrPath, to: StrPath) -> Path:
     """Write a checkpoint of ``save`` as one of ``torch.distributed.checkpoint`` (DCP).
 
-    One process calls it, without a mesh, and you load the result with FSDP2 or DDP on any number of
-    ranks. The names are those of torch's ``get_state_dict`` for your only ``TrainState``; other
+    You call it in one process, without a mesh, and load the result with FSDP2 or DDP on any number
+    of ranks. The names are those of torch's ``get_state_dict`` for your only ``TrainState``; other
     trees keep theirs. Numbers, texts, ``PerRank`` values and an optimizer's options are left out,
     so pass ``DefaultLoadPlanner(allow_partial_load=True)`` to load an optimizer's state.
 
@@ -209,6 +209,7 @@ def write_dcp(path: Path, folder: Path, watch: Watch = unwatched) -> Path:
             write_data = TensorWriteData(chunk, properties, whole_size)
             item = WriteItem(index, WriteItemType.SHARD, tensor_data=write_data)
             items_of_ranks.setdefault(part.rank, []).append(item)
+            # Note: DCP's writer asks for the data of an item by this index.
             box_of_item[index] = leaf, part
     folder.mkdir(parents=True, exist_ok=True)
     writer, results = FileSystemWriter(folder), []

@@ -48,15 +48,15 @@ def import_dcp(
 ) -> tuple[Shards, dict[str, torch.Tensor], Any]:
     """Return this rank's shards of a checkpoint that FSDP2 or DDP saved with DCP.
 
-    Every rank has to call. You may have saved it on any number of ranks, with state dicts from
+    You have to call it on every rank. It may be saved on any number of ranks, with state dicts from
     ``get_state_dict`` or ``module.state_dict()``. No code of the checkpoint runs.
 
     Arguments:
         path: the checkpoint's folder.
-        plan: the plan to cut the shards by.
+        plan: your plan, to cut the shards by.
         mesh: the ranks.
         buffers: your buffers, to replace by those that the checkpoint holds.
-        optimizer: the optimizer whose state to read, as in ``optimizer_from_state_dict``; the
+        optimizer: your optimizer, whose state to read, as in ``optimizer_from_state_dict``; the
             checkpoint's options, such as the learning rate, are ignored.
         key: the key of the parameters' state dict, such as ``"model"``. By default their names find
             it.
@@ -282,6 +282,7 @@ class _Window(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        # Note: ``whence`` counts from the start, the position or the end.
         self.position = offset + (0, self.position, self.length)[whence]
         return self.position
 

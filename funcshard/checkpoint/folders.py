@@ -96,7 +96,8 @@ def begin_save(path: Path, save: str) -> FileLock | None:
     """
     for _ in range(TRIES):
         path.mkdir(parents=True, exist_ok=True)
-        # Why half a second: a save that deletes old checkpoints has the lock for a moment.
+        # Why half a second: a save that deletes old checkpoints has the lock for a moment. Why not
+        # thread-local: the thread that writes releases it.
         lock = FileLock(path / LOCK, timeout=0.5, thread_local=False)
         try:
             # Note: the system gives it back when the process ends in any way.

@@ -55,12 +55,13 @@ def optimizer_from_state_dict(
         state_dict: a dictionary from ``optimizer_to_state_dict`` or torch's
             ``get_optimizer_state_dict``, flattened or not, with full tensors, DTensors or pieces.
             Options in its parameter groups are ignored, because ``optimizer`` has its own.
-        optimizer: as in ``optimizer_to_state_dict``.
-        plan: the plan to cut the state by.
+        optimizer: your optimizer, as in ``optimizer_to_state_dict``.
+        plan: your plan, to cut the state by.
         mesh: the ranks.
         src: as in ``from_state_dict``.
         strict: whether the state dict must hold the state of all trainable leaves and no others.
-            With ``False``, leaves without state begin with the initial state.
+            With ``False``, leaves without state begin with the initial state, and other state is
+            ignored.
         steps: number of steps taken, for schedules; by default the ``step`` of the state.
         check: whether ranks compare checksums, as in ``shard``; not with ``src``.
 

@@ -76,7 +76,7 @@ def _decode(encoded: Any, device: torch.device) -> Any:
 
 
 def broadcast_text(text: str, src: int, mesh: Mesh) -> str:
-    """Return the text of rank ``src``; every rank of the mesh has to call this."""
+    """Return the text of rank ``src``; every rank has to call it."""
     # Why not meta: the text has values also on a mesh that stands for an accelerator.
     device = torch.device("cpu") if mesh.device.type == "meta" else mesh.device
     text_bytes = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)

@@ -47,15 +47,15 @@ def optimizer_to_state_dict(
     sharded: bool = False,
     flatten: bool = False,
 ) -> dict[str, Any]:
-    """Return an optimizer's state by parameter name; ``optimizer_from_state_dict`` is the inverse.
+    """Return your optimizer's state by name; ``optimizer_from_state_dict`` is the inverse.
 
-    The layout is that of torch's ``get_optimizer_state_dict``. Every rank has to call.
+    The layout is that of torch's ``get_optimizer_state_dict``. You have to call it on every rank.
 
     Arguments:
         opt_state: this rank's state, as the optimizer returned it.
         optimizer: ``torch_optimizer``, ``muon``, or an ``(init, update)`` pair in the style of
             TorchOpt and Optax.
-        plan: the plan of the shards.
+        plan: the plan of your shards.
         mesh: the ranks.
         rank0_only: as in ``to_state_dict``.
         offload: as in ``to_state_dict``.

@@ -100,7 +100,7 @@ def from_pretrained(
     plan: Plan | None = None,
     **options: Any,
 ) -> Pretrained:
-    """Load a folder of Hugging Face into shards; ``save_pretrained`` is the inverse.
+    """Load your folder of Hugging Face into shards; ``save_pretrained`` is the inverse.
 
     Each rank reads its own part of every tensor, so none holds the whole model. The function is in
     evaluation mode: pass ``apply.train()`` to ``fully_shard`` to train with dropout.
@@ -112,7 +112,7 @@ def from_pretrained(
     Arguments:
         path: a local folder with ``config.json`` and the model's safetensors files.
         mesh: the ranks.
-        model: the model's class, or a module on the meta device with the files' names, also with
+        model: your model's class, or a module on the meta device with the files' names, also with
             adapters. By default the class that ``config.json`` names.
         dtype: dtype of the parameters, by default that of the config or module. To train in
             bfloat16 you usually keep float32 parameters: pass ``torch.float32`` and
@@ -323,14 +323,14 @@ def save_pretrained(
 ) -> list[Path]:
     """Write a folder that ``AutoModel.from_pretrained`` loads; ``from_pretrained`` is the inverse.
 
-    Every rank has to call. One unit after another is gathered, converted, and written by rank 0.
-    The folder also gets ``config.json``. Save your tokenizer with its own method.
+    You have to call it on every rank. One unit after another is gathered, converted, and written by
+    rank 0. The folder also gets ``config.json``. Save your tokenizer with its own method.
 
     Arguments:
         path: the folder to write.
-        apply: the function from ``from_pretrained`` or ``make_functional``.
+        apply: the function that you got from ``from_pretrained`` or ``make_functional``.
         shards: this rank's shards.
-        plan: the plan of the shards.
+        plan: the plan of your shards.
         mesh: the ranks.
         buffers: the buffers; persistent ones are written.
         max_shard_size: as in ``export_safetensors``.

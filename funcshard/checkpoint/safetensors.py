@@ -62,15 +62,15 @@ def export_safetensors(
 ) -> list[Path]:
     """Write the full parameters into safetensors files; ``import_safetensors`` is the inverse.
 
-    Every rank has to call. Rank 0 writes one gathered flat buffer after another. A tied parameter
-    is written once, under its first name.
+    You have to call it on every rank. Rank 0 writes one gathered flat buffer after another. A tied
+    parameter is written once, under its first name.
 
     Arguments:
         path: a file that ends in ``.safetensors``, or a folder, which gets one
             ``model.safetensors``, or several files with an index. ``AutoModel.from_pretrained``
             loads it with a ``config.json``. Earlier exports are replaced.
         shards: this rank's shards.
-        plan: the plan of the shards.
+        plan: the plan of your shards.
         mesh: the ranks.
         buffers: further tensors to write, such as ``apply.persistent(buffers)``.
         max_shard_size: the most bytes in one of several files, as a number or as ``"500MB"``.
@@ -195,7 +195,7 @@ def import_safetensors(path: StrPath, plan: Plan, mesh: Mesh, *, cast: bool = Fa
     Arguments:
         path: a safetensors file, or a folder as ``save_pretrained`` writes it. Names that are no
             leaves are ignored. A tied parameter may be under any of its names.
-        plan: the plan to cut the shards by.
+        plan: your plan, to cut the shards by.
         mesh: the ranks.
         cast: as in ``from_state_dict``.
 

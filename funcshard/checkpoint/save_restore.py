@@ -82,7 +82,7 @@ class Saving:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is complete, and return its path. Every rank has to call.
+        """Wait until the checkpoint is complete, and return its path. Call it on every rank.
 
         Raises:
             OSError: a rank couldn't write its part. Every rank raises it. An earlier checkpoint at
@@ -123,7 +123,7 @@ def save(
     keep: int | None = None,
     timeout: float = 600.0,
 ) -> Saving:
-    """Save a state as a checkpoint; ``restore`` is the inverse. Every rank has to call.
+    """Save your state as a checkpoint; ``restore`` is the inverse. Call it on every rank.
 
     Each rank writes what it holds of your state:
 
@@ -140,8 +140,8 @@ def save(
             replaced; anything else there is an error.
         state: any pytree, such as ``{"train": TrainState, "ema": shards, "own": PerRank(...),
             "epoch": 3}``.
-        plan: the plan of the shards in the state. For several models, a dictionary of plans, with
-            the keys of their entries in ``state``.
+        plan: the plan of the shards in your state. If you have several models, a dictionary of
+            plans, with the keys of their entries in ``state``.
         mesh: the ranks.
         wait: ``False`` copies the state to the CPU, and a thread writes it while you train. Call
             ``wait()`` of the ``Saving`` later. If you don't, your program waits for the checkpoint
@@ -244,19 +244,16 @@ def restore(
     *,
     cast: bool = False,
 ) -> Any:
-    """Restore a state that ``save`` saved, under any plan of the model, or describe a checkpoint.
+    """Restore a state that you saved, under any plan of the model, or describe a checkpoint.
 
-    ``restore(path, plan, mesh)`` returns the state, and every rank has to call it.
-    ``restore(path)`` describes the checkpoint. No code of the checkpoint runs.
-
-    Restoring runs no code from the checkpoint. Its index is JSON. The bytes of its tensors are read
-    to their places, and their checksums are compared.
+    ``restore(path, plan, mesh)`` returns the state; call it on every rank. ``restore(path)``
+    describes the checkpoint. No code of the checkpoint runs.
 
     Arguments:
         path: the checkpoint's folder, such as ``latest(folder)``.
-        plan: the plan to cut the shards by, which may have other units, strategies and ranks than
+        plan: your plan to cut the shards by, which may have other units, strategies and ranks than
             the saved one. Rank ``r`` takes the ``PerRank`` values of old rank ``r`` modulo the old
-            number of ranks. For several models, a dictionary of plans with the saved keys.
+            number of ranks. If you have several models, a dictionary of plans with the saved keys.
         mesh: the ranks, in the plan's shape.
         cast: whether to convert shards of the parameters' dtypes to those of ``plan``. By default
             other dtypes are an error. Shards in another dtype than the parameters, such as

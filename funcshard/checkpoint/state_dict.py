@@ -48,13 +48,13 @@ def to_state_dict(
 ) -> dict[str, Any]:
     """Return the parameters under the module's own names; ``from_state_dict`` is the inverse.
 
-    Every rank has to call. Flat buffers are gathered and freed one after another, so with
-    ``rank0_only`` and ``offload`` only the host of rank 0 holds the full model.
+    You have to call it on every rank. Flat buffers are gathered and freed one after another, so
+    with ``rank0_only`` and ``offload`` only the host of rank 0 holds the full model.
 
     Arguments:
         shards: this rank's shards, or a tree like them, such as gradients; ``None`` for a frozen
             shard leaves its leaves out.
-        plan: the plan of the shards.
+        plan: the plan of your shards.
         mesh: the ranks.
         buffers: tensors to add, such as ``apply.persistent(buffers)``, which the module's state
             dict holds.
@@ -64,9 +64,9 @@ def to_state_dict(
             gathered.
 
     Returns:
-        A dictionary for ``module.load_state_dict``. A tied parameter is under each of its names. A
-        leaf that ranks hold in slices is joined. A leaf that's local otherwise has this rank's
-        values.
+        A dictionary that you can pass to ``module.load_state_dict``. A tied parameter is under each
+        of its names. A leaf that ranks hold in slices is joined. A leaf that's local otherwise has
+        this rank's values.
 
     Raises:
         ValueError: the shards don't match the plan; ``rank0_only`` would lose a local leaf of other
@@ -142,7 +142,7 @@ def from_state_dict(
             - pieces: one ``Piece`` per name, or a list of the pieces of several ranks.
 
             Names that are no leaves are ignored. A tied parameter may be under any of its names.
-        plan: the plan to cut the shards by.
+        plan: your plan, to cut the shards by.
         mesh: the ranks.
         src: the rank that has the state dict, with full tensors, and broadcasts one flat buffer
             after another. By default every rank has it.

@@ -374,7 +374,8 @@ class _Unflattener:
         """Read the elements of all leaves in this rank's shard of a buffer."""
         for name, home in zip(names, homes, strict=True):
             turn = turn_of(self.saved.stored[name].turn, home.buffer, self.old_axes)
-            # Note: all trees of a state have the same homes, and a turn picks one of the copies.
+            # Note: all trees of a state have the same homes, whose ids stay unique because
+            # ``homes`` keeps them. A turn picks one of the copies.
             move_key = (id(home), *turn.values())
             # Note: an optimizer's trees have the runs of the parameters.
             if move_key not in self.moves:
@@ -506,7 +507,7 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
     that looks like shards is cut again; values that all ranks share stay.
 
     New rank ``r`` takes ``PerRank`` values and local leaves of old rank ``r`` modulo the old number
-      of ranks.
+    of ranks.
 
     Arguments:
         states: each rank's state, any pytree, in order of ranks.

@@ -321,6 +321,7 @@ def _listed(model: nn.Module) -> list[str]:
             units += [
                 f"{name}.{child_name}"
                 for child_name, child in module.named_children()
+                # Note: a module without parameters is no unit.
                 if any(True for _ in child.parameters())
             ]
     return units

@@ -47,13 +47,13 @@ def estimate(
     budget: int | str | None = None,
     runtime: Runtime | None = None,
 ) -> Report:
-    """Estimate the memory, the time and the traffic of one training step.
+    """Estimate the memory, the time and the traffic of one step of your training.
 
     You need no GPU and no other ranks: see docs/estimating.md.
 
     Arguments:
-        profile: the model, traced with the inputs of one micro-batch.
-        plan: the plan.
+        profile: your model, as ``profile`` traced it with one micro-batch.
+        plan: your plan.
         hardware: name or path of a description, or a ``Hardware``; see ``load_hardware``.
         optimizer: name in ``OPTIMIZERS``, or an ``OptimizerMemory``, or ``None`` for no optimizer.
         schedule: how far to gather ahead; the trace gives the order. By default that of

@@ -117,6 +117,7 @@ def _longest_rise(numbers: Sequence[int]) -> set[int]:
     for number in numbers:
         length = bisect_left(rise_ends, number)
         number_before[number] = rise_ends[length - 1] if length else None
+        # Note: patience sorting; the slice appends if no rise of this length has ended yet.
         rise_ends[length : length + 1] = [number]
     rising_numbers = set()
     last_number = (*rise_ends[-1:], None)[0]

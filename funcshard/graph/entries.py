@@ -68,6 +68,7 @@ class Entries:
     def _alike(self, signature: Signature) -> list[Entry]:
         """Return the recordings for a signature, whatever their sizes."""
         entries = self._entries.items()
+        # Note: arguments have no conditions, so those of the recording don't count here.
         return [entry for key, entry in entries if key._replace(conditions=()) == signature]
 
 

@@ -127,6 +127,7 @@ def _inputs(
             last_element = sum(
                 (size - 1) * stride for size, stride in zip(shape, strides, strict=True)
             )
+            # Note: a tensor without elements takes no memory, whatever its strides are.
             elements = (last_element + 1) * (0 not in shape)
             storage_index, storage_bytes, offset = -1 - leaf_index, elements * dtype.itemsize, 0
         # Why bytes: inputs of other dtypes may be views of the same memory.

@@ -32,17 +32,17 @@ def load_traced(
 ) -> Traced:
     """Return the traced step that ``Traced.save`` wrote, bound to a mesh.
 
-    You need no code of the model, and reading runs no code of the file. Every rank has to call
-    this. ``result.plan`` cuts the shards of a state.
+    You need no code of the model, and reading runs no code of the file. Call it on every rank.
+    ``result.plan`` cuts the shards of a state.
 
     Pass ``step`` if it has schedules, or to record for arguments of other shapes: see
     docs/tracing.md, "Files of graphs".
 
     Arguments:
-        path: the file.
+        path: your file.
         mesh: the ranks, as many along each axis as the step was traced for.
         plan: your plan, to compare with that of the file.
-        step: the step that was traced.
+        step: the step that you traced.
 
     Returns:
         The step as a graph; see ``trace``.

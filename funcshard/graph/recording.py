@@ -1,7 +1,7 @@
 """Record a step: run it on tensors without data, and write down every operation.
 
 torch's make_fx sees each operation below autograd, so also backward and the optimizer. Collectives
-are operations of their own library (see ``comm.recorded_group``), so ranks exchange nothing.
+become operations of ours (see ``comm.recorded_group``), so ranks exchange nothing.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def record(step: Step, state: Any, batch: Any, names: Mapping[int, Any]) -> tupl
     tensor_leaves = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     counter_leaves = [i for i, leaf in enumerate(leaves[:in_state]) if type(leaf) is int]
     input_leaves = (*tensor_leaves, *counter_leaves)
+    # Note: the facts about results are known only while make_fx runs ``flat_step``.
     step_facts: dict[str, Any] = {}
 
     def flat_step(*values: torch.Tensor) -> list[Any]:

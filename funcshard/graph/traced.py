@@ -39,7 +39,7 @@ _MANY = 8  # recordings, as many as torch.compile makes before it gives up
 
 
 def trace(step: TrainStep, state: Any, batch: Any, *, dynamic_shapes: Any = None) -> Traced:
-    """Record a training step as one graph: forward, backward, collectives and optimizer.
+    """Record your training step as one graph: forward, backward, collectives and optimizer.
 
     You call the result like the step. It gives the same bits and issues the same collectives.
     Recording communicates nothing and needs no data.
@@ -48,12 +48,12 @@ def trace(step: TrainStep, state: Any, batch: Any, *, dynamic_shapes: Any = None
     for what is an input and what a constant.
 
     Arguments:
-        step: the step of ``make_train_step``.
+        step: your step of ``make_train_step``.
         state: a state to record with, which stays as it is.
         batch: a batch to record with, on this rank.
         dynamic_shapes: names of the sizes that later batches may change. ``"b, ..."`` names dim 0
-            of all tensors, ``"b, t"`` both dims, and ``_`` a fixed one. A tree in the form of the
-            batch has a text or ``None`` for each part.
+            of all tensors, ``"b, t"`` both dims; ``_`` is a fixed one, ``...`` all further ones. A
+            tree in the form of the batch has a text or ``None`` for each part.
 
     Returns:
         The step as a graph.
@@ -179,8 +179,8 @@ class Traced:
         rounding. See docs/tracing.md, "Compiled steps".
 
         Arguments:
-            backend: a backend of ``torch.compile``, by its name or as a function. ``"inductor"``
-                needs a C++ compiler, and keeps its code on disk.
+            backend: a backend of ``torch.compile``, by its name or as a function. For
+                ``"inductor"`` you need a C++ compiler; it keeps its code on disk.
 
         Raises:
             TypeError: ``backend`` is neither a name nor a function, or returns no function.
@@ -377,7 +377,7 @@ class Traced:
     def save(self, path: str | os.PathLike[str], *, per_rank: bool = False) -> None:
         """Write the graphs to one file for all ranks, which ``load_traced`` reads.
 
-        Every rank has to call this. The file is text: JSON without pickles.
+        You have to call it on every rank. The file is text: JSON without pickles.
 
         Arguments:
             path: the file, which appears once it's complete.

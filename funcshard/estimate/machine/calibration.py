@@ -39,7 +39,7 @@ def calibrate(
     reference: Reference | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Hardware:
-    """Measure this machine, and return its description.
+    """Measure your machine, and return its description.
 
     It starts ``ranks`` processes, so call it under ``if __name__ == "__main__":``, on an idle
     machine. You wait about half a minute.
@@ -47,8 +47,8 @@ def calibrate(
     Arguments:
         path: JSON file to write, which ``load_hardware`` reads; ``None`` writes none.
         ranks: number of processes; at least 2.
-        shared_memory: communicate through shared memory, as ``fs.init_mesh`` does; ``False`` for
-            gloo.
+        shared_memory: whether ranks communicate through shared memory, as in ``fs.init_mesh``, or
+            through gloo.
         sizes: bytes of the collectives' whole buffers.
         seconds: seconds for each peak.
         reference: sizes of the transformer whose step gives the efficiencies.
@@ -155,7 +155,8 @@ def _rank(
     reference: Reference,
 ) -> None:
     """Measure on one rank and save the times in ``folder``."""
-    # Note: each rank of a job on the CPU has one thread, because all cores share the memory.
+    # Note: as in a job on the CPU, each rank has one thread, and all compute at once, because they
+    # share the memory.
     torch.set_num_threads(1)
     if sys.platform == "linux" and "lo" in {name for _, name in socket.if_nameindex()}:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -270,7 +270,7 @@ _LISTS: Mapping[str, type[Link | SizeFactor]] = {
 
 
 def load_hardware(hardware: str | os.PathLike[str] | Hardware) -> Hardware:
-    """Return a hardware description by its name, or from a file.
+    """Return a hardware description by its name, or from your file.
 
     Arguments:
         hardware: a shipped name such as ``"h100-8x400gbps"``, or its alias ``"h100"``; the path of

@@ -176,10 +176,10 @@ def holdings(plan: Plan) -> Holdings:
     """Return which rank holds which part of each unit.
 
     Arguments:
-        plan: the plan.
+        plan: your plan.
 
     Returns:
-        The map, with equal units and equal ranks once. It prints as a table.
+        The map, with equal units and equal ranks once, which you can print.
 
     Raises:
         TypeError: ``plan`` is no plan.

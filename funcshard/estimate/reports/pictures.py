@@ -251,7 +251,7 @@ def draw_holdings(
     """Draw which rank holds which part of each unit, as a colour.
 
     Arguments:
-        plan: the plan.
+        plan: your plan.
         ranks: the ranks to draw; by default the first 64.
         path: file to save.
     """

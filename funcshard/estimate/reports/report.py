@@ -43,7 +43,7 @@ _FULL = 0.95  # of the budget; the rest is for the CUDA context and NCCL, which 
 class Report(Shown, Step):
     """The memory, the time and the traffic of one training step; made by ``estimate``.
 
-    It prints as tables. ``Step`` lists its fields.
+    You can print it as tables. ``Step`` lists its fields.
     """
 
     @property

@@ -118,7 +118,7 @@ def auto_plan(
     runtime: Runtime | None = None,
     local: Any = (),
 ) -> Best | Infeasible:
-    """Find the fastest plan of a model that fits a memory budget on every rank.
+    """Find the fastest plan of your model that fits a memory budget on every rank.
 
     It searches the options of ``space`` and the profiles. docs/estimating.md says when it finds the
     same as a search of all plans.

@@ -28,7 +28,7 @@ MOST_RUNGS = _FEW + 1  # of a ladder on which each rung is tried
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The plans that ``auto_plan`` tries: all combinations of these options.
+    """The plans that ``auto_plan`` tries: all combinations of your options.
 
     Attributes:
         meshes: sizes ``(replicate, shard)`` to try; ``None`` tries all pairs.

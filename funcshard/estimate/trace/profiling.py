@@ -183,7 +183,7 @@ def profile(
     fold: bool = True,
     **kwargs: Any,
 ) -> Profile:
-    """Trace one forward and backward of a model without data and without processes.
+    """Trace one forward and backward of your model without data and without processes.
 
     It runs on fake tensors, so you need no GPU. docs/estimating.md says what it can't see.
 
@@ -204,9 +204,9 @@ def profile(
         The profile, for ``estimate`` and ``auto_plan``.
 
     Raises:
-        TypeError: ``apply`` did not come from ``make_functional``.
-        ValueError: the loss is no scalar or does not depend on a trainable parameter, there are
-            targets but no loss, the model reads values of a tensor, or a parameter is a DTensor.
+        TypeError: ``apply`` didn't come from ``make_functional``.
+        ValueError: the loss is no scalar or doesn't depend on a trainable parameter, you pass
+            targets but no loss, your model reads values of a tensor, or a parameter is a DTensor.
 
     Example:
         >>> import torch, funcshard as fs

@@ -218,7 +218,8 @@ class Recorder(TorchDispatchMode):
             if not known:
                 self.emit(Free(storage_index))
 
-        # Note: without a reference left, the storage is freed now, as it would be with data.
+        # Note: ``freed`` runs when nothing refers to the storage, which is when its data would be
+        # freed.
         self._storages[storage_identity] = storage_index, weakref.ref(storage, freed)
         if not known:
             self.emit(Alloc(storage_index, storage.nbytes()))

@@ -14,7 +14,7 @@ from funcshard._utils.options import check_choice, check_count, check_flag
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerMemory:
-    """The memory of clipping and of the optimizer's update.
+    """The memory of clipping and of your optimizer's update.
 
     Attributes:
         states: tensors of state for each shard.

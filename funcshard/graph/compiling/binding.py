@@ -71,6 +71,7 @@ class CompilingBind:
             step: region_graph(step, cut) for step in cut.steps if isinstance(step, Region)
         }
         code_of_region = {region: region_text(graph) for region, graph in region_graphs.items()}
+        # Note: equal texts mean equal code, so one compiled function serves all of them.
         graph_by_text = {code_of_region[region]: graph for region, graph in region_graphs.items()}
         unique_texts = list(graph_by_text)
         # Why rotated: ranks that compile at once find each other's results in Inductor's cache.

@@ -44,7 +44,7 @@ def drop_unused(traced: Traced) -> Traced:
     Writes, random numbers and collectives stay.
 
     Arguments:
-        traced: the step, which does not change.
+        traced: your step, which doesn't change.
 
     Returns:
         The changed step, with the bits and the collectives of ``traced``.

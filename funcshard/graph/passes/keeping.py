@@ -32,7 +32,7 @@ def keep_gathered(traced: Traced, *, budget: int | str) -> Traced:
     most closely come first.
 
     Arguments:
-        traced: the step, which does not change.
+        traced: your step, which doesn't change.
         budget: the most bytes of kept buffers at one moment, as a number or as ``"1GiB"``.
 
     Returns:
@@ -89,6 +89,7 @@ class _Gather:
         """A key that's equal for two gathers with equal results."""
         event = self.start.meta["event"]
         # Why the payload too: micro-batches gather equal data, and an updated shard is other data.
+        # Note: the arguments 4 and 5 are the axis and its ranks.
         return event.unit, event.buffer, *self.start.args[4:6], _value_of(self.start.args[0])
 
 

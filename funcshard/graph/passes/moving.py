@@ -24,7 +24,7 @@ def gather_earlier(
     Collectives keep their order.
 
     Arguments:
-        traced: the step, which does not change.
+        traced: your step, which doesn't change.
         by: how many other units a gather may overtake. By default only memory limits it.
         budget: the most bytes that the step may hold, as a number or as ``"1GiB"``; by default its
             peak (``traced.memory()``).
@@ -71,7 +71,7 @@ def wait_later(traced: Traced, *, budget: int | str | None = None) -> Traced:
     Collectives keep their order. A reduction holds the data that it sends until the wait.
 
     Arguments:
-        traced: the step, which does not change.
+        traced: your step, which doesn't change.
         budget: as in ``gather_earlier``.
 
     Returns:
@@ -231,6 +231,7 @@ class Timeline:
         self.storages = GraphStorages.find(step_graph.graph)
         self.order = list(step_graph.graph.nodes)
         self.position = {node: node_index for node_index, node in enumerate(self.order)}
+        # Note: the caller holds the arguments all the time, so they come off the budget.
         self.limit = memory.temporary if budget is None else budget - memory.arguments
         self.made = self.storages.taken_by()
         self.taken: dict[fx.Node, int] = defaultdict(int)

@@ -25,7 +25,7 @@ def update_early(traced: Traced) -> Traced:
     several units is split, with the same bits.
 
     Arguments:
-        traced: the step, which does not change.
+        traced: your step, which doesn't change.
 
     Returns:
         The changed step, with the bits and the collectives of ``traced``.
@@ -94,6 +94,7 @@ def _update_early(step_graph: StepGraph) -> None:
             )
         else:
             for group_node in sorted(needed_group, key=node_position.__getitem__):
+                # Note: ``append`` of fx moves a node behind this one.
                 last_moved.get(arrival, arrival).append(group_node)
                 last_moved[arrival] = group_node
             moved_nodes |= needed_group
