@@ -35,8 +35,8 @@ def without_collection() -> Iterator[None]:
         if not _Blocks.number:
             _Blocks.enabled = gc.isenabled()
         _Blocks.number += 1
-        # Why: each search walks through all objects, and the trace of 80,000 modules has a million.
-        # Searches would double its time.
+        # Why: each search walks through all objects, and the trace of 80,000 modules has
+        # a million. Searches would double its time.
         gc.disable()
     try:
         yield

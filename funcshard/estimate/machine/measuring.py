@@ -163,7 +163,7 @@ def _together(group: Group) -> None:
 
 def _count(run: Callable[[], Any], group: Group, seconds: float) -> int:
     """Return how many runs fill ``seconds``, the same number on all ranks."""
-    run()
+    run()  # the first run allocates
     once_seconds = torch.tensor([_clock(run)], device="cpu")
     group.all_reduce(once_seconds).wait()
     return max(1, min(1000, int(seconds / max(float(once_seconds) / group.size, 1e-6))))
@@ -175,7 +175,6 @@ def _clock(
     """Return the mean seconds of a ``run``."""
     start = now()
     for _ in range(times):
-        # Note: the first run allocates.
         run()
     return (now() - start) / times
 
