@@ -17,7 +17,7 @@ from benchmarks.published_table import compare_memory, compare_speed, with_memor
 from funcshard.estimate import load_hardware
 from funcshard.estimate.machine import RESERVED_RUNS
 
-PAGE = Path(__file__).parents[2] / "docs" / "estimates.md"
+PAGE = Path(__file__).parents[2] / "docs" / "dev" / "estimates.md"
 GIB = 2**30
 
 
