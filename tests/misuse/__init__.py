@@ -18,7 +18,7 @@ simulated rank. An exception has to come on two ranks; where it takes communicat
 ends in ``EVERYWHERE``. ``right`` is tried there anyway, and ``untold`` on 2 × 2 ranks.
 ``tests/promises/test_misuse.py`` runs the rows of all files of this folder.
 
-The rows of ``documented.py`` are on the page "Mistakes and their cures": there the mistake is a sentence,
+The rows of ``documented.py`` are on the page "Common mistakes": there the mistake is a sentence,
 and the row ends in its cure. ``python -m tests.misuse`` writes the page.
 """
 

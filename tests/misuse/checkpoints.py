@@ -14,7 +14,7 @@ from tests.misuse import APPLY, BUFFERS, DESYNC, EVERYWHERE, NET, PARAMS, Table,
 
 CASES = Table()
 MISTAKES = "docs/mistakes.md"
-ORDER = "`replan` takes states in the order of ranks, and a shard does not say whose it is."
+ORDER = "`replan` takes states in the order of ranks, and can't check that order."
 OTHER_MODEL = "the plan is of another model"
 ADAMW = fs.torch_optimizer(torch.optim.AdamW, lr=0.1)
 MOMENTUM = fs.torch_optimizer(torch.optim.SGD, lr=lambda step: 0.1, momentum=0.9)

@@ -8,9 +8,9 @@ from tests.misuse import BUFFERS, DATA, DESYNC, EVERYWHERE, GRID, PARAMS, Table,
 
 CASES = Table()
 MISTAKES = "docs/mistakes.md"
-SUM = "A loss that is a sum over samples has the type of a mean."
-PARTS = "Nothing sees whether parts overlap, are missing or differ in size."
-AGAIN = "A gradient that is divided, clipped or scaled a second time is a tree of shards like any other."
+SUM = "Return the mean over samples, not the sum."
+PARTS = "Nobody checks whether the ranks' parts of the batch overlap, are missing or differ in size."
+AGAIN = "Don't divide, clip or scale gradients a second time."
 
 
 def grads_of(s, loss_fn, x=None, **options):
@@ -163,10 +163,10 @@ CASES += [
     ("global_norm", "on one rank only", DESYNC,
      lambda s: (grads := s.grads()) and s.mesh.rank == 0 and fs.global_norm(grads, s.plan, s.mesh)),
     ("global_norm", "torch's norm of this rank's gradients",
-     untold(MISTAKES, "The norms of torch see the shards of this rank alone, so they are norms of parts.", whole_norm),
+     untold(MISTAKES, "Torch's norms see this rank's shards only.", whole_norm),
      lambda s: torch.nn.utils.get_total_norm(optree.tree_leaves(s.grads()))),
     ("clip_by_global_norm", "the result is not used",
-     untold(MISTAKES, "`clip_by_global_norm` returns new gradients, and cannot know that the old ones are used.",
+     untold(MISTAKES, "`clip_by_global_norm` returns new gradients, and can't know whether you still use the old ones.",
         torch.tensor(0.1)),
      lambda s: ([grads := s.grads(), fs.clip_by_global_norm(grads, s.plan, s.mesh, 0.1)] and
         fs.global_norm(grads, s.plan, s.mesh))),

@@ -1,4 +1,4 @@
-"""The part of the page "Mistakes and their cures" that is written from the table."""
+"""The part of the page "Common mistakes" that is written from the table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def page(text: str) -> str:
 
 
 def _entry(case: Case) -> str:
-    """Return the message, and cause and cure as a paragraph, in lines that break between words only."""
-    text = f"*Cause:* {case.name} *Cure:* {case.cure}"
+    """Return the message, then mistake and cure as a paragraph that breaks between words only."""
+    text = f"{case.name} {case.cure}"
     answer = textwrap.fill(text, 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     return f"- `{case.outcome.kind.__name__}: {case.outcome.words[0]}`\n\n{answer}"

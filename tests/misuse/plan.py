@@ -29,7 +29,7 @@ CASES += [
     ("make_plan", "units in another order than the model's", right(whole_grads),
      lambda mesh: (s := set_up(mesh, units=["4", "2", "0"])).whole(s.grads())),
     ("make_plan", "detached copies of frozen leaves, for a function by hand",
-     untold(MISTAKES, "A detached copy of a frozen parameter does not say that it was frozen.",
+     untold(MISTAKES, "A detached copy of a frozen parameter looks trainable.",
         ["float32", "float32.frozen"]),
      lambda mesh: [buffer.key for buffer in plan(mesh, detached(fs.make_functional(half_frozen())[1])).units[""].buffers]),
 ]  # fmt: skip
@@ -75,7 +75,7 @@ def cast_ids(mesh):
 
 CASES += [
     ("MixedPrecision fully_shard", "ids in a floating-point dtype",
-     untold(MISTAKES, "Token ids in a floating-point dtype are cast as all such inputs are", torch.tensor([259])), cast_ids),
+     untold(MISTAKES, "Token ids in a floating-point dtype are cast like other such inputs", torch.tensor([259])), cast_ids),
 ]  # fmt: skip
 
 

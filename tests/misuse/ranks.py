@@ -73,7 +73,7 @@ def shared_sum():
 
 CASES += [
     ("simulate", "ranks write to one tensor that they share",
-     untold(MISTAKES, "Simulated ranks share one process, so a tensor of an enclosing scope is one tensor for all.",
+     untold(MISTAKES, "Simulated ranks share one process, so they also share a tensor of an enclosing scope.",
         torch.ones(2)), lambda mesh: shared_sum()),
 ]  # fmt: skip
 
@@ -84,7 +84,7 @@ CASES += [
     ("Mesh", "reshaped to a number", TypeError('{"replicate": R, "shard": S}'), lambda mesh: mesh.reshaped(4)),
     ("Mesh", "reshaped on one rank only", DESYNC, lambda mesh: mesh.reshaped(GRID).shape if mesh.rank == 0 else None, (4,)),
     ("make_plan simulate init_mesh", "a typo in the name of the shard axis",
-     untold(MISTAKES, "makes a model axis, and nothing is sharded", True),
+     untold(MISTAKES, "is a model axis, and nothing is sharded", True),
      lambda mesh: fs.make_plan({"w": torch.ones(12)}, {"shards": mesh.world_size}).unit_list[0].buffers[0].shards > 1),
     ("testing.delayed", "another kind", ValueError("all_to_all, broadcast; found 'gather': for several"),
      lambda mesh: delayed(mesh, "gather", 1.0)),
@@ -137,7 +137,8 @@ CASES += [
      untold("docs/gradients.md", "A replicated value that goes through `psum` again becomes W times too large.",
         torch.tensor(2.0)), lambda mesh: fs.psum(fs.psum(ONE, mesh), mesh), (2,)),
     ("pmean psum", "over a world of one rank by mistake",
-     untold(MISTAKES, "`fs.Mesh()` is a world of one rank, and a valid mesh for numbers of this rank alone.", whole_loss),
+     untold(MISTAKES, "`fs.Mesh()` is a world of one rank, so a collective over it returns this rank's numbers.",
+        whole_loss),
      lambda mesh: fs.pmean((s := set_up(mesh)).loss(s.shards, s.x), fs.Mesh()).detach()),
     ("pmean", "the loss is a mean over the world already", right(whole_grads),
      lambda s: s.whole(fs.value_and_grad(lambda shards, x: fs.pmean(s.loss(shards, x), s.mesh))(s.shards, s.x)[1])),
@@ -181,7 +182,7 @@ def events_of_thread(mesh):
 
 CASES += [
     ("record_events", "a thread of the block communicates",
-     untold(MISTAKES, "`record_events` records its own context, and a thread that the block starts has another one.", 1),
+     untold(MISTAKES, "`record_events` doesn't record a thread that you start inside its block.", 1),
      events_of_thread, (2, 4)),
 ]  # fmt: skip
 

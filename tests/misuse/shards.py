@@ -9,7 +9,7 @@ from tests.misuse import EVERYWHERE, NET, PARAMS, Table, clone, right, set_up, u
 
 CASES = Table()
 MISTAKES = "docs/mistakes.md"
-PLAIN = "A shard is a plain 1-D tensor. It does not know its unit, its rank or its plan"
+PLAIN = "A shard is a plain 1-D tensor. It doesn't know its unit, its rank or its plan"
 
 
 def meta(net=NET):
@@ -112,7 +112,7 @@ CASES += [
     ("to_state_dict", "buffers is a truth value", TypeError("buffers must be a dictionary"),
      lambda mesh: fs.to_state_dict((s := set_up(mesh)).shards, s.plan, mesh, buffers=True)),
     ("to_state_dict Piece", "a piece taken for the leaf",
-     untold(MISTAKES, "The tensor of a `Piece` is a part of its leaf", lambda: values()["0.weight"]),
+     untold(MISTAKES, "The tensor of a `Piece` is only a part of its leaf", lambda: values()["0.weight"]),
      lambda mesh: fs.to_state_dict((s := set_up(mesh)).shards, s.plan, mesh, sharded=True)["0.weight"].tensor),
 ]  # fmt: skip
 

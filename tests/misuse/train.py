@@ -9,7 +9,7 @@ from tests.misuse import BUFFERS, NET, PARAMS, Table, right, set_up, trained, un
 
 CASES = Table()
 MISTAKES = "docs/mistakes.md"
-AGAIN = "A gradient that is divided, clipped or scaled a second time is a tree of shards like any other."
+AGAIN = "Don't divide, clip or scale gradients a second time."
 SGD = torch.optim.SGD
 
 
@@ -41,7 +41,7 @@ def for_biases(plan, mesh):
 
 CASES += [
     ("torch_optimizer", "a wrong word that the class is elementwise",
-     untold(MISTAKES, "`elementwise=True` is your word.", lambda: with_adafactor()),
+     untold(MISTAKES, "`elementwise=True` is a promise that only you can check.", lambda: with_adafactor()),
      lambda s: stepped(s, fs.torch_optimizer(torch.optim.Adafactor, lr=0.1, elementwise=True))),
     ("torch_optimizer", "groups without plan and mesh", ValueError("pass plan=plan and mesh=mesh"),
      lambda mesh: sgd(groups=[{"paths": ["0"], "lr": 1.0}])),
@@ -54,7 +54,7 @@ CASES += [
     ("torch_optimizer make_train_step", "groups of a plan with other units", ValueError("with one plan"),
      lambda s: stepped(s, for_biases(set_up(s.mesh, units=[]).plan, s.mesh))),
     ("torch_optimizer", "gradients and parameters swapped",
-     untold(MISTAKES, "so an optimizer cannot tell one from the other.", trained),
+     untold(MISTAKES, "Gradients and parameters are trees of the same form, so you can swap them by mistake.", trained),
      lambda s: (o := sgd()) and s.whole(o.step(s.shards, o.init(s.shards), s.grads())[0])),
 ]  # fmt: skip
 
@@ -99,7 +99,7 @@ CASES += [
     ("make_train_step torch_optimizer", "the two functions of an optimizer as a tuple of one's own",
      TypeError("pass the pair itself"), lambda s: stepped(s, tuple(sgd()))),
     ("make_train_step", "a pair of functions that returns parameters and not updates",
-     untold(MISTAKES, "Parameters in their place are a tree of the same form.", trained),
+     untold(MISTAKES, "so don't return new parameters.", trained),
      lambda s: stepped(s, (lambda params: None, lambda grads, state, params: (minus(params, grads), state)))),
     ("make_train_step value_and_grad", "options of the gradient in two places",
      TypeError("found 'weighted' beside a function of value_and_grad or accumulate: pass it there"),
@@ -155,7 +155,7 @@ CASES += [
     ("GradScaler", "a plan for other ranks given to unscale", ValueError("the plan was made for a mesh of"),
      lambda mesh: SCALER.unscale(ONES, SCALER.init(mesh), mesh, plan=fs.make_plan({"a": torch.ones(8)}, 7))),
     ("GradScaler Mesh", "infinities looked for on one rank",
-     untold(MISTAKES, "`fs.Mesh()` is a world of one rank, and a valid mesh for numbers of this rank alone.", True),
+     untold(MISTAKES, "`fs.Mesh()` is a world of one rank, so a collective over it returns this rank's numbers.", True),
      lambda mesh: SCALER.unscale({"w": torch.tensor([float("inf") if mesh.rank == 0 else 1.0])}, SCALER.init(mesh),
         fs.Mesh())[1].item()),
     ("ScalerState", "a number instead of a state", TypeError("state must be a ScalerState of tensors; found 8.0"),

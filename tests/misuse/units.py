@@ -79,7 +79,7 @@ def evaluated_in_training(mesh):
 
 CASES += [
     ("fully_shard", "the training function of a model in evaluation",
-     untold(MISTAKES, "`sharded` keeps the mode of its `apply`, as training under `no_grad` is a valid program.",
+     untold(MISTAKES, "`sharded` keeps the mode of its `apply`, even under `no_grad`.",
         lambda: DROPPED.eval()(DATA).detach()), evaluated_in_training),
 ]  # fmt: skip
 
@@ -88,7 +88,7 @@ CASES += [
 
 CASES += [
     ("unshard", "the shard of another unit of the same size",
-     untold(MISTAKES, "another one of the same size takes its place unnoticed.", lambda:
+     untold(MISTAKES, "so you can pass another one of the same size by mistake.", lambda:
         [NET[0].bias.detach(), NET[0].weight.detach()]),
      lambda s: optree.tree_leaves(fs.unshard(identity, s.plan.units["0"], s.mesh)(s.shards["2"]))),
     ("unshard", "ranks call units in different orders", DESYNC,
@@ -109,7 +109,7 @@ def captured_factor(changed):
 
 CASES += [
     ("remat", "a captured number changes before backward",
-     untold(MISTAKES, "A recomputation under `remat` reads captured variables again.", torch.full((2,), 8.0)),
+     untold(MISTAKES, "`remat` reads captured variables again in backward.", torch.full((2,), 8.0)),
      lambda mesh: captured_factor(5.0)),
 ]  # fmt: skip
 
@@ -135,9 +135,9 @@ CASES += [
     ("Cast", "a plain tuple", TypeError("that returns a funcshard.Cast or None"),
      lambda s: loss_with(s, cast=lambda unit, buffer: (unchanged, torch.flatten))),
     ("Cast", "rows of ranks mixed up",
-     untold(MISTAKES, "Nothing knows which values it should give, so it may mix up the rows of ranks", whole_loss),
+     untold(MISTAKES, "The library trusts your `Cast`: it may mix up the rows of ranks", whole_loss),
      lambda s: loss_with(s, cast=everywhere(unchanged, lambda rows: rows.T.reshape(-1)))),
-    ("Cast", "random numbers, which backward draws anew", untold(MISTAKES, "or draw random numbers.", whole_grads),
+    ("Cast", "random numbers, which backward draws again", untold(MISTAKES, "or draw random numbers.", whole_grads),
      lambda s: grads_with(s, cast=everywhere(lambda shard: shard + torch.rand_like(shard), torch.flatten))),
 ]  # fmt: skip
 
