@@ -76,7 +76,7 @@ def read_checkpoints(folder: Path, what: str) -> dict[str, int]:
         state = outcome_of(lambda path=path: fs.restore(path, plan, mesh), f"{what}; restore {path.name}", READS)
         if isinstance(state, Exception):
             assert str(path) in str(state) or path.name in str(state), f"{what}; the error names no file: {state}"
-            counts["refused"] += 1
+            counts["rejected"] += 1
         else:
             assert equal(state["train"], saved_at(step, plan, mesh)["train"]), f"{what}; restore {path.name} gave other bits"
             assert state["step"] == step, what
@@ -85,7 +85,7 @@ def read_checkpoints(folder: Path, what: str) -> dict[str, int]:
         if not isinstance(contents, Exception):
             checked = outcome_of(contents.check, f"{what}; check {path.name}", READS)
             if isinstance(checked, Exception):
-                counts["refused by check"] += 1
+                counts["rejected by check"] += 1
             elif path not in right:
                 raise AssertionError(f"{what}; restore {path.name} raises, and check does not")
             else:
@@ -107,7 +107,7 @@ def read_safetensors(folder: Path, what: str) -> dict[str, int]:
     if not (folder / "model.safetensors.index.json").exists() and list(folder.glob("*.safetensors")):
         path = next(iter(sorted(folder.glob("*.safetensors"))))
     found = outcome_of(lambda: fs.import_safetensors(path, plan, fs.Mesh()), what, READS)
-    return {"refused": int(isinstance(found, Exception))}
+    return {"rejected": int(isinstance(found, Exception))}
 
 
 def read_plan(folder: Path, what: str) -> dict[str, int]:
@@ -121,7 +121,7 @@ def read_plan(folder: Path, what: str) -> dict[str, int]:
             lambda: fs.gather(fs.shard(PARAMS, found, fs.Mesh()), found, fs.Mesh()), f"{what}; shard and gather", READS
         )
         outcome_of(lambda: str(found), f"{what}; print", READS)
-    return {"refused": int(isinstance(found, Exception))}
+    return {"rejected": int(isinstance(found, Exception))}
 
 
 def read_recording(folder: Path, what: str) -> dict[str, int]:
@@ -130,7 +130,7 @@ def read_recording(folder: Path, what: str) -> dict[str, int]:
         plan, mesh = fs.make_plan(PARAMS, 1, units=["0"]), fs.Mesh()
         _, state, batch = make_step(plan, mesh)
         outcome_of(lambda: found(state, batch), f"{what}; run the step", (ValueError, TypeError, RuntimeError))
-    return {"refused": int(isinstance(found, Exception))}
+    return {"rejected": int(isinstance(found, Exception))}
 
 
 READERS: dict[str, Callable[[Path, str], dict[str, int]]] = {
@@ -152,7 +152,7 @@ def digest_of(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_a_damaged_file_is_refused_in_words_or_the_data_is_right(campaign: Campaign, kind: str, whole: Path) -> None:
+def test_a_damaged_file_gets_a_clear_error_or_the_data_is_right(campaign: Campaign, kind: str, whole: Path) -> None:
     def one(draw: Random) -> dict[str, int]:
         with tempfile.TemporaryDirectory(prefix="hostile-") as name:
             folder = Path(name) / kind

@@ -53,13 +53,13 @@ def one_tree(draw: Random) -> dict[str, int]:
         options["precision"] = fs.MixedPrecision(param_dtype=torch.bfloat16)
     plan = outcome_of(lambda: fs.make_plan(params, world, **options), f"make_plan of {what}", KINDS)
     if isinstance(plan, Exception):
-        return {"refused": 1}
+        return {"rejected": 1}
     units = random_units(draw, [leaf.path for leaf in plan.leaves])
     with_units = outcome_of(lambda: fs.make_plan(params, world, units=units, **options), f"{units} of {what}", KINDS)
     plan = plan if isinstance(with_units, Exception) else with_units
     text = outcome_of(plan.to_json, f"to_json of {what}", KINDS)
     if isinstance(text, Exception):
-        return {"refused by to_json": 1}
+        return {"rejected by to_json": 1}
     again = fs.Plan.from_json(text)
     assert again == plan, f"the plan that comes back from JSON is another one, of {what}"
     assert again.fingerprint() == plan.fingerprint(), what
@@ -68,7 +68,7 @@ def one_tree(draw: Random) -> dict[str, int]:
             lambda: fs.simulate(lambda mesh: round_trip(mesh, params, again, Path(folder)), world), f"use of {what}", KINDS
         )
     if isinstance(found, Exception):
-        return {"refused by functions": 1}
+        return {"rejected by functions": 1}
     assert not any(found), f"{found[0]} gives other bits, of {what}"
     return {"accepted": 1}
 
