@@ -6,6 +6,7 @@ import argparse
 import fnmatch
 import importlib.metadata
 import importlib.util
+import itertools
 import pathlib
 import sys
 import time
@@ -57,8 +58,12 @@ def main() -> None:
         rows.append((version_of(subject.package), subject.name, text))
     print(f"{len(rows) - failed} of {len(rows)} models equal themselves")
     if options.markdown:
-        lines = ["| package | model | result |", "|---|---|---|"]
-        lines += [f"| {package} | {name} | {text} |" for package, name, text in rows]
+        lines = ["| package | models | result |", "|---|---|---|"]
+        for package, group in itertools.groupby(rows, key=lambda row: row[0]):
+            models = [row[1:] for row in group]
+            names = ", ".join(dict.fromkeys(name for name, _ in models))
+            wrong_models = "; ".join(f"{name}: {text}" for name, text in models if text != "equal")
+            lines.append(f"| {package} | {names} | {wrong_models or 'equal'} |")
         options.markdown.write_text("\n".join(lines) + "\n")
     sys.exit(bool(failed))
 
