@@ -73,6 +73,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for notebook in NOTEBOOKS:
         page, pictures = notebook_page(notebook, "pictures")
         files.append(File.generated(config, f"notebooks/{notebook.stem}.md", content=page))
+        files.append(File.generated(config, f"notebooks/{notebook.name}", content=notebook.read_text()))
         for picture, content in pictures.items():
             files.append(File.generated(config, f"notebooks/pictures/{picture}", content=content))
     for file in EXAMPLES:

@@ -38,7 +38,7 @@ def notebook_page(notebook: Path, folder: str) -> tuple[str, dict[str, bytes]]:
             for output in joined(cell["outputs"]):
                 parts.append(output_part(output, f"{notebook.stem}-{len(pictures)}.png", folder, pictures))
     first, *rest = parts
-    note = f"*The notebook is `notebooks/{notebook.name}` in the repository; this page shows its stored outputs.*"
+    note = f"*This page shows stored outputs. To run the cells, [download the notebook]({notebook.name}).*"
     title, _, text = first.partition("\n")
     return "\n\n".join([title, note, text.strip(), *rest]) + "\n", pictures
 

@@ -23,7 +23,8 @@ CELLS = [
 def test_cells_and_outputs_stand_in_order(tmp_path):
     (tmp_path / "one.ipynb").write_text(json.dumps({"cells": CELLS}))
     page, pictures = notebook_page(tmp_path / "one.ipynb", "pictures")
-    assert page.startswith("# A title\n\n*The notebook is `notebooks/one.ipynb` in the repository")
+    assert page.startswith("# A title\n\n*This page shows stored outputs.")
+    assert "[download the notebook](one.ipynb)" in page
     assert "See [plans](../design.md).\n\n```python\nprint('<b>')\n```\n\n" in page
     assert '<pre class="cell-output">&lt;b&gt;&#10;&#10;two&#10;three</pre>' in page
     assert "![output of the cell above](pictures/one-0.png)" in page
