@@ -80,6 +80,15 @@ def broadcast_to_shards(value: Any, plan: Plan, mesh: Mesh) -> dict[str, dict[st
     return values_by_unit
 
 
+def part_of_copies(value: torch.Tensor, mesh: Mesh, axes: tuple[str, ...]) -> torch.Tensor:
+    """Return this rank's part of a value that all ranks along ``axes`` computed from copies.
+
+    The parts add up to the value. Their adjoint gives each copy the whole gradient, as it has
+    everywhere else, and not a part of it.
+    """
+    return _Copies.apply(value, mesh, axes, False) if axes else value
+
+
 class _Copies(torch.autograd.Function):
     """``_Copies.apply(value, mesh, axes, whole)``: a value on its way to copies, or its gradient.
 

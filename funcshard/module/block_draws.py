@@ -1,12 +1,8 @@
-"""Random numbers in blocks: a rank draws those that its shards need, and no others.
+"""A module's random numbers in blocks: a rank draws those that its shards need, and no others.
 
-torch's generators make one number after another. Here each block of ``BLOCK`` elements has its own
-generator, seeded by the block's number. So a rank draws the blocks that its shards touch, and any
-mesh gets the same values, as with JAX's ``jax_threefry_partitionable``.
-
-``BlockDraws`` makes tensors that take the place of parameters while a module is reset. Such a
-tensor notes the operations on it, and runs them later on some blocks. An operation that needs all
-elements, such as a view, makes them first.
+``core.leaf_blocks`` says what a block is. ``BlockDraws`` makes tensors that take the place of
+parameters while a module is reset. Such a tensor notes the operations on it, and runs them later on
+some blocks. An operation that needs all elements, such as a view, makes them first.
 """
 
 from __future__ import annotations
@@ -21,13 +17,8 @@ import torch
 
 from funcshard._utils import tree
 from funcshard._utils.torch_private import no_torch_function, wrapper_subclass
-from funcshard.comm import Mesh
+from funcshard.core import LeafBlocks, block_count
 from funcshard.module.resets import blank_tensor
-from funcshard.plan import BufferPlan, LeafSpec, boxes, slice_offsets
-
-# Why not more: on up to this many elements torch's CPU kernels run on one thread, so the last bits
-# do not depend on the number of threads.
-BLOCK = 2**15
 
 _aten = torch.ops.aten
 # Operations that write every element without reading any: with random numbers, and with a constant.
@@ -102,13 +93,12 @@ class DrawnValues:
         if self.whole is not None or not only_numbers:
             return False
         if func in _RANDOM_WRITES:
-            block_count = -(-prod(self.shape) // BLOCK)
             kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
             self.steps = [(func, args, kwargs, self.draws.next_seed)]
             # Note: all ranks note the same operations, so they count alike without a message.
             # Successive seeds give different streams for 2**32 blocks: torch's CPU generator reads
             # the lower 32 bits.
-            self.draws.next_seed += block_count
+            self.draws.next_seed += block_count(prod(self.shape))
         elif func in _CONSTANT_WRITES:
             self.steps = [(func, args, kwargs, None)]
         elif func in _CHANGES and self.steps:
@@ -122,7 +112,7 @@ class DrawnValues:
         if self.whole is None:
             all_values = blank_tensor(self.shape, self.dtype, self.draws.device)
             if self.steps:
-                self.write(all_values.view(-1), 0)
+                self.blocks.write(all_values.view(-1), 0)
             self.whole, self.steps = all_values, []
         return self.whole
 
@@ -131,48 +121,10 @@ class DrawnValues:
         if drawn is not self:
             self.whole, self.steps = values.detach() if drawn is None else drawn.make_whole(), []
 
-    def write(self, out: torch.Tensor, begin: int) -> None:
-        """Write the values from an index of the raveled tensor on into ``out``, of one dim."""
-        device, end = self.draws.device, begin + out.numel()
-        generator = torch.Generator("cpu" if device.type == "meta" else device)
-        same_device = out.device.type == device.type
-        for block in range(begin // BLOCK, -(-end // BLOCK)):
-            block_begin, block_end = block * BLOCK, min((block + 1) * BLOCK, prod(self.shape))
-            fits_in_out = same_device and begin <= block_begin and block_end <= end
-            out_part = out[max(block_begin, begin) - begin : min(block_end, end) - begin]
-            # Why whole blocks: the numbers at a block's end depend on those before them.
-            block_values = out_part
-            if not fits_in_out:
-                block_values = torch.empty(block_end - block_begin, dtype=self.dtype, device=device)
-            for func, args, kwargs, seed in self.steps:
-                if seed is None:
-                    func(block_values, *args, **kwargs)
-                else:
-                    func(
-                        block_values, *args, **kwargs, generator=generator.manual_seed(seed + block)
-                    )
-            if not fits_in_out:
-                out_part.copy_(block_values[max(begin - block_begin, 0) : end - block_begin])
-
-    def put(self, shard: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> None:
-        """Write a leaf's elements in this rank's shard into ``shard``."""
-        leaf_part = buffer.part(spec, mesh.shard.rank)
-        shard_elements = shard[leaf_part.in_shard]
-        if not spec.cuts:
-            self.write(shard_elements, leaf_part.begin)
-            return
-        # Note: a box of the slice is no run of the whole tensor, but lies in some of its rows.
-        slice_origin = slice_offsets(spec.shape, spec.cuts, mesh.position)
-        row_shape = self.shape[1:]
-        for box in boxes(spec.shape, leaf_part.begin, leaf_part.end):
-            row_range, *other_dims = box.moved(slice_origin).slices
-            row_count = row_range.stop - row_range.start
-            row_values = torch.empty(
-                (row_count, *row_shape), dtype=self.dtype, device=self.draws.device
-            )
-            self.write(row_values.view(-1), row_range.start * prod(row_shape))
-            shard_elements[: box.numel].view(box.sizes).copy_(row_values[:, *other_dims])
-            shard_elements = shard_elements[box.numel :]
+            # Note: all ranks note the same operations, so they count alike without a message.
+            # Successive seeds give different streams for 2**32 blocks: torch's CPU generator reads
+            # the lower 32 bits.
+            self.draws.next_seed += block_count(prod(self.shape))
 
     def digest(self) -> torch.Tensor:
         """Return a tensor that differs on two ranks if their values do."""

@@ -247,7 +247,9 @@ def _reset_module(
         drawn_leaf = drawn_values(value)
         if drawn_leaf is not None and drawn_leaf.steps:
             check_leaf(value, leaf, buffer, _WHAT, whole=True)
-            later_puts[leaf.path] = functools.partial(drawn_leaf.put, shard, leaf, buffer, mesh)
+            later_puts[leaf.path] = functools.partial(
+                drawn_leaf.blocks.put, shard, leaf, buffer, mesh
+            )
             checksums.add(leaf.path, drawn_leaf.digest(), local_axes)
             return
         # Note: an operation needed all values, so every rank has made them.

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcshard as fs
+from funcshard.core import leaf_blocks
 from funcshard.module import block_draws
 from tests.module.law import same_bits
 from tests.module.test_init import MODULES, on_meta
@@ -20,7 +21,7 @@ SMALL = 7  # elements of a block, so that leaves have several blocks and shards 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_draws, "BLOCK", SMALL)
+    monkeypatch.setattr(leaf_blocks, "BLOCK", SMALL)
 
 
 def initialised(

@@ -1,0 +1,248 @@
+"""A vector space of shards: inner products, sums and random vectors of trees like shards.
+
+A vector is a tree like the plan's shards, such as gradients: ``{unit name: {buffer key: shard}}``.
+``None``, which gradients have for frozen leaves, counts as zeros. Each element of the whole tree
+counts once, whatever number of ranks hold a copy of it, and padding counts nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from funcshard._utils.torch_private import untraced
+from funcshard.comm import Mesh, Topology, check_same
+from funcshard.core.checks import check_cut, check_fits
+from funcshard.core.collectives import psum_world
+from funcshard.core.leaf_blocks import LeafBlocks, block_count
+from funcshard.core.shard_broadcast import part_of_copies
+from funcshard.core.sharding import Shards, empty_shard
+from funcshard.plan import Plan, own_axes, rank_at
+
+
+@untraced
+def vdot(a: Shards, b: Shards, plan: Plan, mesh: Mesh) -> torch.Tensor:
+    """Return the inner product of two whole trees, given every rank's shards of them.
+
+    It costs one all-reduce of one number, and is differentiable any number of times. A loss may
+    contain it: ``fs.value_and_grad`` then gives the gradient of the product, under every strategy.
+    A product that multiplies shards passes ``broadcast_to_shards`` first, as every value does that
+    all ranks hold.
+
+    Arguments:
+        a: this rank's shards of the first tree, like the plan's shards; complex ones are
+            conjugated. ``None`` counts as zeros.
+        b: this rank's shards of the second tree.
+        plan: the plan of the shards.
+        mesh: the ranks.
+
+    Returns:
+        A scalar tensor, the same on every rank: float32, or the widest dtype of the leaves if that
+        is wider. Under ``torch.vmap``, over stacked shards, it is the product of each model.
+
+    Raises:
+        ValueError: ``mesh`` does not have the plan's shape, or ``a`` or ``b`` is not a tree of this
+            plan's shards.
+        TypeError: a leaf has integers, booleans or float8 numbers.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> def main(mesh):
+        ...     params = {"w": torch.tensor([1.0, 2.0, 3.0])}
+        ...     plan = fs.make_plan(params, mesh)
+        ...     shards = fs.shard(params, plan, mesh)
+        ...     return fs.vdot(shards, shards, plan, mesh).item()
+        >>> fs.simulate(main, world_size=2)
+        [14.0, 14.0]
+
+    Source: ``optax.tree_utils.tree_vdot``.
+    """
+    check_fits(plan, mesh)
+    check_cut(plan, a)
+    check_cut(plan, b)
+    # By the axes along which ranks hold copies: the sum over this rank's elements.
+    sums: dict[tuple[str, ...], torch.Tensor] = {}
+    # Why from all leaves: a rank that has nothing but padding of one must send the same dtype.
+    dtype = torch.float32
+    for unit in plan.unit_list:
+        for buffer in unit.buffers:
+            x, y = a[unit.name][buffer.key], b[unit.name][buffer.key]
+            if x is None or y is None:
+                continue
+            if not (_is_continuous(x) and _is_continuous(y)):
+                raise TypeError(
+                    "an inner product needs floating-point or complex numbers of two bytes or more; "
+                    f"found {x.dtype} and {y.dtype} for leaf {buffer.leaves[0].path!r}: pass None for "
+                    f"shard {buffer.key!r} of unit {unit.title!r}, or cast it"
+                )
+            wide_dtype = functools.reduce(torch.promote_types, (x.dtype, y.dtype), torch.float32)
+            filled = buffer.filled(mesh.shard.rank)
+            x, y = (shard[..., :filled].to(wide_dtype) for shard in (x, y))
+            copy_axes = tuple(name for name, _ in Topology.of(buffer, unit, mesh).repeated)
+            buffer_sum = (x.conj() * y).sum().to(mesh.device)
+            sums[copy_axes] = sums[copy_axes] + buffer_sum if copy_axes in sums else buffer_sum
+            dtype = torch.promote_types(dtype, wide_dtype)
+    total = torch.zeros((), dtype=dtype, device=mesh.device)
+    for copy_axes, copied_sum in sums.items():
+        total = total + part_of_copies(copied_sum, mesh, copy_axes)
+    return psum_world(total, mesh)
+
+
+@untraced
+def norm(tree: Shards, plan: Plan, mesh: Mesh) -> torch.Tensor:
+    """Return the Euclidean norm of a whole tree, given every rank's shards of it; differentiable.
+
+    It is the square root of ``vdot(tree, tree, plan, mesh)``. ``global_norm`` has the same value
+    but for rounding, takes norms of other orders too, and is not differentiable.
+
+    Arguments:
+        tree: this rank's shards, a tree like the plan's shards. ``None`` counts as zeros.
+        plan: the plan of the shards.
+        mesh: the ranks.
+
+    Returns:
+        A scalar tensor, the same on every rank; see ``vdot``. Its gradient at zero is NaN.
+
+    Raises:
+        ValueError, TypeError: see ``vdot``.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> def main(mesh):
+        ...     params = {"w": torch.tensor([3.0, 4.0])}
+        ...     plan = fs.make_plan(params, mesh, strategy="no_shard")
+        ...     loss_fn = lambda shards: fs.norm(shards, plan, mesh)
+        ...     loss, grads = fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh))
+        ...     return loss.item(), fs.norm(grads, plan, mesh).item()
+        >>> fs.simulate(main, world_size=2)
+        [(5.0, 1.0), (5.0, 1.0)]
+
+    Source: ``optax.tree_utils.tree_norm``.
+    """
+    return vdot(tree, tree, plan, mesh).real.sqrt()
+
+
+def axpy(alpha: Any, x: Any, y: Any) -> Any:
+    """Return ``alpha * x + y`` for trees like shards; nothing is communicated.
+
+    Arguments:
+        alpha: a number, a tensor of one number, or a tree like ``y``: what ``broadcast_to_shards``
+            makes of a number that is differentiated.
+        x: a tree like ``y``.
+        y: a tree like shards, or a dictionary of such trees. ``None`` counts as zeros, in ``x`` and
+            in ``y``.
+
+    Returns:
+        A tree like ``y``, with ``None`` where both have ``None``.
+
+    Raises:
+        ValueError: the trees have different keys.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> x, y = {"": {"w": torch.ones(2)}}, {"": {"w": torch.tensor([1.0, 2.0])}}
+        >>> fs.axpy(-0.5, x, y)
+        {'': {'w': tensor([0.5000, 1.5000])}}
+
+    Source: BLAS's ``axpy``; ``optax.tree_utils.tree_add_scale``.
+    """
+    if isinstance(y, Mapping):
+        if not isinstance(x, Mapping) or x.keys() != y.keys():
+            found = list(x) if isinstance(x, Mapping) else type(x).__name__
+            raise ValueError(
+                f"axpy takes two trees with the same keys; found {found} beside {list(y)}: make "
+                "both with the same plan"
+            )
+        alphas = alpha if isinstance(alpha, Mapping) else dict.fromkeys(y, alpha)
+        return {key: axpy(alphas[key], x[key], y[key]) for key in y}
+    if x is None:
+        return y
+    if isinstance(alpha, torch.Tensor):
+        alpha = alpha.to(x.device)  # shards of offloaded units lie on the CPU
+    return alpha * x if y is None else alpha * x + y
+
+
+@untraced
+def randn_like(
+    shards: Shards, plan: Plan, mesh: Mesh, *, generator: torch.Generator | None = None
+) -> Shards:
+    """Return shards of a whole tree of standard normal numbers, the same on every mesh.
+
+    Each rank draws only the blocks that its shards touch. A leaf's numbers depend on the generator,
+    on the leaf's shape and its place in the tree, and not on the mesh, the units or the strategy.
+    Of a leaf that each rank has for itself, each rank gets other numbers.
+
+    Arguments:
+        shards: this rank's shards, whose dtypes and devices the result has.
+        plan: the plan of the shards.
+        mesh: the ranks.
+        generator: the generator that a seed is drawn from; by default torch's own, which
+            ``torch.manual_seed`` sets. It must be in the same state on every rank, which each call
+            checks.
+
+    Returns:
+        A tree like ``shards``, with ``None`` for frozen leaves, for integers, and where ``shards``
+        has ``None``. The padding is zeros.
+
+    Raises:
+        ValueError: ``shards`` or ``mesh`` is not the plan's, or generators differ between ranks.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> params = {"w": torch.zeros(3, 2), "b": torch.zeros(2)}
+        >>> def main(mesh):
+        ...     plan = fs.make_plan(params, mesh)
+        ...     generator = torch.Generator().manual_seed(0)
+        ...     v = fs.randn_like(fs.shard(params, plan, mesh), plan, mesh, generator=generator)
+        ...     return fs.gather(v, plan, mesh)["b"].tolist()
+        >>> fs.simulate(main, world_size=1) * 3 == fs.simulate(main, world_size=3)
+        True
+
+    Source: ``torch.randn_like``; ``jax_threefry_partitionable``.
+    """
+    check_fits(plan, mesh)
+    check_cut(plan, shards)
+    # Why torch's own by default: torch.manual_seed then decides on these draws too.
+    device = "cpu" if generator is None else generator.device
+    first_seed = int(torch.randint(2**62, (), generator=generator, device=device))
+    check_same(mesh, str(first_seed), "the state of the generator of randn_like")
+    # Why by index: the units of a plan come in another order, and the tree's is the same for all.
+    first_blocks, total_blocks = {}, 0
+    for leaf in sorted(plan.leaves, key=lambda leaf: leaf.index):
+        first_blocks[leaf.index] = total_blocks
+        total_blocks += block_count(math.prod(leaf.whole_shape))
+    vectors: dict[str, dict[str, Any]] = {}
+    for unit in plan.unit_list:
+        vectors[unit.name] = {}
+        for buffer in unit.buffers:
+            like = shards[unit.name][buffer.key]
+            if like is None or not buffer.trainable or not _is_continuous(like):
+                vectors[unit.name][buffer.key] = None
+                continue
+            vector = empty_shard(unit, buffer, mesh).to(like.dtype)
+            for leaf in buffer.leaves:
+                # Ranks along these axes have leaves of their own, whose blocks follow all others.
+                own_sizes = {
+                    axis: mesh.shape.get(axis, 1) for axis in own_axes(buffer.local, leaf.cuts)
+                }
+                own_position = {axis: mesh.position.get(axis, 0) for axis in own_sizes}
+                own_index = rank_at(own_position, own_sizes)
+                leaf_seed = first_seed + own_index * total_blocks + first_blocks[leaf.index]
+
+                def fill(
+                    values: torch.Tensor, block: int, source: torch.Generator, seed: int = leaf_seed
+                ) -> None:
+                    values.normal_(generator=source.manual_seed(seed + block))
+
+                blocks = LeafBlocks(leaf.whole_shape, vector.dtype, mesh.device, fill)
+                blocks.put(vector, leaf, buffer, mesh)
+            vectors[unit.name][buffer.key] = vector
+    return vectors
+
+
+def _is_continuous(x: torch.Tensor) -> bool:
+    return (x.is_floating_point() or x.is_complex()) and x.dtype.itemsize > 1
