@@ -17,7 +17,7 @@ import torch
 
 from funcshard._utils import tree
 from funcshard._utils.torch_private import no_torch_function, wrapper_subclass
-from funcshard.core import LeafBlocks, block_count
+from funcshard.core import block_count
 from funcshard.module.resets import blank_tensor
 
 _aten = torch.ops.aten
