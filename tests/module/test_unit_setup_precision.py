@@ -123,11 +123,12 @@ class BatchNormNet(nn.Module):
         self.bn = noting(nn.BatchNorm1d(4, affine=affine), "bn", noted)
         self.fc2 = noting(nn.Linear(40, 4, bias=False), "fc2", noted)
         self.ln = noting(nn.LayerNorm(4), "ln", noted)
+        self.plain = noting(nn.LayerNorm(4, elementwise_affine=False), "plain", noted)
         self.fc3 = noting(nn.Linear(4, 4, bias=False), "fc3", noted)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.bn(self.fc1(x).reshape(-1, 4, 10)).reshape(-1, 40)
-        return F.softmax(self.fc3(self.ln(self.fc2(x))), dim=1)
+        return F.softmax(self.fc3(self.plain(self.ln(self.fc2(x)))), dim=1)
 
 
 IGNORING = fs.MixedPrecision(FP16, FP16, FP16, ignored_classes=(nn.modules.batchnorm._BatchNorm, nn.LayerNorm))
@@ -159,7 +160,14 @@ def test_ignored_classes_become_units_in_full_precision(mesh, affine, dtype):
     norm(given)
     assert torch.equal(new["bn.running_mean"], norm.running_mean)
     assert {grad.dtype for unit in grads.values() for grad in unit.values()} == {FP32}
-    assert {*noted} == {("fc1", dtype), ("bn", FP32, FP32, FP32), ("fc2", dtype), ("ln", FP32), ("fc3", dtype)}
+    assert {*noted} == {
+        ("fc1", dtype),
+        ("bn", FP32, FP32, FP32),
+        ("fc2", dtype),
+        ("ln", FP32),
+        ("plain", FP32),
+        ("fc3", dtype),
+    }
 
 
 def synchronised(mesh: fs.Mesh) -> torch.dtype:
