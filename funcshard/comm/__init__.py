@@ -3,22 +3,21 @@
 Read ``group`` and ``mesh`` first. The other files are different ways to run a group's collectives.
 
 - ``group``: ``Group``, the ranks along a mesh axis and their collectives; ``LocalGroup``, one rank;
-  ``WrappedGroup``, a group around another one, to change single collectives.
+  ``WrappedGroup``, to change single collectives of another group.
 - ``mesh``: ``Mesh``, the ranks as a grid with named axes, and ``init_mesh``.
 - ``job``: the process's start under torchrun, and the process groups of a mesh.
 - ``agreement``: checks that all ranks pass the same arguments. ``meeting``: the same before a mesh
   is made, and a look for lost ranks while torch connects the others.
-- ``topology``: the mesh axes along which a buffer is cut or repeated, and the dtypes it is sent in.
+- ``topology``: the mesh axes along which a buffer is cut or repeated, and its dtypes on the way.
 - ``user_collectives``: ``with_collectives``, the user's own functions for the data of units.
-- ``step_recording``: whether ``fs.trace`` records a step here. ``recorded_group``: collectives as
-  operations of its graph, and the rank's position as one.
+- ``step_recording``: whether ``fs.trace`` records a step here. ``recorded_group``: collectives, and
+  the rank's position, as operations of its graph.
 - ``simulation``: ``simulate``, which runs ranks as threads of one process.
-- ``torch_group``: ``TorchGroup``, a group over a ``torch.distributed`` process group.
-- ``gloo``: its collectives over gloo.
-- ``native``: its collectives over NCCL and every other backend.
-- ``desync``: ``DesyncDetector``, which finds ranks that issue different collectives.
-- ``journal``: ``Journal``, which finds ranks that wait for each other on different axes.
-- ``liveness``: ``Heart``, the signs of life of a rank, which finds ranks that are lost for ever.
+- ``torch_group``: ``TorchGroup``, a group over a ``torch.distributed`` process group. ``gloo``: its
+  collectives over gloo. ``native``: those over NCCL and every other backend.
+- ``desync``: ``DesyncDetector``, which finds ranks that issue different collectives. ``journal``:
+  ``Journal``, which finds ranks that wait for each other on different axes. ``liveness``:
+  ``Heart``, which finds ranks that are lost for ever.
 - ``shm``: a wing inside this one: collectives through shared memory, on the CPUs of one machine.
 """
 

@@ -39,8 +39,10 @@ class Ranks(Protocol):
 def check_same(mesh: Ranks, text: str, what: str, *, remedy: str = _REMEDY) -> None:
     """Raise ``ValueError`` on every rank unless all ranks of ``mesh`` pass the same ``text``.
 
+    Every rank has to call this.
+
     Arguments:
-        mesh: the ranks; each of them has to call this.
+        mesh: the ranks.
         text: the text to compare.
         what: a name for the text, for the error.
         remedy: what to do, for the error.
@@ -54,7 +56,7 @@ def check_all_same(
     """Do what ``check_same`` does for several texts, by name, in one exchange.
 
     Arguments:
-        mesh: the ranks; each of them has to call this.
+        mesh: the ranks.
         texts: the texts to compare, in this order; those of functions come from ``text_of``.
         label: the purpose, for errors about a rank that calls something else; by default the names.
         remedy: as in ``check_same``.
@@ -75,12 +77,10 @@ def check_all_same(
 
 
 def check_once(mesh: Ranks, texts: Mapping[str, str], label: str) -> None:
-    """Do what ``check_all_same`` does, but nothing if these texts of this mesh were equal before.
-
-    This is for functions that a program may make again in every step. Ranks whose texts differ are
-    found all the same: those that know their text issue another collective than the rest.
-    """
+    """Do what ``check_all_same`` does, unless these texts of this mesh were equal before."""
     known_call = json.dumps([label, dict(texts), [axis for axis, _ in mesh.axes]])
+    # Note: ranks whose texts differ are found all the same, because those that know their text
+    # issue another collective than the rest.
     if mesh.world_size == 1 or known_call in mesh.agreed or current_recording() is not None:
         return
     check_all_same(mesh, texts, label)
@@ -91,13 +91,7 @@ def check_once(mesh: Ranks, texts: Mapping[str, str], label: str) -> None:
 def first_difference(
     rows: Sequence[Mapping[str, str]], ranks: Sequence[int], *, remedy: str = _REMEDY
 ) -> str:
-    """Return an error message about the first difference between ranks; ``""`` for none.
-
-    Arguments:
-        rows: the texts of each rank, by name.
-        ranks: number of each of these ranks.
-        remedy: as in ``check_same``.
-    """
+    """Return an error message about the first difference between ranks; ``""`` for none."""
     for row_name in dict.fromkeys(text_name for row in rows for text_name in row):
         own_text = rows[0].get(row_name, "nothing")
         for rank, row in zip(ranks, rows, strict=True):
@@ -111,10 +105,9 @@ def first_difference(
 
 
 def text_of(value: Any) -> str:
-    """Return a text of an argument that ranks can compare, which is the same in every process.
+    """Return a text of an argument that ranks can compare, the same in every process.
 
-    A function is compared by its name if it is at the top of a module. Any other one, such as a
-    lambda, may be the same as any function of another rank.
+    A function at the top of a module is compared by its name; any other one may equal any function.
     """
     if isinstance(value, functools.partial):
         function_text = text_of(value.func)
@@ -149,7 +142,6 @@ def text_of(value: Any) -> str:
 
 
 def _may_be_the_same(own: str, other: str) -> bool:
-    """Return whether one of two texts that differ is that of a function that has no name."""
     return _SOME in (own, other) and _NONE not in (own, other)
 
 
@@ -157,10 +149,7 @@ def _may_be_the_same(own: str, other: str) -> bool:
 def all_gather_texts(mesh: Ranks, text: str, label: str = "") -> list[str]:
     """Return every rank's ``text``, in order of ranks; each rank of ``mesh`` has to call this.
 
-    Arguments:
-        mesh: the ranks.
-        text: the text of this rank.
-        label: the purpose of the exchange, for errors about ranks that issue something else.
+    ``label`` is the purpose, for errors about ranks that issue something else.
     """
     if current_recording() is not None:  # ranks that trace a step exchange nothing
         return [text] * mesh.world_size

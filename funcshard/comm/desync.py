@@ -1,33 +1,22 @@
 """Find ranks that issue different collectives, and say where they differ.
 
-All ranks have to issue the same collectives in the same order, and gloo does not check it. If two
-ranks issue different collectives of equal size, both read wrong numbers. If the kinds differ, the
-ranks wait for each other until a timeout. If a rank receives more than it expects, gloo ends its
-process. A ``DesyncDetector`` records the collectives of one rank on one axis, and checks them
-against those of all other ranks in four ways:
+gloo does not check that all ranks issue the same collectives in the same order: ranks that differ
+read wrong numbers, wait for a timeout, or die. A ``DesyncDetector`` records the collectives of one
+rank on one axis, and checks them against those of all other ranks in four ways:
 
 - History. Every message through shared memory (``shm``) carries a hash of all collectives that its
-  sender has issued. The receiver compares it with its own hash before it reads any data. Messages
-  of gloo and NCCL have no room for a hash, so the next two checks are for them.
-- Agreement. The context of a collective is the collective itself and the seven before it, without
-  their sizes. In a new context the ranks compare their histories before data moves, and wait for
-  the answer. So they do before a size that is new for a collective, for its first eight sizes. The
-  messages have a fixed size and their own gloo group. A rank that issues something new, or in a new
-  order, is stopped here.
-- Comparison. Every 16 collectives the ranks compare their histories without waiting for the answer.
+  sender has issued, which the receiver compares before it reads any data. The next two checks are
+  for gloo and NCCL, whose messages have no room for it.
+- Agreement. A context is a collective and the seven before it, without their sizes. In a new
+  context, or before one of a collective's first eight sizes, the ranks compare their histories, and
+  wait for the answer, before data moves. They do so in a gloo group for that alone.
+- Comparison. Every 16 collectives the ranks compare their histories without waiting.
 - Diagnosis. A rank that waits for long, or whose collective fails, writes its latest collectives to
-  the process group's store, reads those of all other ranks, and names the first difference.
+  the process group's store, reads those of other ranks, and names the first difference. It also
+  asks the ``journal``, which looks at all axes together.
 
-On ranks of equal programs the same contexts are new, so agreement needs no timeout. All contexts of
-a program appear in its first two steps, so later steps do not wait, whatever sizes they have. A
-collective then costs a few microseconds of host time, and one of 16 starts a comparison.
-
-A comparison is the maximum over ranks of seven numbers: each number that must be equal, and its
-negative. So its 56 bytes do not grow with the number of ranks. Only ranks that find a difference
-gather the numbers of all ranks, to name one of them.
-
-Ranks that go on with different axes each issue the right collectives on their axis. For these,
-``journal`` looks at all axes together: the same ranks that diagnose also compare their waits.
+On ranks of equal programs the same contexts are new, and all of them appear in the first two steps,
+so later steps do not wait.
 
 One desync is not found. On gloo, two ranks that differ in known contexts, with messages of
 different size, reach gloo before the next comparison. gloo then ends one process, and the remaining
@@ -97,19 +86,19 @@ class DesyncDetector:
         axis: name of the mesh axis, for errors.
         ranks: global rank of each rank of the axis, for errors.
         rank: position of this rank in ``ranks``.
-        control: the gloo process group that comparisons use; ``None`` for no comparisons.
-        store: the store for the latest collectives of each rank; its calls must not wait for long.
+        control: the gloo process group for comparisons, if any.
+        store: the store for the latest collectives of each rank, whose calls do not wait for long;
             ``None`` for no diagnosis.
         limits: how long a wait may take before this rank looks at the others.
-        groups: gloo process groups whose connections this rank closes before it raises.
-        connections: sockets that this rank closes before it raises.
-        aborted: process groups of other backends that this rank aborts before it raises.
-        journal: the waits of this rank over all axes; ``None`` for no comparison of axes.
-        heart: the signs of life of this process; ``None`` for no look at those of other ranks.
+        groups: gloo groups whose connections this rank closes before it raises.
+        connections: sockets that it closes.
+        aborted: groups of other backends that it aborts.
+        journal: the waits of this rank over all axes, if any.
+        heart: the signs of life of this process, if any.
         number: how many collectives this rank has issued.
-        history: a hash of all of them in order, the same on ranks that issued the same collectives.
+        history: a hash of all of them in order.
         thread: the thread that issued the latest collective; 0 before the first.
-        comparison: the comparison that is under way; ``None`` for none.
+        comparison: the comparison that is under way, if any.
     """
 
     axis: str
@@ -166,13 +155,13 @@ class DesyncDetector:
 
         Arguments:
             kind: of collective.
-            label: the purpose of the collective, for errors.
+            label: its purpose, for errors.
             tensor: gives the dtype and the number of elements to record.
             self_checking: whether the collective's own messages carry ``history``.
-            needs: positions of the ranks whose part this rank needs; by default those of all ranks.
+            needs: positions of the ranks whose part this rank needs; by default all.
 
         Raises:
-            RuntimeError: a comparison shows that the ranks issue different collectives.
+            RuntimeError: the ranks issue different collectives.
         """
         kind_code, new_size = self._append(kind, label, tensor)
         if needs is not None:
@@ -194,16 +183,13 @@ class DesyncDetector:
         return self.number
 
     def all_gather_text(self, text: str, label: str = "") -> list[str]:
-        """Return every rank's ``text``, in order of ranks; waits, and compares histories.
-
-        Ranks compare hashes first. If all texts are equal, none is sent. ``label`` is the purpose
-        of the exchange, for errors.
-        """
+        """Return every rank's ``text``, in order of ranks; waits, and compares histories."""
         # Why not dist.all_gather_object: it unpickles, and needs NumPy.
         self._append("all_gather_text", label, None)
         text_bytes = text.encode()
         text_hash = int.from_bytes(hashlib.sha256(text_bytes).digest()[:8], "big") & MASK
         longest_text, highest, lowest = self._compare_now(len(text_bytes), text_hash, -text_hash)
+        # Note: all hashes are equal, so no text has to be sent.
         if highest == -lowest:
             return [text] * len(self.ranks)
         padded_bytes = text_bytes.ljust(longest_text, _PADDING)
@@ -212,10 +198,6 @@ class DesyncDetector:
 
     def wait(self, works: Sequence[Any], number: int) -> None:
         """Wait for every work of collective ``number``.
-
-        A slow rank is no error: if a wait exceeds ``patience``, this rank reads the other ranks'
-        latest collectives and signs of life, and keeps waiting unless one of them differs, or a
-        rank has given none for ``give_up`` seconds.
 
         Raises:
             RuntimeError: the ranks issue different collectives, a rank is given up, or the
@@ -240,15 +222,12 @@ class DesyncDetector:
                 # Only a wait that takes long gets a number, so short ones cost nothing.
                 if serial is None and self.journal is not None:
                     serial = self.journal.begin_wait()
+                # Note: a slow rank is no error, so the wait continues unless this raises.
                 self.look(number, serial)
                 wait_timeout = self._timeout / 8
 
     def look(self, number: int, serial: int | None = None) -> None:
-        """Look whether this rank waits for collective ``number`` in vain.
-
-        Raises:
-            RuntimeError: it does, because the ranks issue different collectives, or one is lost.
-        """
+        """Raise ``RuntimeError`` if this rank waits for collective ``number`` in vain."""
         # Why first: ranks that differ soon wait for each other too; the difference is the cause.
         if difference := self._find_difference():
             self.close_connections()
@@ -268,13 +247,7 @@ class DesyncDetector:
     def raise_desync(self, number: int, rank: int, latest: int) -> NoReturn:
         """Raise because ``rank`` reached collective ``number`` with another history than this rank.
 
-        Arguments:
-            number: of the collective.
-            rank: position of the other rank on the axis.
-            latest: number of the latest collective that the other rank is known to have issued.
-
-        Raises:
-            RuntimeError: always, with the first difference if the store shows it in time.
+        ``latest`` is the latest collective that the other rank is known to have issued.
         """
         difference = self._find_difference_within(self.limits.patience + 1)
         self.close_connections()
@@ -288,7 +261,7 @@ class DesyncDetector:
         )
 
     def _knows_enough(self) -> bool:
-        """Return whether the ranks agree on no more contexts, and say so once."""
+        """Return whether the ranks agree on no more contexts, and warn once."""
         if len(self._agreed_contexts) < MOST_CONTEXTS:
             return False
         if not self._warned:
@@ -334,7 +307,7 @@ class DesyncDetector:
         return kind_code, new_size
 
     def _compare_now(self, *values: int) -> list[int]:
-        """Compare histories, wait for the answer, and return the maxima of ``values``."""
+        """Compare histories, wait, and return the maxima of ``values``."""
         self._finish_comparison()
         comparison = self.comparison = self._start_comparison(*values)
         self._finish_comparison()
@@ -344,12 +317,14 @@ class DesyncDetector:
         own = self.number, self.history
         # Why one fixed size: ranks that disagree on a collective must still be able to compare.
         compared_numbers = [*own, -self.number, -self.history, *(*values, 0, 0, 0)[:3]]
+        # Note: a maximum over ranks tells whether all are equal, if each number comes with its
+        # negative. Its 56 bytes do not grow with the number of ranks.
         highest = torch.tensor(compared_numbers, device="cpu")
         work = dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
         return Comparison(own, highest, work)
 
     def _finish_comparison(self) -> None:
-        """Wait for the comparison that was started last, if any; raise if histories differ."""
+        """Wait for the last comparison, if any; raise if histories differ."""
         comparison, self.comparison = self.comparison, None
         if comparison is None:
             return
@@ -370,7 +345,7 @@ class DesyncDetector:
         self.raise_desync(number, rank, rank_rows[rank][0])
 
     def _gather(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all ranks, which have equal sizes."""
+        """Return the rows of all ranks."""
         gathered_rows = own.new_empty(len(self.ranks) * len(own))
         self.wait(
             [gather_single(gathered_rows, own, group=self.control, async_op=True)], self.number
@@ -378,14 +353,13 @@ class DesyncDetector:
         return gathered_rows.view(-1, len(own))
 
     def _find_difference_within(self, seconds: float) -> str:
-        """Call ``_find_difference`` until it finds one, for at most ``seconds``."""
         end_time = time.monotonic() + seconds
         while not (difference := self._find_difference()) and time.monotonic() < end_time:
             time.sleep(min(0.05, seconds))
         return difference
 
     def _find_difference(self) -> str:
-        """Return an error message about the first difference between ranks; ``""`` for none."""
+        """Return an error message about the first difference between ranks, or ``""``."""
         for other_rank, (last_number, other_titles) in sorted(self._exchange_entries().items()):
             for number, other_title in enumerate(other_titles, last_number - len(other_titles) + 1):
                 own_title = self._describe(number)
@@ -399,11 +373,7 @@ class DesyncDetector:
         return ""
 
     def _exchange_entries(self) -> dict[int, tuple[int, list[str]]]:
-        """Write this rank's latest collectives to the store, and read the other ranks' from there.
-
-        Returns:
-            For each other rank that has written: its number of collectives, and the latest of them.
-        """
+        """Write this rank's latest collectives to the store, and return those of others."""
         entries_by_rank: dict[int, tuple[int, list[str]]] = {}
         if self.store is None:
             return entries_by_rank
@@ -423,11 +393,7 @@ class DesyncDetector:
         return entries_by_rank
 
     def raise_failure(self, error: Exception, number: int) -> NoReturn:
-        """Raise for collective ``number``, which failed with ``error``.
-
-        Raises:
-            RuntimeError: always, with a difference between ranks, or a dead one, if one is found.
-        """
+        """Raise ``RuntimeError`` for collective ``number``, which failed with ``error``."""
         check_process(self._process, self.ranks[self.rank])
         if not dist.is_initialized():
             raise RuntimeError(
@@ -471,7 +437,7 @@ class DesyncDetector:
         ) from error
 
     def _find_circle(self, number: int, serial: int | None, *, failed: bool = False) -> str:
-        """Return an error message if ranks wait for each other on several axes; ``""`` if not."""
+        """Return an error message if ranks wait for each other on several axes, or ``""``."""
         is_forgotten = number <= self.number - KEPT
         if self.journal is None or (serial is None and not failed) or is_forgotten:
             return ""
@@ -482,7 +448,7 @@ class DesyncDetector:
         )
 
     def _needed(self, number: int) -> Sequence[int]:
-        """Return the global ranks without whose part collective ``number`` cannot end here."""
+        """Return the global ranks without which collective ``number`` cannot end here."""
         needed_positions = self._partial.get(number)
         return (
             self.ranks
@@ -491,18 +457,16 @@ class DesyncDetector:
         )
 
     def find_lost(self) -> str:
-        """Return an error message if a rank of the axis is given up; ``""`` if not."""
+        """Return an error message if a rank of the axis is given up, or ``""``."""
         return self._find_lost(self.ranks)
 
     def _find_lost(self, ranks: Sequence[int]) -> str:
         return "" if self.heart is None else self.heart.find_lost(ranks, self.limits.give_up)
 
     def close_connections(self) -> None:
-        """Close this rank's connections, so that ranks that wait for it fail at once.
-
-        After a desync no later result would be right. An open collective would also keep this
-        process from leaving its group, which waits for all of them.
-        """
+        """Close this rank's connections, so that ranks that wait for it fail at once."""
+        # Why: after a desync no later result would be right, and an open collective would keep this
+        # process from leaving its group.
         for connection in self.connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -524,12 +488,10 @@ class DesyncDetector:
 
     @property
     def _recorded(self) -> range:
-        """The numbers of the collectives that are recorded."""
         # The deque drops the oldest entries by itself.
         return range(self.number - len(self._entries) + 1, self.number + 1)
 
     def _describe(self, number: int) -> str:
-        """Return what collective ``number`` is, as text for an error."""
         if number not in self._recorded:
             return "a collective that is no longer recorded"
         title, label, dtype, numel = self._entries[number - self.number - 1]

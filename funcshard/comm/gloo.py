@@ -1,13 +1,9 @@
 """Collectives over gloo, which sends data through sockets, also between machines.
 
 gloo's own all-gather and reduce-scatter are rings, which take two to three times as long as the
-algorithms here. Here an all-gather is one broadcast per rank, into slices of the output, or one
-all-to-all if the output is small. A reduce-scatter is an all-to-all and a local sum. An all-reduce
-is an all-to-all of slices, a local sum, and one broadcast per rank.
-
-Every sum runs in the order of ranks. A ring adds each slice in an order that depends on the slice's
-position in the buffer; here the result does not depend on the layout of the buffer either. gloo
-itself never adds, so tensors of a dtype that gloo does not know (float8, int16) are sent as bytes.
+algorithms here, and add in an order that depends on the place of an element. Here every sum runs in
+the order of ranks. gloo never adds, so dtypes that it does not know (float8, int16) are sent as
+bytes.
 """
 
 from __future__ import annotations
@@ -34,14 +30,13 @@ _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.in
 class Gloo:
     """The collectives of one rank in one group, over gloo.
 
-    Each method is as in ``Group``, and takes the number of the collective in ``desync``.
+    Methods are as in ``Group``, with the number of the collective in ``desync``.
 
     Attributes:
         rank: position of this rank in the group.
         size: number of ranks.
         group: the process group.
-        reductions: the process group for reductions: ``group`` itself, or another of the same
-            ranks.
+        reductions: the process group for reductions.
         desync: the group's detector, which does the waiting.
     """
 
@@ -105,6 +100,7 @@ class Gloo:
         flat = op.out.view(-1)
         rank_parts = flat.tensor_split(self.size)  # sizes may differ by one, or be zero
         own_part = rank_parts[self.rank]
+        # Note: each rank sums one part, and then broadcasts it.
         received_parts = flat.new_empty(self.size * own_part.numel())
         part_sizes = [_as_known(rank_part).numel() for rank_part in rank_parts]
         own_sizes = [_as_known(own_part).numel()] * self.size
@@ -158,10 +154,9 @@ class Gloo:
 
 
 def _element_width(tensor: torch.Tensor) -> int:
-    """Return how many elements ``_as_known`` makes of one."""
     return 1 if tensor.dtype in _DTYPES else tensor.element_size()
 
 
 def _as_known(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor itself if gloo knows its dtype, else a view of its bytes."""
+    """Return a tensor itself if gloo knows its dtype, else a view of its bytes."""
     return tensor if tensor.dtype in _DTYPES else tensor.view(-1).view(torch.uint8)

@@ -1,12 +1,9 @@
 """Groups: the ranks along one mesh axis, and the collectives that they run on plain tensors.
 
-A ``Group`` knows nothing of units, plans or autograd. Every collective returns a ``Work``, and its
-result is ready once ``wait`` has returned. Every group adds in the order of ranks, so all groups
-give the same bits. The exceptions are the backends that reduce by themselves, such as NCCL
-(``native.py``).
-
-A ``label`` says what a collective is for, and appears in error messages. Every rank has to give the
-same label.
+Every collective returns a ``Work``, and its result is ready once ``wait`` has returned. All groups
+add in the order of ranks, and so give the same bits, except for backends that reduce by themselves,
+such as NCCL (``native.py``). A ``label``, the same on every rank, says in errors what a collective
+is for.
 """
 
 from __future__ import annotations
@@ -23,14 +20,14 @@ class Work(Protocol):
     """A collective that has been started."""
 
     def wait(self) -> None:
-        """Return once the result is ready; may be called again."""
+        """Return once the result is ready."""
 
 
 class AllGatherWork(Protocol):
-    """An all-gather that has been started, and that chooses the memory of its result."""
+    """An all-gather that chooses the memory of its result."""
 
     def wait(self) -> torch.Tensor:
-        """Return the gathered tensor once it is ready; every call returns the same tensor."""
+        """Return the gathered tensor once it is ready, always the same one."""
 
 
 class Op(NamedTuple):
@@ -57,14 +54,10 @@ class Op(NamedTuple):
 class Group:
     """Ranks that communicate: a process group, an axis of a simulation, or one local rank.
 
-    ``start`` takes every collective but the two that have no output yet, ``all_gather_shared`` and
-    ``all_gather_text``.
-
     Attributes:
         rank: position of this rank in the group.
         size: number of ranks in the group.
-        global_rank: number of this rank in the whole job or simulation, the same in each of its
-            groups.
+        global_rank: number of this rank in the whole job or simulation.
     """
 
     __slots__ = ()
@@ -100,15 +93,15 @@ class Group:
 
     @property
     def plain(self) -> Group:
-        """The group without any changes to its collectives."""
+        """The group without changes to its collectives."""
         return self
 
     def around(self, group: Group) -> Group:
-        """Return ``group``, a part of this group, with those changes that parts have too."""
+        """Return ``group``, a part of this one, with those changes that parts have too."""
         return group
 
     def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Return an empty 1-D tensor to communicate with, of the dtype and device of ``like``."""
+        """Return an empty 1-D tensor to communicate with, like ``like``."""
         return like.new_empty(numel)
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
@@ -118,8 +111,7 @@ class Group:
     def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
         """Concatenate every rank's contiguous ``shard``, along its last dim, in new memory.
 
-        Several ranks may share that memory, so no rank may write to it. Each may read it for as
-        long as it likes.
+        Ranks may share that memory, so none may write to it.
         """
         return all_gather_last(self, shard, label=label)
 
@@ -128,8 +120,8 @@ class Group:
     ) -> Work:
         """Concatenate the 1-D ``parts``, sum over ranks, and put this rank's slice into ``out``.
 
-        Several parts are copied, and converted to the dtype of ``out``. A single part is not
-        copied. The group may read it until ``wait`` returns, so it must not change before then.
+        A single part must not change until ``wait`` returns. Several are copied, and cast to the
+        dtype of ``out``.
         """
         return self.start(Op("reduce_scatter", label, out, parts))
 
@@ -152,24 +144,19 @@ class Group:
     ) -> Work:
         """Send a slice of the 1-D ``full`` to each rank, and put the received slices into ``out``.
 
-        Slices lie in the order of ranks. Rank i is sent ``sizes[i]`` elements, and sends
-        ``out_sizes[i]`` elements.
+        Rank i is sent ``sizes[i]`` elements, and sends ``out_sizes[i]``, in order of ranks.
         """
         return self.start(Op("all_to_all", label, out, full, 0, out_sizes, sizes))
 
 
 @dataclass(slots=True, eq=False)
 class DeferredWork:
-    """A collective whose first ``wait`` calls ``finish``; every ``wait`` returns its result.
-
-    Without ``finish`` it is done already.
-    """
+    """A collective whose first ``wait`` calls ``finish``, if there is one, and keeps the result."""
 
     finish: Callable[[], Any] | None = None
     result: Any = None
 
     def wait(self) -> Any:
-        """Return the result of ``finish``, which an earlier ``wait`` may have called."""
         if self.finish is not None:
             self.result = self.finish()
             self.finish = None
@@ -182,18 +169,17 @@ DONE = DeferredWork()
 
 @dataclass(frozen=True, slots=True)
 class PrivateAllGatherWork:
-    """An ``AllGatherWork`` whose result lies in memory of this rank's own.
+    """An ``AllGatherWork`` whose result lies in this rank's own memory.
 
     Attributes:
         out: the result.
-        work: the collective that fills ``out``; without it ``out`` is ready already.
+        work: the collective that fills ``out``.
     """
 
     out: torch.Tensor
     work: Work = DONE
 
     def wait(self) -> torch.Tensor:
-        """Return ``out`` once it is ready."""
         self.work.wait()
         return self.out
 
@@ -201,7 +187,7 @@ class PrivateAllGatherWork:
 def all_gather_private(
     group: Group, shard: torch.Tensor, *, label: str = ""
 ) -> PrivateAllGatherWork:
-    """Start ``group.all_gather`` into new memory of this rank's own."""
+    """Start ``group.all_gather`` into new memory of this rank."""
     size = group.size
     # Why never an inference tensor: the caller may have left inference mode by the time it uses the
     # result.
@@ -211,7 +197,7 @@ def all_gather_private(
 
 
 def all_gather_last(group: Group, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
-    """Start an all-gather along the last dim of ``shard`` into new memory of this rank's own."""
+    """Start an all-gather along the last dim of ``shard`` into new memory of this rank."""
     gather_work = all_gather_private(group, shard, label=label)
     if shard.ndim == 1:
         return gather_work
@@ -249,7 +235,7 @@ class LocalGroup(Group):
 
 @dataclass(frozen=True, slots=True)
 class WrappedGroup(Group):
-    """A ``Group`` that does the same as another one; subclasses replace single methods.
+    """A ``Group`` that does the same as another one, for subclasses that replace methods.
 
     Attributes:
         inner: the group that runs the collectives.
@@ -316,6 +302,8 @@ def sum_in_rank_order(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     if len(parts) == 1:
         out.copy_(parts[0])
         return
+    # Why no sum(): the order of additions decides the bits, and has to be the same on every
+    # carrier.
     torch.add(parts[0], parts[1], out=out)
     for part in parts[2:]:
         out.add_(part)

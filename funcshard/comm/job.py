@@ -1,8 +1,4 @@
-"""The job of this process: torchrun's environment, torch's default group, and groups for a mesh.
-
-Every error of torch.distributed on the way to a mesh becomes one that names the rank and the call
-that it waited in.
-"""
+"""The job of this process: torchrun's environment, torch's default group, and groups for a mesh."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ def is_started() -> bool:
 
 
 def launched_ranks() -> int | None:
-    """Return the number of ranks that torchrun has started; ``None`` without torchrun."""
+    """Return the number of ranks that torchrun has started, if it has."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     world, rank = _number("WORLD_SIZE", 1), _number("RANK", 0)
@@ -96,7 +92,7 @@ def meet_for_mesh(
         sizes: the size of each axis.
         kind: type of the device.
         call: name of the function that makes the mesh.
-        limits: when a rank looks where the others wait, and gives one up.
+        limits: when a rank looks at the others, and gives one up.
     """
     # With torch's stand-in "fake", the other ranks do not exist.
     if len(ranks) == 1 or dist.get_backend() == "fake":
@@ -115,10 +111,7 @@ def meet_for_mesh(
 
 
 def device_mesh_of(kind: str, sizes: Mapping[str, int], limits: Limits) -> DeviceMesh:
-    """Return the device mesh over all processes; its groups have the timeout of the default group.
-
-    Why not ``init_device_mesh``: its groups have another timeout, half an hour.
-    """
+    """Return the device mesh over all processes."""
     axis_names, shape, world = tuple(sizes), tuple(sizes.values()), dist.get_world_size()
     job_group, backend = dist.group.WORLD, str(dist.get_backend())
     assert job_group is not None, "init_mesh has made the default group"
@@ -131,6 +124,7 @@ def device_mesh_of(kind: str, sizes: Mapping[str, int], limits: Limits) -> Devic
             if "LOCAL_RANK" in os.environ
             else dist.get_rank() % torch.cuda.device_count()
         )
+    # Why not ``init_device_mesh``: its groups have another timeout, half an hour.
     rank_grid = torch.arange(world, device="cpu").view(shape)
     axis_groups = []
     for axis, line_ranks in lines_through(dist.get_rank(), sizes).items():
@@ -142,12 +136,7 @@ def device_mesh_of(kind: str, sizes: Mapping[str, int], limits: Limits) -> Devic
 
 
 def lines_through(rank: int, sizes: Mapping[str, int]) -> dict[str, list[int]]:
-    """Return the numbers of the ranks along each axis of a grid, on the line through one rank.
-
-    Arguments:
-        rank: the rank, which is among them.
-        sizes: the size of each axis.
-    """
+    """Return the numbers of the ranks along each axis of a grid, on the line through ``rank``."""
     position = position_of(rank, sizes)
     return {
         axis: [rank_at({**position, axis: i}, sizes) for i in range(size)]
@@ -156,7 +145,7 @@ def lines_through(rank: int, sizes: Mapping[str, int]) -> dict[str, list[int]]:
 
 
 def check_gpu(kind: str) -> None:
-    """Raise ``ValueError`` if the job needs GPUs, and torch finds none on this machine."""
+    """Raise ``ValueError`` if the job needs GPUs, and torch finds none."""
     if (
         kind == "cuda"
         and torch.cuda.device_count() == 0
@@ -170,7 +159,7 @@ def check_gpu(kind: str) -> None:
 
 
 def device_of(kind: str) -> torch.device:
-    """Return the device of this process; of GPUs that of torchrun's number of the process."""
+    """Return the device of this process; of GPUs that of its number on the machine."""
     if kind != "cuda":
         return torch.device(kind)
     return torch.device(
@@ -180,7 +169,6 @@ def device_of(kind: str) -> torch.device:
 
 
 def _choose_gpu(number: int) -> None:
-    """Make a GPU of this machine the current one."""
     device_count = torch.cuda.device_count()
     if number >= device_count:
         raise ValueError(
@@ -192,7 +180,6 @@ def _choose_gpu(number: int) -> None:
 
 
 def _number(name: str, least: int) -> int:
-    """Return a number that torchrun has put into the environment."""
     variable_text = os.environ.get(name, "")
     if not variable_text.isdecimal() or int(variable_text) < least:
         raise ValueError(
@@ -204,11 +191,9 @@ def _number(name: str, least: int) -> int:
 
 
 def _check_launcher(address: str, port: int, patience: float) -> None:
-    """Raise ``ConnectionRefusedError`` if torchrun, whose agent holds the store, has ended.
-
-    Why: torch tries until its timeout to reach a store. But an agent has its store before it starts
-    ranks, so a store that refuses connections has ended with its agent.
-    """
+    """Raise ``ConnectionRefusedError`` if torchrun, whose agent holds the store, has ended."""
+    # Why: torch tries until its timeout to reach a store. But an agent has its store before it
+    # starts ranks, so a store that refuses connections has ended with its agent.
     end_time = time.monotonic() + patience
     while os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         try:
@@ -229,7 +214,6 @@ def _check_launcher(address: str, port: int, patience: float) -> None:
 def _store_of_job(
     address: str, port: int, rank: int, world: int, timeout: datetime.timedelta
 ) -> dist.Store:
-    """Return the store in which the ranks that torchrun has started meet."""
     # Why a prefix: torchrun keeps one store for all attempts, in which torch would find the
     # addresses of the previous attempt's ranks. On a single node every rank has the same number of
     # the attempt, which serves as the prefix. On several nodes the numbers may differ.

@@ -1,27 +1,16 @@
 """Find ranks that wait for each other on different axes or meshes, and say so on each of them.
 
-Each axis of a mesh counts its collectives by itself. If one rank continues with an all-gather along
-``shard`` and its neighbour with an all-reduce along ``replicate``, or along an axis of another
-mesh, each axis by itself looks like one with slow ranks. So all axes of all meshes of a process
-share a ``Journal``. A rank that has waited longer than ``patience`` writes two facts into the job's
-store: the collective that it waits for, and how many collectives it has issued on each of its axes.
-Then it reads the same of the ranks that it waits for. To make a mesh counts as a collective of its
-ranks (``meeting``).
+If one rank continues with an all-gather along ``shard`` and its neighbour with an all-reduce along
+``replicate``, each axis by itself looks like one with slow ranks. So all axes of all meshes of a
+process share a ``Journal``. A rank that has waited longer than ``patience`` writes into the job's
+store for which collective it waits, and how many it has issued on each of its axes. Then it reads
+the same of the ranks that it waits for. To make a mesh counts as a collective (``meeting``).
 
-A rank waits for another one if that one has issued fewer collectives on the axis; on an axis that
-it does not have, it has issued none. If these waits form a circle, no rank of the circle can go on,
-however long the others take. A rank that is merely slow waits for nothing, or for ranks that still
-go on, so it is in no circle.
-
-A rank may read old notes. So ranks write again each time they look, and a circle counts
-only if it is there twice in a row, with new notes by all of its ranks: at the moment of the first
-look, all of them waited.
-
-A rank that has issued a collective counts as one that has reached it. So no circle is found if a
-rank waits for the second part of a large all-reduce, which another rank begins only when it waits
-for the first; nor if a rank has left the program. Then the group's timeout ends the wait.
-
-Nothing of this happens before ``patience`` is over, so it costs a running program nothing.
+A rank waits for another one if that one has issued fewer collectives on the axis. If these waits
+form a circle, no rank of it can continue, however long the others take; a rank that is merely slow
+is in no circle. No circle is found if a rank waits for the second part of a large all-reduce, which
+another one begins only when it waits for the first, nor if a rank has left the program. Then the
+group's timeout ends the wait.
 """
 
 from __future__ import annotations
@@ -52,8 +41,7 @@ class Wait(NamedTuple):
         group: name of the group, the same on all of its ranks.
         number: of the collective on the axis.
         what: the collective and its axis as text.
-        ranks: the global ranks without whose part the collective cannot end; this rank may be among
-            them.
+        ranks: the global ranks without whose part the collective cannot end.
         serial: number of the wait on this rank.
     """
 
@@ -70,9 +58,9 @@ class _Note(NamedTuple):
     Attributes:
         beat: how many notes the rank has written before.
         wait: the collective that it waits for.
-        counts: how many collectives it has issued, by group; ``None`` for a group on which another
-            of its threads may go on.
-        blocker: the rank that keeps it from going on, once it has found a circle and waits no more.
+        counts: how many collectives it has issued, by group; ``None`` where another thread may
+            issue more.
+        blocker: the rank that blocks it, once it has found a circle and waits no more.
     """
 
     beat: int
@@ -82,7 +70,6 @@ class _Note(NamedTuple):
 
     @property
     def ended(self) -> bool:
-        """Whether the rank has found a circle, and waits no more."""
         return self.blocker is not None
 
     def text(self) -> str:
@@ -98,7 +85,7 @@ class _Note(NamedTuple):
         return cls(beat, Wait(group, number, title, ranks, serial), counts, blocker)
 
     def lacks(self, wait: Wait) -> bool:
-        """Return whether this rank has not issued the collective that another one waits for."""
+        """Return whether this rank has not issued the collective of another one's wait."""
         # A rank that has not made the group yet, or has it no more, has issued nothing on it. But
         # another of its threads, if there is one, may still make it.
         unknown = None if None in self.counts.values() else 0
@@ -107,10 +94,7 @@ class _Note(NamedTuple):
 
 
 def compact(ranks: Sequence[int]) -> Sequence[int]:
-    """Return numbers as a ``range`` if they have equal distances, as those along a mesh axis have.
-
-    So neither a detector nor a note grows with the number of ranks.
-    """
+    """Return numbers as a ``range`` if they have equal distances, as along a mesh axis."""
     if len(ranks) > 1 and ranks[0] != ranks[1]:
         step = ranks[1] - ranks[0]
         regular_ranks = range(ranks[0], ranks[0] + step * len(ranks), step)
@@ -124,8 +108,8 @@ class Comparison:
     """A comparison of histories that has been started.
 
     Attributes:
-        own: number and history of this rank when it was started.
-        highest: the maxima over ranks of these, of their negatives, and of values of the caller's.
+        own: number and history of this rank at its start.
+        highest: the maxima over ranks of these, of their negatives, and of the caller's values.
         work: the all-reduce of ``highest``.
     """
 
@@ -140,8 +124,8 @@ class Unused:
 
     Attributes:
         group: the process group.
-        comparison: the last one over it; ``None`` for none.
-        store: the store with the latest collectives of its ranks; ``None`` for none.
+        comparison: the last one over it, if any.
+        store: the store with the latest collectives of its ranks, if any.
         rank: position of this rank in it.
     """
 
@@ -156,13 +140,13 @@ class Journal:
 
     Arguments:
         rank: global rank of this process.
-        store: the store for the notes, whose calls must not wait for long.
-        heart: the signs of life of this process; ``None`` for none.
+        store: the store for the notes, whose calls do not wait for long.
+        heart: the signs of life of this process, if any.
 
     Attributes:
         rank, store, heart: see above.
-        unused: process groups that were made for axes that are gone. Python appends to it on any
-            thread, and in the middle of any code.
+        unused: process groups of axes that are gone, appended on any thread and in the middle of
+            any code.
     """
 
     def __init__(self, rank: int, store: Any, heart: Heart | None = None) -> None:
@@ -184,11 +168,7 @@ class Journal:
         self._detectors[group] = detector
 
     def count(self, group: str) -> int:
-        """Count one more action that ranks do together without a detector, and return its number.
-
-        Arguments:
-            group: a name for the ranks and their action, the same on all of them.
-        """
+        """Count one more action of ``group`` that has no detector, and return its number."""
         self._counts[group] = self._counts.get(group, 0) + 1
         return self._counts[group]
 
@@ -205,13 +185,15 @@ class Journal:
 
         Arguments:
             wait: the collective that this rank waits for.
-            failed: whether the collective has failed already, as it does if another rank has found
-                the circle and ended.
+            failed: whether it has failed, as it does if another rank has found the circle and
+                ended.
         """
         try:
             own_note = self._write(wait)
             self._looks += 1
             circle = self._circle(own_note, failed)
+            # Why twice: a rank may read old notes. But ranks write again at each look, so a circle
+            # whose notes are all new the second time was one at the moment of the first look.
             suspected_before, self._suspected = self._suspected, circle
             # Why failed is enough: that circle ends at a rank that has looked twice.
             if not circle or not (
@@ -227,15 +209,14 @@ class Journal:
         return _message(circle)
 
     def close_connections(self) -> None:
-        """Close this rank's connections on all axes, so that no rank waits for it."""
+        """Close this rank's connections on all axes."""
         for detector in list(self._detectors.values()):
             detector.close_connections()
 
     def destroy_unused(self) -> None:
         """Destroy the process groups of axes that are gone, and delete their keys in the store.
 
-        Call this where the ranks of a mesh that is gone have left its collectives, and not where
-        Python collects garbage: torch destroys no group there.
+        Call it where the ranks have left the collectives of a mesh that is gone.
         """
         for _ in range(len(self.unused)):
             unused = self.unused.pop(0)
@@ -256,12 +237,10 @@ class Journal:
             del unused_group
 
     def finish(self, seconds: float) -> None:
-        """Wait so long for the last comparisons of axes that are gone, at the end of the process.
-
-        Why: the other ranks wait for the part of this one, and Python then destroys all groups.
-        """
+        """Wait so long for the last comparisons of axes that are gone, at the process's end."""
         if os.getpid() != self._process:  # a forked child has none of gloo's threads
             return
+        # Why: the other ranks wait for this one's part, and Python then destroys all groups.
         end_time = time.monotonic() + seconds
         for comparison in [unused.comparison for unused in self.unused]:
             while (
@@ -287,11 +266,7 @@ class Journal:
         return note
 
     def _circle(self, own: _Note, failed: bool) -> dict[int, _Note]:
-        """Return the notes of ranks that each wait for the next, from this one into a circle.
-
-        A rank whose collective has failed looks for a rank that has found a circle, and passes over
-        circles that none has found: it cannot look twice.
-        """
+        """Return the notes of ranks that each wait for the next, from this one into a circle."""
         notes: dict[int, _Note | None] = {self.rank: own}
         path = {self.rank: own}
         done_ranks = set[int]()
@@ -316,6 +291,8 @@ class Journal:
                 if failed:
                     continue
                 break
+            # Note: a rank whose collective has failed cannot look twice, so it looks for one that
+            # has.
             if next_note.ended and (failed or self._ended_meanwhile(next_rank, next_note)):
                 path[next_rank] = next_note
                 break
@@ -334,27 +311,26 @@ class Journal:
         return notes[rank]
 
     def _next(self, note: _Note, notes: Mapping[int, object]) -> Sequence[int]:
-        """Return the ranks for which a rank waits; of many some, and others at the next look."""
+        """Return the ranks for which a rank waits, or some of many."""
         waited_ranks = note.wait.ranks
         # Why first: a circle counts if a second look finds it again.
         known_ranks = [rank for rank in (*self._suspected, *notes) if rank in waited_ranks]
         return some_of(waited_ranks, self._looks, known_ranks)
 
     def _ended_meanwhile(self, rank: int, note: _Note) -> bool:
-        """Return whether a rank has ended since this one saw it wait: its note is of this job."""
+        """Return whether a rank has ended since this one saw it wait."""
         seen_note = self._seen.get(rank)
         return seen_note is not None and seen_note.wait == note.wait and note.beat > seen_note.beat
 
 
 def _lasts(note: _Note, before: _Note | None) -> bool:
-    """Return whether a rank has waited since the last look, which found the note ``before``."""
+    """Return whether a rank has waited since the last look."""
     return note.ended or (
         before is not None and before.wait == note.wait and note.beat > before.beat
     )
 
 
 def _blocker(note: _Note, circle: dict[int, _Note]) -> int | None:
-    """Return the rank of the circle that keeps another one from going on."""
     if note.blocker is not None:
         return note.blocker
     return next(

@@ -1,31 +1,24 @@
 """Signs of life: find ranks that are suspended or gone, and say so on every rank that waits.
 
-A rank that waits cannot tell a slow rank from one that will never go on: one whose process is
-suspended, whose machine hangs, or that was killed while a child that it forked still holds its
-connections. So a thread of each process, its ``Heart``, writes a *beat* into the job's store every
-few seconds: a number that grows, and the latest collective. Forked children have no such thread.
+A rank that waits cannot tell a slow rank from one that is suspended, whose machine hangs, or that
+was killed while a child that it forked still holds its connections. So a thread of each process,
+its ``Heart``, writes a *beat* into the job's store every few seconds: a number that grows, and the
+latest collective.
 
 A rank that has waited longer than ``patience`` looks at the beats of the ranks that it waits for,
 and gives a rank up in two cases:
 
-- The rank's beat has stayed the same for ``give_up`` seconds, and for two of the intervals in which
-  it beats: a rank that has not made the mesh of a short ``give_up`` yet beats less often. The
-  looking rank measures them with a clock that runs only while its own heart beats. So no time
-  counts in which it was suspended itself, as when a whole job is paused.
+- The beat has stayed the same for ``give_up`` seconds.
 - The rank runs on the same machine, and its process has ended without a farewell, which a process
-  that ends by itself writes instead of its last beat. A rank that has said farewell is lost only if
-  ranks wait for it to make a mesh: in a collective, its part may have come before.
+  that ends by itself writes as its last beat. After a farewell a rank is lost only if ranks wait
+  for it to make a mesh: in a collective, its part may have come before.
 
-A rank that gives another one up writes its finding into the store. All other ranks that wait read
-it there when they look next, so they end together, and name the same rank.
-
-A rank that computes, compiles, or sits at a breakpoint beats, and is never given up. Nothing of
-this happens before ``patience`` is over, so it costs a running program no more than the beats.
+The rank writes its finding into the store, where all other ranks that wait read it. So they end
+together, and name the same rank. A rank that computes, compiles, or sits at a breakpoint beats, and
+is never given up.
 
 A call of a store whose process is suspended never returns. So the heart's thread makes all calls of
-the store, those of ``journal``, ``desync`` and ``meeting`` too, and a rank waits a second for an
-answer. If a call fails, the thread connects again. It ends only if nothing listens any more at the
-store's address: then the process that holds the store has ended.
+the store, and a rank waits a second for an answer.
 """
 
 from __future__ import annotations
@@ -83,8 +76,8 @@ class Limits(NamedTuple):
     """How long a rank waits for others.
 
     Attributes:
-        patience: seconds after which a rank that waits looks at the others.
-        give_up: seconds without a sign of life after which it gives another rank up.
+        patience: seconds after which a waiting rank looks at the others.
+        give_up: seconds without a sign of life after which it gives one up.
     """
 
     patience: float = 5.0
@@ -109,7 +102,7 @@ class _Question:
     Attributes:
         call: takes the store, and returns the answer.
         answers: takes the answer, or the error of the call.
-        late: whether nobody waits for the answer any more.
+        late: whether the asking thread waits no more.
     """
 
     call: Callable[[Any], Any]
@@ -121,19 +114,17 @@ class _Question:
 
 @dataclass(slots=True)
 class _Pulse:
-    """The state that a heart shares with its thread. The thread must not keep the heart alive.
+    """The state that a heart shares with its thread, which must not keep the heart alive.
 
     Attributes:
         store: the store, for the thread.
         key: the key of this rank's beat.
         every: seconds between two beats.
         number: how many beats were written.
-        clock: seconds that this process has lived with a heart, as far as it was not suspended.
+        clock: seconds that this process has lived with a heart, without pauses.
         detectors: each detector of this process, and its number of collectives at the last beat.
         latest: the latest collective as text.
-        questions: calls of the store for other threads; ``None`` asks for a beat. Python collects
-            garbage on any thread and between any two instructions, and may stop the heart there: no
-            lock of Python's code outlasts that.
+        questions: calls of the store for other threads; ``None`` asks for a beat.
         ended: whether the thread has to end.
         fault: why the thread has ended, if the process that holds the store has.
     """
@@ -145,6 +136,8 @@ class _Pulse:
     clock: float = 0.0
     detectors: list[tuple[weakref.ref[Detector], int]] = field(default_factory=list)
     latest: str = "no collective yet"
+    # Why a SimpleQueue: Python may collect a heart, and stop it, on any thread and between any two
+    # instructions. No lock of Python's code outlasts that.
     questions: queue.SimpleQueue[_Question | None] = field(default_factory=queue.SimpleQueue)
     ended: bool = False
     fault: str = ""
@@ -153,11 +146,9 @@ class _Pulse:
 class Heart:
     """The signs of life of this process, and a look at those of other ranks.
 
-    Its thread ends when the heart is gone, or when the process ends.
-
     Arguments:
         rank: global rank of this process.
-        store: the store of the job, the same on all ranks.
+        store: the store of the job.
         prefix: of the keys of the beats.
     """
 
@@ -249,8 +240,8 @@ class Heart:
         """Return an error message if a rank is lost for ever, or the store; ``""`` if not.
 
         Arguments:
-            ranks: the global ranks for which this rank waits; it may be among them. Without any,
-                only what other ranks have found is read.
+            ranks: the global ranks for which this rank waits; without any, it reads what others
+                have found.
             give_up: seconds without a sign of life after which a rank is lost.
             is_away: returns whether a rank is lost that has left the job by itself.
         """
@@ -280,14 +271,14 @@ class Heart:
         return lost_text
 
     def _finding(self) -> str:
-        """Return the error message of a rank that has given another one up; ``""`` for none."""
+        """Return the error message of a rank that has given another one up, or ``""``."""
         lost_text, beats = json.loads(read(self.store, _FOUND) or '["", {}]')
         # A rank that beats again is no longer given up.
         still_lost = all(read(self.store, rank) == beat.encode() for rank, beat in beats.items())
         return str(lost_text) if still_lost else ""
 
     def _why_lost(self, rank: int, give_up: float, is_away: Callable[[int], bool]) -> str:
-        """Return why a rank is lost, as text; ``""`` if it is not."""
+        """Return why a rank is lost, or ``""``."""
         beat, clock = read(self.store, rank), self._pulse.clock
         # A new beat, so the silence begins anew.
         if beat != self._seen.get(rank, (b"", 0.0))[0]:
@@ -300,6 +291,8 @@ class Heart:
         process_text = f"process {process} on {machine_name}, last seen in {latest_collective}"
         if beat_count == _FAREWELL:
             return f"rank {rank} {_LEFT} ({process_text})" if is_away(rank) else ""
+        # Why this clock: it runs only while this rank's heart beats, so no pause of the whole job
+        # counts.
         silent_seconds = clock - self._seen[rank][1]
         if _has_ended(process, place):
             return f"the process of rank {rank} has ended ({process_text})"
@@ -316,21 +309,15 @@ class StorePart:
     """The keys of the job's store with one prefix; each call ends within a second.
 
     Methods are those of a ``torch.distributed`` store, and raise what ``Heart.ask`` raises.
-
-    Attributes:
-        heart: makes the calls.
-        prefix: of the keys.
     """
 
     heart: Heart
     prefix: str
 
     def key(self, name: object) -> str:
-        """Return the key in the whole store."""
         return f"{self.prefix}/{name}" if self.prefix else str(name)
 
     def part(self, name: str) -> StorePart:
-        """Return a part of this part."""
         return StorePart(self.heart, self.key(name))
 
     def set(self, name: str, text: str) -> None:
@@ -353,33 +340,23 @@ class StorePart:
 
 
 def read(store: Any, name: object) -> bytes:
-    """Return a text of a store; ``b""`` if there is none."""
+    """Return a text of a store, or ``b""``."""
     return store.get(str(name)) if store.check([str(name)]) else b""
 
 
 def some_of(ranks: Sequence[int], look: int, first: Sequence[int] = ()) -> Sequence[int]:
-    """Return the ranks about which one reads; of many, ``first`` and some others.
-
-    Why not all of many: each of a thousand ranks that wait would read a thousand texts from the one
-    store of the job, each time it looks.
-
-    Arguments:
-        ranks: all ranks.
-        look: the number of the look; the next ones return other ranks.
-        first: ranks that are always among those of many.
-    """
+    """Return the ranks about which to read; of many, ``first`` and others at each ``look``."""
     if len(ranks) <= MOST_READ:
         return ranks
+    # Why not all: each of a thousand ranks that wait would read a thousand texts from one store.
     first_index = look * MOST_READ
     other_ranks = [ranks[(first_index + i) % len(ranks)] for i in range(MOST_READ)]
     return list(dict.fromkeys((*first, *other_ranks)))
 
 
 def check_process(process: int, rank: int) -> None:
-    """Raise ``RuntimeError`` in a child that the process of a rank has forked.
-
-    A child shares the rank's connection to the store, so it must not call the store.
-    """
+    """Raise ``RuntimeError`` in a child that the process of a rank has forked."""
+    # Why: a child shares the rank's connection to the store, so it must not call the store.
     if os.getpid() != process:
         raise RuntimeError(
             f"process {os.getpid()} was forked from process {process}, which is rank {rank}, and "
@@ -389,7 +366,7 @@ def check_process(process: int, rank: int) -> None:
 
 
 def _beat(pulse: _Pulse) -> None:
-    """Beat, and answer questions, until the heart is gone, or the process that holds the store."""
+    """Beat, and answer questions, until the heart or the store is gone."""
     last_time, beat_due = time.monotonic(), 0.0
     while not pulse.ended:
         question = None  # nothing in time, or a request to beat
@@ -414,10 +391,7 @@ def _beat(pulse: _Pulse) -> None:
 
 
 def _call(pulse: _Pulse, call: Callable[[Any], Any]) -> tuple[Any, Exception | None]:
-    """Return the result of a call of the store, and its error.
-
-    Why every error: if the thread ended by one, the other ranks would give up a rank that works.
-    """
+    """Return the result of a call of the store, and its error."""
     for attempt in range(2):
         try:
             # Why asked before each call: one to a file that is gone takes minutes.
@@ -425,6 +399,7 @@ def _call(pulse: _Pulse, call: Callable[[Any], Any]) -> tuple[Any, Exception | N
                 pulse.ended, pulse.fault = True, pulse.fault or "the store of the job is gone"
                 return None, RuntimeError(pulse.fault)
             return call(pulse.store), None
+        # Why every error: if it ended the thread, other ranks would give up a rank that works.
         except Exception as caught:
             error = caught.with_traceback(None)  # else it and this frame hold each other
             if attempt or not isinstance(error, RuntimeError):
@@ -465,11 +440,11 @@ def _stop(pulse: _Pulse, thread: threading.Thread, process: int) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _place_of(process: int) -> list[Any]:
-    """Return the names by which the processes of one machine find this one, which has that number.
+    """Return the names by which the processes of one machine find this one.
 
     Returns:
         Name of the machine, number of this process, an exact name of the machine with the namespace
-        of the number, and the time when the process began; the last two are ``""`` if unknown.
+        of the number, and the time when the process began; the last two may be ``""``.
     """
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -480,12 +455,11 @@ def _place_of(process: int) -> list[Any]:
 
 
 def _began(process: int) -> str:
-    """Return the time when a process began, as the system tells it."""
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
 
 
 def _has_ended(process: int, place: list[str]) -> bool:
-    """Return whether a process of this machine has ended; ``False`` if that is not known."""
+    """Return whether a process of this machine is known to have ended."""
     _, _, own_space, _ = _place_of(os.getpid())
     if not own_space or own_space != place[0] or not hasattr(os, "pidfd_open"):
         return False

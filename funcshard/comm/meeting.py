@@ -1,17 +1,12 @@
 """Ranks meet before they make the groups of a mesh, and look for lost ranks while they connect.
 
-torch.distributed makes a process group without a look at the other ranks. A rank that makes another
-mesh than the rest, or one mesh more, would wait in it until a timeout. So the ranks of a mesh first
-``meet`` in the job's store. Each of them writes the facts of its mesh there. The first of them
-compares all facts, and writes the answer for the rest.
+torch.distributed makes a process group without a look at the other ranks: one that makes another
+mesh than the rest would wait until a timeout. So the ranks of a mesh first ``meet`` in the job's
+store. Each writes the facts of its mesh; the first compares all, and writes the answer.
 
-A rank that waits here for longer than ``patience`` looks into the ``journal``, like one that waits
-for a collective. So if the other ranks wait for it in a collective, all of them raise.
-
-torch's calls that connect ranks return when all have connected, or after their timeout. If a rank
-is killed while it connects, gloo takes five timeouts, because it tries to reach that rank again. So
-a thread makes the call, and the rank itself looks at the signs of life of the ranks that it waits
-for (``watched``). If one is lost, the rank raises and leaves the thread to its call.
+torch's calls that connect ranks return when all have connected, or after their timeout, of which
+gloo takes five if a rank is killed meanwhile. So a thread makes the call, and the rank itself looks
+at the signs of life of the others (``watched``).
 """
 
 from __future__ import annotations
@@ -53,16 +48,16 @@ def meet(
 
     Arguments:
         journal: the waits of this rank.
-        ranks: the global ranks that meet; each of them has to call this with the same ranks.
+        ranks: the global ranks that meet; each has to call this with the same ranks.
         call: the action that they are about to begin, for errors.
         facts: texts by name, which are compared in this order.
         timeout: seconds after which a rank that has not come is an error.
-        limits: when this rank looks where the other ranks wait, and gives one up.
+        limits: when this rank looks at the others, and gives one up.
 
     Raises:
-        ValueError: the facts of two ranks differ; every rank raises this.
-        RuntimeError: a rank has not come in time, ranks wait for each other elsewhere, or the
-            store of the job cannot be reached.
+        ValueError: the facts of two ranks differ, on every rank.
+        RuntimeError: a rank has not come in time, ranks wait for each other elsewhere, or the store
+            of the job cannot be reached.
     """
     group = name_of("meeting", ranks)
     meeting = _Meeting(journal, ranks, group, journal.count(group), call, dict(facts))
@@ -83,7 +78,7 @@ def meet(
 
 
 def name_of(purpose: str, ranks: Sequence[int]) -> str:
-    """Return a short name for an action of some ranks, the same on each of them."""
+    """Return a short name for an action of some ranks, the same on each."""
     return f"{purpose} {hashlib.sha256(repr([*ranks]).encode()).hexdigest()[:16]}"
 
 
@@ -96,7 +91,7 @@ class _Meeting:
         group: name of the meetings of these ranks.
         number: of the meeting, among these.
         told: whether this rank has written its facts.
-        rows: the facts of the first ranks, as far as the first of all has read them.
+        rows: the facts of the ranks, as far as the first rank has read them.
     """
 
     journal: Journal
@@ -110,14 +105,13 @@ class _Meeting:
 
     @property
     def store(self) -> Any:
-        """The store of the meeting."""
         return self.journal.store if self.journal.heart is None else self.journal.heart.store
 
     def key(self, whose: object, before: int = 0) -> str:
         return f"{self.group}/{self.number - before}/{whose}"
 
     def wait(self, timeout: float, limits: Limits) -> str:
-        """Return the answer of the first rank, once all ranks have come."""
+        """Return the answer of the first rank, once all have come."""
         # Why no wait of the store: that of a file asks once a second.
         begin_time = current_time = time.monotonic()
         next_look, sleep_seconds, serial = begin_time + limits.patience, _SHORTEST, None
@@ -155,7 +149,7 @@ class _Meeting:
             raise LostError(lost_text)
 
     def _ask(self) -> str | None:
-        """Return the answer; ``None`` if ranks have not come yet. You may call it again."""
+        """Return the answer; ``None`` if ranks have not come yet."""
         store, own_rank, answer_key = self.store, self.journal.rank, self.key("answer")
         if not self.told:
             store.set(self.key(own_rank), json.dumps(self.facts))
@@ -173,7 +167,7 @@ class _Meeting:
         return difference
 
     def forget_previous(self) -> None:
-        """Delete what this rank wrote for the meeting before, which all ranks have left."""
+        """Delete what this rank wrote for the meeting before."""
         own_rank = self.journal.rank
         with contextlib.suppress(RuntimeError):
             if self.number > 1:
@@ -202,14 +196,14 @@ class _Meeting:
 
 
 def watched(connect: Callable[[], T], heart: Heart, ranks: Sequence[int], limits: Limits) -> T:
-    """Return ``connect()``, called on a thread.
+    """Return ``connect()``, called on a thread, while this rank looks at the others.
 
     Arguments:
-        connect: connects this rank to others. It must not use the store of the heart, which may be
-            locked while it waits.
+        connect: connects this rank to others, without the store of the heart, which may be locked
+            while it waits.
         heart: the signs of life of this process.
         ranks: the global ranks that connect.
-        limits: when this rank looks at the signs of life of the others, and gives one up.
+        limits: when this rank looks at the others, and gives one up.
 
     Raises:
         LostError: a rank is lost.

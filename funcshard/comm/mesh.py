@@ -1,7 +1,4 @@
-"""``Mesh``: the position of this rank among all ranks, and its groups along each axis.
-
-``init_mesh`` makes the mesh of a process, ``Mesh.from_device_mesh`` that of a ``DeviceMesh``.
-"""
+"""``Mesh``: the position of this rank among all ranks, and its groups along each axis."""
 
 from __future__ import annotations
 
@@ -52,8 +49,8 @@ class Memo:
     """What the ranks of a mesh have done together, and need not do again.
 
     Attributes:
-        parts: the parts of this rank's row that have their own groups, without any changes to
-            collectives, by the size of the shard axis and that of the part.
+        parts: the parts of this rank's row with their own groups, by the size of the shard axis and
+            that of the part.
         agreed: the texts that ``check_once`` has found to be equal on all ranks.
     """
 
@@ -66,38 +63,35 @@ class Mesh:
     """The ranks of a job as a grid whose axes have names, and this rank's groups along the axes.
 
     ``replicate`` and ``shard`` are the *data axes*. Each flat buffer is cut into one shard per rank
-    along the shard axis, and repeated along the replicate axis. By default all ranks lie on the
-    shard axis. With both axes this is hybrid sharding. Ranks are numbered row by row, so in a mesh
-    of shape ``{"replicate": 2, "shard": 4}`` they lie like this::
+    along the shard axis, and repeated along the replicate axis; with both, this is hybrid sharding.
+    Ranks are numbered row by row, so in a mesh of shape ``{"replicate": 2, "shard": 4}`` they lie
+    like this::
 
                          shard 0   shard 1   shard 2   shard 3
         replicate 0      rank 0    rank 1    rank 2    rank 3
         replicate 1      rank 4    rank 5    rank 6    rank 7
 
-    Ranks of one row hold the four different shards of a buffer, and ranks of one column hold the
-    same shard. All-gathers and reduce-scatters run along the rows, and all-reduces of gradients
-    along the columns. Neighbours along the last axis have neighbouring numbers, so the last axis is
-    the one that lies inside a machine, and should carry most of the traffic.
+    All-gathers and reduce-scatters run along the rows, and all-reduces of gradients along the
+    columns. Neighbours along the last axis have neighbouring numbers, so let the last axis carry
+    most of the traffic: it lies inside a machine.
 
-    Every other axis is a *model axis*, of any name: ``tensor``, ``expert``, ``context``, ``stage``.
-    The model's own code communicates along it, with ``fs.psum`` and the like. Leaves are repeated
-    along a model axis, unless ``make_plan(local=...)`` says that they differ.
+    Every other axis is a *model axis*, of any name. Your model communicates along it, with
+    ``fs.psum`` and the like, and leaves are repeated along it unless ``make_plan(local=...)`` says
+    that they differ.
 
-    ``fs.init_mesh`` makes the mesh of a process under torchrun, ``fs.simulate`` passes a mesh to
-    each simulated rank, and ``fs.Mesh()`` is a single local rank without a process group.
+    You get a mesh from ``fs.init_mesh`` under torchrun and from ``fs.simulate``; ``fs.Mesh()`` is a
+    single local rank.
 
     Attributes:
-        groups: the group of this rank along each axis, in the order of ranks. A data axis that is
-            left out has one rank.
+        groups: the group of this rank along each axis, in the order of ranks.
         device: the device of this rank's tensors.
-        device_mesh: the ``torch.distributed`` DeviceMesh over the same ranks, for modules that are
-            parallelized with DTensors; ``None`` for simulated ranks and for one rank alone.
-        device_axes: name of each axis in ``device_mesh`` -> name of the axis here.
+        device_mesh: the DeviceMesh over the same ranks, for modules with DTensors; ``None`` for
+            simulated ranks and for one rank alone.
+        device_axes: our name of each axis, by that in ``device_mesh``.
         shard, replicate: the groups along the data axes.
         axes: name and group of each axis with more than one rank, the last axis first.
         world_size: number of ranks in the grid.
-        memo: what the library has made or found out together with the other ranks; all meshes
-            that are made from one share it.
+        memo: what the ranks have done together; meshes that are made from one share it.
 
     Example:
         >>> import funcshard as fs
@@ -165,12 +159,12 @@ class Mesh:
 
     @property
     def position(self) -> dict[str, int]:
-        """Index of this rank along each axis, in the same order."""
+        """Index of this rank along each axis."""
         return {axis: group.rank for axis, group in self.groups.items()}
 
     @property
     def agreed(self) -> set[str]:
-        """The texts that the library has found to be equal on all ranks."""
+        """The texts that ranks have found to be equal."""
         return self.memo.agreed
 
     def __repr__(self) -> str:
@@ -197,7 +191,7 @@ class Mesh:
         """Return the mesh of this rank's neighbours along some axes, named ``mesh["shard"]``.
 
         Arguments:
-            axes: a name, or several, as in ``mesh["shard", "tensor"]``. The axes keep their order.
+            axes: a name, or several, as in ``mesh["shard", "tensor"]``.
 
         Raises:
             ValueError: the mesh has no such axis.
@@ -208,10 +202,10 @@ class Mesh:
         )
 
     def names(self, axes: str | Sequence[str]) -> tuple[str, ...]:
-        """Return one or several names of axes as a tuple, in the given order.
+        """Return one or several names of axes as a tuple, in your order.
 
         Raises:
-            ValueError: the mesh has no such axis, a name is given twice, or none is.
+            ValueError: the mesh has no such axis, a name comes twice, or none does.
         """
         axis_names: tuple[Any, ...] = ()
         if isinstance(axes, str):
@@ -230,9 +224,9 @@ class Mesh:
     def reshaped(self, shape: Mapping[str, int]) -> Mesh:
         """Return a mesh of another shape over the same ranks, in the same order.
 
-        This is for models whose parts are sharded over different meshes, each with a plan of its
-        own. ``value_and_grad`` takes the mean over all ranks for every part. Every rank has to call
-        this with the same shape.
+        Use it to shard the parts of a model over different meshes, each with its plan;
+        ``value_and_grad`` takes the mean over all ranks for every part. Every rank has to call this
+        with the same shape.
 
         Arguments:
             shape: the size of each axis, such as ``{"replicate": R, "shard": S}``.
@@ -281,17 +275,16 @@ class Mesh:
         Every rank of the device mesh has to call this.
 
         Arguments:
-            device_mesh: a device mesh of any number of axes, with names. ``"replicate"`` and
-                ``"shard"`` are the data axes, as are ``"dp_replicate"`` and ``"dp_shard"``, their
-                names in other programs. Every other axis keeps its name. A single axis becomes the
-                shard axis, of any name. Two axes without names are the replicate axis and the shard
-                axis.
-            names: other names for axes, by the names that they have, such as ``{"dp": "shard"}``.
+            device_mesh: a device mesh with names of its axes. ``"replicate"`` and ``"shard"``, or
+                ``"dp_replicate"`` and ``"dp_shard"``, are the data axes; every other axis keeps its
+                name. A single axis becomes the shard axis, and two without names become the data
+                axes.
+            names: your names for axes, by the names that they have, such as ``{"dp": "shard"}``.
             patience, shared_memory, give_up: see ``init_mesh``.
 
         Raises:
             ValueError: ``names`` has an axis that the device mesh has not, two axes have one name,
-                several axes have no name, or none of several axes is a data axis.
+                three have none, or none of several is a data axis.
 
         Example:
             >>> import funcshard as fs
@@ -322,12 +315,11 @@ class Mesh:
 def neighbours(mesh: Mesh, ranks: int) -> Mesh:
     """Return the mesh of the part of this rank's row that holds the rank, with one axis, ``shard``.
 
-    Every rank of ``mesh`` has to call this. The first call for a size makes groups. All meshes that
-    are made from one share them, each with its own changes to collectives.
+    Every rank of ``mesh`` has to call this. The first call for a size makes groups.
 
     Arguments:
         mesh: the ranks.
-        ranks: number of ranks of a part; it divides the number of ranks of the shard axis.
+        ranks: number of ranks of a part; it divides that of the shard axis.
     """
     # Why the size of the axis too: in a mesh of other axes alone, this rank is the whole row.
     known_parts, part_key = mesh.memo.parts, (mesh.shard.size, ranks)
@@ -345,14 +337,12 @@ def neighbours(mesh: Mesh, ranks: int) -> Mesh:
 
 
 def remade(mesh: Mesh, groups: Mapping[str, Group]) -> Mesh:
-    """Return a mesh with other groups of the same ranks, along all or some axes of ``mesh``.
-
-    It shares what the ranks of ``mesh`` have done together. So some ranks alone may use it in place
-    of ``mesh``, and none of them makes or compares again what the others have.
-    """
+    """Return a mesh with other groups of the same ranks, along all or some axes of ``mesh``."""
     # Why only these: a module's DTensors may lie on axes that the new mesh does not have.
     known_axes = {name: axis for name, axis in mesh.device_axes.items() if axis in groups}
     device_mesh = mesh.device_mesh if known_axes or len(groups) == len(mesh.groups) else None
+    # Why one memo: some ranks alone may use the new mesh, and must not make or compare anything
+    # again.
     return Mesh(groups, mesh.device, device_mesh, known_axes, memo=mesh.memo)
 
 
@@ -367,42 +357,36 @@ def init_mesh(
 ) -> Mesh:
     """Return this process's mesh over all processes of the job.
 
-    - Inside ``fs.simulate`` the mesh is that of the simulated rank. It keeps the simulation's
-      device; the arguments below do not apply, except ``shape``.
+    - Inside ``fs.simulate`` you get the simulated rank's mesh; of the arguments only ``shape``
+      applies.
     - If ``torch.distributed`` is initialised, the mesh covers its default process group.
-    - Otherwise, under torchrun, the call initialises ``torch.distributed``, with NCCL for CUDA and
-      gloo for the CPU. It also makes the process's GPU the current CUDA device.
-    - Otherwise the mesh is one local rank without a process group, so a script also runs without
-      torchrun.
+    - Otherwise, under torchrun, the call initialises it, with NCCL for CUDA and gloo for the CPU,
+      and makes the process's GPU the current CUDA device.
+    - Otherwise the mesh is one local rank, so your script also runs without torchrun.
 
     Every process has to call this with the same arguments.
 
     Arguments:
-        shape: the size of each axis, such as ``{"replicate": R, "shard": S, "tensor": T}``. Ranks
-            are numbered row by row, so the last axis joins neighbouring processes. By default all
-            ranks lie on the shard axis.
+        shape: the size of each axis, such as ``{"replicate": R, "shard": S, "tensor": T}``; the
+            last axis joins neighbouring processes. By default all ranks lie on the shard axis.
         device: type of the device; by default CUDA if it is available, else the CPU.
-        timeout: seconds after which a collective fails because a rank has not joined it. It applies
-            only if this call initialises ``torch.distributed``.
-        patience: seconds that a wait on the CPU may take before the waiting rank compares its
-            latest collectives with the other ranks'. If they agree, the wait continues, because a
-            slow rank is no error. If they differ, or if ranks wait for each other on different
-            axes, every waiting rank raises an error that names the difference.
+        timeout: seconds after which a collective fails because a rank has not joined it, if this
+            call initialises ``torch.distributed``.
+        patience: seconds that a wait on the CPU may take before the rank compares its latest
+            collectives with the other ranks'. A slow rank is no error. If they differ, or if ranks
+            wait for each other on different axes, every waiting rank raises an error that names the
+            difference.
         shared_memory: whether ranks on the CPUs of one machine communicate through its memory, if
-            the system lets them. That is faster than gloo, and gives the same numbers to the bit.
-            ``False`` for gloo only.
-        give_up: seconds after which a rank that waits gives up one that has shown no sign of life.
-            A thread of each process writes such signs into the job's store, so a rank that
-            computes, compiles, or sits at a breakpoint is never given up. One that is suspended,
-            or whose machine hangs, is: every rank that waits then raises an error that names it,
-            at most ``patience + give_up`` seconds and a few more after its last sign. A process
-            that was killed on this machine is noticed after ``patience``. The default is two
-            minutes, a fifth of the default ``timeout``: machines that move, disks that stall and
-            code in C that holds Python's lock usually take less. Pass more if your scheduler
-            suspends single ranks for longer; pauses of the whole job do not count.
+            the system lets them. That is faster than gloo, with the same bits.
+        give_up: seconds after which a rank that waits gives up one that has shown no sign of life,
+            because it is suspended or its machine hangs; every rank that waits then raises an error
+            that names it. A rank that computes, compiles, or sits at a breakpoint gives signs. A
+            process that was killed on this machine is noticed after ``patience``. Pass more if your
+            scheduler suspends single ranks for longer; pauses of the whole job do not count. See
+            docs/hanging.md.
 
     Raises:
-        ValueError: the sizes do not multiply to the number of ranks; or this machine has no such
+        ValueError: the sizes do not multiply to the number of ranks, or this machine has no such
             device.
 
     Example:
@@ -454,7 +438,7 @@ def _over(
 ) -> Mesh:
     """Return the mesh over the groups of a device mesh, whose axes have ``names`` here.
 
-    ``ours`` says whether this library has made these groups, and so has to destroy them.
+    ``ours`` says whether this library has made these groups, and so destroys them.
     """
     groups: dict[str, Group] = {}
     device_kind = device_mesh.device_type
@@ -483,7 +467,7 @@ _simulated: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def in_simulation(mesh: Mesh) -> Iterator[None]:
-    """Make ``mesh`` the mesh of ``init_mesh`` for the ``with`` block, in which a rank runs."""
+    """Make ``mesh`` the mesh of ``init_mesh`` in the ``with`` block."""
     token = _simulated.set(mesh)
     try:
         yield
@@ -494,8 +478,7 @@ def in_simulation(mesh: Mesh) -> Iterator[None]:
 def find_lost_rank(mesh: Mesh) -> str:
     """Return an error message if a rank is suspended or gone; ``""`` if none is known to be.
 
-    For waits outside of collectives, which look by themselves. It looks at the ranks along the axes
-    of this rank, and reads what all others have found.
+    This is for waits outside of collectives, which look by themselves.
     """
     for _, axis_group in mesh.axes:
         plain_group = axis_group.plain
@@ -505,7 +488,7 @@ def find_lost_rank(mesh: Mesh) -> str:
 
 
 def ranks_of_job() -> int:
-    """Return the number of ranks that run this code: those of the simulation, or the processes."""
+    """Return the number of ranks that run this code, simulated ones or processes."""
     simulated_mesh = _simulated.get()
     if simulated_mesh is not None:
         return simulated_mesh.world_size
@@ -534,7 +517,6 @@ def _sizes(shape: Mapping[str, int], world: int) -> dict[str, int]:
 
 
 def _names_of(device_mesh: DeviceMesh, names: Mapping[str, str] | None) -> list[str]:
-    """Return our name of each axis of a device mesh."""
     device_names: Any = device_mesh.mesh_dim_names or (
         AXES[-device_mesh.ndim :] if device_mesh.ndim <= 2 else ()
     )

@@ -1,10 +1,7 @@
 """Collectives for NCCL and every other backend but gloo: the backend's own.
 
-Reductions may have a separate communicator. They then run on a separate stream too, so an
-all-gather that starts after a reduction does not queue behind it.
-
-The host waits for none of these collectives. ``wait`` makes the current stream wait. Until then
-torch's work object keeps the tensors alive, so ``record_stream`` is not needed.
+Reductions may have a separate communicator, so that an all-gather that starts after a reduction
+does not queue behind it. The host waits for none of these collectives.
 """
 
 from __future__ import annotations
@@ -25,13 +22,11 @@ scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class Native:
     """The collectives of one rank in one group, over the backend's own.
 
-    Each method is as in ``Group``, and takes the number of the collective as those of ``Gloo`` do.
-    The backend counts by itself, and ignores it.
+    Methods are as in ``Group``; the number of the collective is ignored.
 
     Attributes:
         group: the process group.
-        reductions: the process group for reductions: ``group`` itself, or another of the same
-            ranks.
+        reductions: the process group for reductions.
     """
 
     group: Any
@@ -62,9 +57,10 @@ class Native:
 
 @dataclass(frozen=True, slots=True)
 class _StreamWork:
-    """A collective on a stream; ``wait`` makes the current stream wait for it, and not the host."""
+    """A collective on a stream, for which the current stream waits, and not the host."""
 
     work: Any
 
     def wait(self) -> None:
+        # Note: until then torch's work keeps the tensors alive, so ``record_stream`` is not needed.
         self.work.wait()

@@ -1,13 +1,10 @@
 """Collectives as operations of a graph, while ``fs.trace`` records a step.
 
 A collective writes into memory that torch's tracers do not see change. So ``in_graph`` puts a
-``RecordedGroup`` in the place of a group while a step is recorded. It communicates nothing. Each
-collective becomes two operations: one that starts it, such as ``funcshard::all_gather``, and
-``funcshard::wait``. Their arguments name the unit, the buffer and the mesh axis, and no process
-group, so the graph is the same on all ranks. ``funcshard.graph`` runs them.
-
-Nor may a rank's own position become a constant of the graph. So it is the result of an operation
-too, ``funcshard::coordinate``, and all that depends on it is computed from that tensor.
+``RecordedGroup`` in the place of a group, which communicates nothing. Each collective becomes an
+operation that starts it, such as ``funcshard::all_gather``, and ``funcshard::wait``. Their
+arguments name no process group, and a rank's position is an operation too, so the graph is the same
+on all ranks.
 """
 
 from __future__ import annotations
@@ -115,7 +112,7 @@ def in_graph(group: Group, axis: str, unit: str | None = None, buffer: str = "")
     Arguments:
         group: the ranks along an axis; functions of ``with_collectives`` stay.
         axis: name of the axis.
-        unit: name of the unit that communicates; ``None`` for no unit.
+        unit: name of the unit that communicates, if any.
         buffer: key of the unit's buffer.
     """
     if current_recording() is None:
@@ -127,11 +124,11 @@ def in_graph(group: Group, axis: str, unit: str | None = None, buffer: str = "")
 
 @dataclass(frozen=True, slots=True)
 class RecordedGroup(WrappedGroup):
-    """The ranks along an axis, whose collectives are recorded and do not run; see ``in_graph``.
+    """The ranks along an axis, whose collectives are recorded and do not run.
 
     Attributes:
         axis: name of the axis.
-        unit: name of the unit that communicates; ``None`` for no unit.
+        unit: name of the unit that communicates, if any.
         buffer: key of the unit's buffer.
     """
 
@@ -184,13 +181,7 @@ class RecordedGroup(WrappedGroup):
 
 
 def own_row(rows: torch.Tensor, group: Group, axis: str) -> torch.Tensor:
-    """Return a copy of the row of ``rows`` that has this rank's number.
-
-    Arguments:
-        rows: a tensor with one row for each rank of the group.
-        group: the ranks, along an axis or on a part of it.
-        axis: name of the axis.
-    """
+    """Return a copy of this rank's row of ``rows``, of which each rank of the group has one."""
     if current_recording() is None:
         return rows[group.rank].clone()
     row_index = torch.ops.funcshard.coordinate(axis, group.size).to(rows.device)
@@ -198,12 +189,7 @@ def own_row(rows: torch.Tensor, group: Group, axis: str) -> torch.Tensor:
 
 
 def at_own_rank(value: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """Return one number for each rank of the mesh: ``value`` at this rank, and zeros elsewhere.
-
-    Arguments:
-        value: a tensor with one element.
-        mesh: the ranks.
-    """
+    """Return one number for each rank of the mesh: ``value`` at this rank, and zeros elsewhere."""
     of_ranks = value.new_zeros(mesh.world_size)
     if current_recording() is None:
         of_ranks[mesh.rank] = value

@@ -1,11 +1,8 @@
 """``simulate``: run the same code as N ranks inside one process.
 
-Each rank is a thread, and one rank runs at a time. A rank runs until it waits for a collective that
-another rank has not joined. Then the next rank that can go on runs, so the order is the same in
-every run. A rank that gets its turn also gets its own random number generators.
-
-If no rank can go on, the ranks are in a deadlock, which the simulation sees at once. Every rank
-then ends, and ``simulate`` raises an error that says what each rank waits for.
+Each rank is a thread, and one rank runs at a time, until it waits for a collective that another
+rank has not joined. Then the next rank that can continue runs, so the order is the same in every
+run, and a deadlock is seen at once.
 """
 
 from __future__ import annotations
@@ -51,21 +48,16 @@ def simulate(
 ) -> list[Result]:
     """Run ``fn(mesh)`` as N ranks inside this process, and return each rank's result.
 
-    A simulation needs no other processes and no process group, and it is deterministic. That makes
-    it the way to try sharded code in a notebook, to test it, and to debug it. The same ``fn`` runs
-    unchanged under torchrun, with the mesh of ``fs.init_mesh``. In a simulation ``fs.init_mesh``
-    returns the simulated rank's mesh.
+    A simulation is deterministic, so you can try sharded code in a notebook, test and debug it. The
+    same ``fn`` runs unchanged under torchrun, with the mesh of ``fs.init_mesh``.
 
-    - Numbers: collectives add in the order of ranks, as real ones do. A simulation gives the bits
-      of gloo processes that compute on the same number of threads.
-    - Random numbers: each rank starts from a copy of the caller's random state, as processes do
-      that set one seed. The caller's own state does not change.
+    - Numbers: you get the bits of gloo processes that compute on the same number of threads.
+    - Random numbers: each rank starts from a copy of your random state, which does not change.
     - Errors: if a rank raises, all ranks end and the error reaches the caller. A deadlock is an
       error at once, and so are ranks that issue different collectives.
-    - Shared state: the ranks share everything else that belongs to the process, such as
-      environment, default dtype and files. They also share torch's single level of forward-mode
-      differentiation. It stays open during the simulation, so every rank can call
-      ``torch.func.jvp``, but no rank can open ``torch.autograd.forward_ad.dual_level``.
+    - Shared state: the ranks share all else of the process, such as environment, default dtype and
+      files, and torch's single level of forward-mode differentiation: you can call
+      ``torch.func.jvp``, but not open ``torch.autograd.forward_ad.dual_level``.
 
     Arguments:
         fn: the program of one rank, called with that rank's mesh.
@@ -73,22 +65,20 @@ def simulate(
             ``{"replicate": R, "shard": S, "tensor": T}``; see ``init_mesh``.
         device: device of every rank.
         threads: number of threads for the computation of each rank. ``None`` keeps
-            ``torch.get_num_threads()``. That is slow, because the idle threads of ranks that wait
-            keep the processors busy.
+            ``torch.get_num_threads()``, which is slow, because idle threads keep the processors
+            busy.
 
     Returns:
         The results, in order of ranks.
 
     Raises:
-        Exception: the error of the first rank that failed, with a note that names the rank. The
-            other ranks end at their next collective.
-        RuntimeError: the ranks are in a deadlock, or issue different collectives, or ``simulate``
-            was called inside a transform of ``torch.func``.
-            A collective on the mesh of another rank, of another simulation, or of one that has
-            ended, raises it too.
+        Exception: the error of the first rank that failed, with a note that names the rank.
+        RuntimeError: the ranks are in a deadlock, or issue different collectives; you call
+            ``simulate`` inside a transform of ``torch.func``, or use the mesh of another rank or
+            simulation.
         TypeError: ``fn`` is no function, or ``threads`` is no number.
-        ValueError: ``world_size`` is neither a positive number nor a shape, or ``threads`` is not a
-            positive whole number.
+        ValueError: ``world_size`` is neither a positive number nor a shape, or ``threads`` is not
+            positive.
 
     Example:
         >>> import torch, funcshard as fs
@@ -187,18 +177,15 @@ _running: contextvars.ContextVar[tuple[_World, int] | None] = contextvars.Contex
 )
 
 
+# Why no ``Exception``: no handler in the rank's own code may catch it.
 class _EndedError(BaseException):
-    """Ends a rank after another rank has failed.
-
-    It is no ``Exception``, so that no handler in the rank's own code catches it.
-    """
+    """Ends a rank after another rank has failed."""
 
 
 class _World:
     """The scheduler of the ranks, and the collectives that some ranks have joined and others not.
 
-    A ``rank`` here is a rank's number in the whole simulation, a ``position`` its number in a
-    group.
+    A ``rank`` is a number in the whole simulation, a ``position`` one in a group.
 
     Attributes:
         size: number of ranks.
@@ -228,7 +215,7 @@ class _World:
         self._random[rank].put()
 
     def fail(self, rank: int | None, error: BaseException) -> None:
-        """Make ``error`` the failure of the simulation, unless it has failed before."""
+        """Make ``error`` the failure of the simulation, unless there is one."""
         if self.failure is None:
             if isinstance(error, RuntimeError) and "Nested forward mode AD" in str(error):
                 error.add_note(
@@ -241,7 +228,7 @@ class _World:
             self.failure = error
 
     def leave(self, rank: int) -> None:
-        """Pass the turn on for the last time, after ``rank`` has returned or failed."""
+        """Pass the turn on for the last time."""
         with self._changed:
             self._left.add(rank)
             self._pass_turn(rank)
@@ -255,7 +242,7 @@ class _World:
             joined: the collective as the rank issues it; the first one is that of all ranks.
 
         Raises:
-            RuntimeError: another rank of the group has issued something else.
+            RuntimeError: another rank has issued something else.
         """
         number = self._counts[ranks, position] = self._counts.get((ranks, position), 0) + 1
         collective = self._open.setdefault((ranks, number), joined)
@@ -278,11 +265,9 @@ class _World:
         return collective
 
     def check_used_by(self, rank: int) -> None:
-        """Raise ``RuntimeError`` unless this context may use the mesh of ``rank``.
-
-        A rank that waited for a turn of another rank or another simulation would wait forever.
-        """
+        """Raise ``RuntimeError`` unless this context may use the mesh of ``rank``."""
         running = _running.get()  # nothing in a thread that the rank started
+        # Why: a rank that waited for a turn of another rank or simulation would wait for ever.
         if rank in self._left or (running is not None and running != (self, rank)):
             used_text = (
                 "in another simulation"
@@ -314,7 +299,7 @@ class _World:
         self.take_turn(rank)
 
     def _pass_turn(self, rank: int) -> None:
-        """Give the turn to the next rank after ``rank`` that can go on; fail if no rank can."""
+        """Give the turn to the next rank after ``rank`` that can continue; fail if none can."""
         turn_order = [(rank + i) % self.size for i in range(1, self.size + 1)]
         present_ranks = [other_rank for other_rank in turn_order if other_rank not in self._left]
         ready_ranks = [
@@ -334,7 +319,6 @@ class _World:
         self._changed.notify_all()
 
     def _deadlock(self) -> str:
-        """Return the error message of a deadlock."""
         rank_lines = [
             f"rank {other_rank} has returned"
             if other_rank in self._left
@@ -353,12 +337,11 @@ class _Collective:
     """A collective that at least one rank has joined.
 
     Attributes:
-        title: its kind, with dtypes and shapes of the tensors, and the label; equal on ranks that
-            issue the same.
+        title: its kind, with dtypes and shapes of the tensors, and the label.
         axis: name of the mesh axis.
         ranks: the ranks of the group.
-        run: runs the collective, given the arguments of every rank in order of ranks.
-        arguments: those of each rank that has joined, by position in the group.
+        run: runs the collective with the arguments of every rank.
+        arguments: those of each rank that has joined, by position.
         number: of the collective, in the group.
         done: whether it has run.
     """
@@ -392,7 +375,7 @@ class _SimulatedGroup(Group):
 
     Attributes:
         world: the simulation.
-        ranks: the ranks of the group, numbered over the whole simulation.
+        ranks: the ranks of the group.
         rank: position of this rank in the group.
         axis: name of the mesh axis.
     """

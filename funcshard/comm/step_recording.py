@@ -23,12 +23,11 @@ class StepRecording:
 
     Attributes:
         events: the events of the step so far.
-        started: the event of each collective that has started, in order; ``None`` for one that
-            emits none.
-        numbers: the functions of the number of steps, such as schedules of the learning rate.
+        started: the event of each collective that has started, or ``None``.
+        numbers: the functions of the number of steps, such as schedules.
         updates: whether the step has its gradients, and updates the state.
-        replayable: whether a run of the graph may replace the step. It may not if the form of the
-            results depends on values, as in the first step with a ``GradScaler``.
+        replayable: whether a run of the graph may replace the step, as the form of its results
+            depends on no values.
     """
 
     events: list[Event]
@@ -53,8 +52,7 @@ class StepRecording:
         Arguments:
             function: a function from the number of steps to a float.
             steps: the number of steps.
-            tensor: whether to return a tensor of no dimensions, for operators that take no numbers
-                of a recording.
+            tensor: whether to return a tensor, for operators that take no numbers of a recording.
         """
         self.numbers.append(function)
         step_number = torch.ops.funcshard.number(len(self.numbers) - 1, steps)
@@ -63,7 +61,7 @@ class StepRecording:
 
 @contextlib.contextmanager
 def record_step() -> Iterator[StepRecording]:
-    """Let collectives of the ``with`` block become operations of the graph that make_fx records."""
+    """Let collectives of the ``with`` block become operations of the graph."""
     with record_events_apart() as events:
         recording = StepRecording(events)
         token = _recording.set(recording)
@@ -74,5 +72,5 @@ def record_step() -> Iterator[StepRecording]:
 
 
 def current_recording() -> StepRecording | None:
-    """Return the recording of the step that ``fs.trace`` records here; ``None`` if it does not."""
+    """Return the recording of the step that ``fs.trace`` records here, if any."""
     return _recording.get()

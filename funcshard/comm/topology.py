@@ -1,8 +1,8 @@
 """Over which ranks a flat buffer is communicated, and in which dtypes: data without tensors.
 
 A buffer is cut along a mesh axis, each rank holding a slice, or repeated along it, each rank
-holding a copy. Repeated copies are one value, so to gather them is the identity, and the adjoint of
-handing out copies is to add up their gradients: along such an axis a reduction is an all-reduce.
+holding a copy. Repeated copies are one value: to gather them is the identity, and its adjoint adds
+up their gradients, in an all-reduce.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Topology:
     Attributes:
         mesh: the ranks.
         sharded: whether the buffer is cut along the shard axis (``False``: repeated along it).
-        local: mesh axes along which each rank has its own buffer, unknown to the other ranks.
+        local: mesh axes along which each rank has its own buffer.
         cut: whether there is anything to gather.
-        repeated: the axes, with more than one rank, along which the buffer is repeated.
+        repeated: the axes of several ranks along which the buffer is repeated.
     """
 
     mesh: Mesh
@@ -52,7 +52,6 @@ class Topology:
 
     @classmethod
     def of(cls, buffer: BufferPlan, unit: UnitPlan, mesh: Mesh) -> Topology:
-        """Return the topology of a unit's buffer."""
         return cls(mesh, unit.sharded, buffer.local)
 
     @property

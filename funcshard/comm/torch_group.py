@@ -1,12 +1,8 @@
 """``TorchGroup``: a group over a ``torch.distributed`` process group.
 
-A ``TorchGroup`` passes each collective to one of three backends:
-
-- ``shm``, shared memory, for ranks on the CPUs of one machine;
-- ``Gloo``, for all other ranks of a gloo process group, and for every all-to-all on gloo;
-- ``Native``, for NCCL and every other process group, over its own collectives.
-
-Shared memory and gloo add in the order of ranks, and give the same bits.
+It passes each collective to one of three backends: ``shm``, shared memory, for ranks on the CPUs of
+one machine; ``Gloo``, for other ranks on gloo, and for every all-to-all there; ``Native``, for NCCL
+and all other backends.
 """
 
 from __future__ import annotations
@@ -60,7 +56,7 @@ class TorchGroup(Group):
         rank: position of this process in it.
         size: its number of ranks.
         backend: the collectives over the process group.
-        shm: the collectives through shared memory, all but the all-to-all; ``None`` without it.
+        shm: the collectives through shared memory, if there is any.
         device: type of the tensors' device.
         desync: records what this rank issues, and finds ranks that issue something else.
         shared_memory: whether the caller allowed shared memory.
@@ -94,10 +90,8 @@ class TorchGroup(Group):
             group: the process group.
             axis: the mesh axis that the group lies on, for errors.
             device: type of the tensors' device; it selects the backend if the group has several.
-            limits: how long a wait on the CPU may take before this rank looks for a desync, and
-                gives another rank up.
-            shared_memory: whether ranks on the CPUs of one machine communicate through its memory,
-                if the system lets them.
+            limits: when a rank that waits looks at the others, and gives one up.
+            shared_memory: as in ``init_mesh``.
             separate_reductions: whether reductions get a separate process group; by default on
                 every backend but gloo.
         """
@@ -240,13 +234,12 @@ _journals: weakref.WeakKeyDictionary[Any, Journal] = weakref.WeakKeyDictionary()
 
 @atexit.register
 def _finish() -> None:
-    """Let comparisons of meshes that are gone end before the process."""
     for journal in [*_journals.values()]:
         journal.finish(_LAST)
 
 
 def journal_of_job() -> Journal:
-    """Return the journal of this process's waits, which the axes of all of its meshes share."""
+    """Return the journal of this process's waits, which all of its meshes share."""
     job = dist.group.WORLD
     if job not in _journals:
         _journals[job] = _journal(dist.get_rank(), default_store())
@@ -280,10 +273,8 @@ def _journal(rank: int, store: dist.Store) -> Journal:
 
 
 def give_back(group: Any, *users: Any) -> None:
-    """Destroy a process group that ``connected`` has made, some time after all ``users`` are gone.
-
-    Groups of NCCL stay: the ranks would have to destroy them together. So does the default group.
-    """
+    """Destroy a process group from ``connected``, some time after all ``users`` are gone."""
+    # Why groups of NCCL stay: the ranks would have to destroy them together.
     if str(dist.get_backend(group)) != "gloo" or group is dist.group.WORLD:
         return
     unused_groups = journal_of_job().unused

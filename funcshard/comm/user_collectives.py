@@ -1,9 +1,7 @@
 """Collectives of the user's own, for the parameters and gradients of units.
 
-``with_collectives`` puts a ``CustomGroup`` in place of a mesh axis. All of its methods run the
-plain collectives of that axis. ``core`` asks for the user's functions (``start_all_gather`` and so
-on) where it gathers parameters or reduces gradients, and only there. So checks between ranks, state
-dicts and ``psum`` never see a rounded value.
+All methods of a ``CustomGroup`` run the plain collectives. Only where ``core`` gathers parameters
+or reduces gradients does it ask for the user's functions (``start_all_gather`` and so on).
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ from funcshard.comm.mesh import Mesh, remade
 class Collectives:
     """The plain collectives of one mesh axis, for the functions of ``with_collectives``.
 
-    Every method starts a collective and returns an object whose ``wait()`` returns the result. All
-    ranks of the axis have to start the same collectives in the same order.
+    Every method starts a collective and returns an object whose ``wait()`` returns the result.
+    Start the same ones in the same order on all ranks.
 
     Attributes:
         group: the ranks along the axis.
@@ -73,7 +71,7 @@ class Collectives:
     def all_to_all(self, tensor: torch.Tensor) -> Pending:
         """Start to send the i-th part of ``tensor`` along dim 0 to rank i.
 
-        The result holds the parts that this rank receives, in order of ranks.
+        The result has the parts that this rank receives, in order of ranks.
         """
         self._rows(tensor)
         tensor = tensor.contiguous()
@@ -94,7 +92,6 @@ class Collectives:
         )
 
     def _rows(self, tensor: torch.Tensor) -> int:
-        """Return how many rows of ``tensor`` each rank gets."""
         if tensor.ndim == 0 or tensor.shape[0] % self.size:
             raise ValueError(
                 f"dim 0 of the tensor must have a part for each of {self.size} ranks; found shape "
@@ -117,40 +114,37 @@ def with_collectives(
 ) -> Mesh:
     """Return a mesh on which units use your functions to communicate along one axis.
 
-    The functions carry the data of units: ``all_gather`` the parameters, ``reduce_scatter`` and
-    ``all_reduce`` the gradients. Everything else on the mesh uses the plain collectives: ``psum``,
-    ``fs.shard``, ``fs.gather``, state dicts, norms, checks between ranks. So do tangents, stacked
-    shards (``vmap``), second derivatives, and the slices that backward gathers from a few ranks if
-    ``reshard_after_forward`` is a number.
+    They carry the parameters and gradients of units. Everything else on the mesh uses the plain
+    collectives: ``psum``, ``fs.shard``, ``fs.gather``, state dicts, norms, tangents, stacked shards
+    (``vmap``), second derivatives, and the slices of ``reshard_after_forward=n``.
 
-    Each function is called as ``start(tensor, collectives)``, with a 1-D tensor. It starts the
-    communication, and returns a function without arguments that waits and returns the result:
+    Your ``start(tensor, collectives)`` gets a 1-D tensor, starts the communication, and returns a
+    function without arguments that waits and returns the result:
 
     - ``all_gather``: from this rank's shard ``[n]`` to ``[ranks * n]``, in order of ranks;
     - ``reduce_scatter``: from this rank's gradient ``[ranks * n]`` to its part of the sum, ``[n]``;
     - ``all_reduce``: from this rank's gradient ``[n]`` to the sum ``[n]``.
 
-    The result has the dtype of the tensor, and the functions must not write to the tensor.
-    ``collectives`` has the plain collectives of the axis: ``all_gather``, ``reduce_scatter``,
-    ``all_reduce`` and ``all_to_all`` each take a tensor, and return an object whose ``wait()``
-    returns the result; ``rank`` and ``size`` are those of the axis.
+    The result has the dtype of the tensor, which you must not write to. ``collectives`` is a
+    ``Collectives``: it has the plain ``all_gather``, ``reduce_scatter``, ``all_reduce`` and
+    ``all_to_all`` of a tensor, each returning an object whose ``wait()`` returns the result, and
+    ``rank`` and ``size`` of the axis. See docs/precision.md.
 
     Arguments:
-        mesh: the ranks. It does not change.
+        mesh: the ranks.
         axis: the mesh axis, such as ``"shard"``.
-        all_gather: starts an all-gather, or ``None`` for the plain one. Units gather along
-            ``"shard"`` only.
-        reduce_scatter: starts a reduce-scatter, or ``None``; likewise.
-        all_reduce: starts an all-reduce, or ``None``. Gradients are all-reduced along the axes
-            along which a buffer is repeated, such as ``"replicate"``.
+        all_gather: starts an all-gather along ``"shard"``; ``None`` for the plain one.
+        reduce_scatter: starts a reduce-scatter; likewise.
+        all_reduce: starts an all-reduce, along axes along which a buffer is repeated, such as
+            ``"replicate"``.
 
     Returns:
-        A mesh of the same ranks, for ``unshard``, ``fully_shard`` and the training step. Every rank
-        has to use the same functions.
+        A mesh of the same ranks, for ``unshard``, ``fully_shard`` and the training step. Use the
+        same functions on every rank.
 
     Raises:
-        ValueError: the mesh has no such axis; or units never run such a collective along it; or,
-            in forward or backward, a result has another shape or dtype.
+        ValueError: the mesh has no such axis; units never run such a collective along it; or, in
+            forward or backward, a result has another shape or dtype.
         TypeError: a function is none; or, in forward or backward, it does not return a function.
 
     Example:
@@ -206,7 +200,7 @@ def with_collectives(
 
 
 def without_collectives(mesh: Mesh) -> Mesh:
-    """Return the mesh with the plain collectives on every axis; undoes ``with_collectives``."""
+    """Return the mesh with the plain collectives on every axis."""
     for axis, group in mesh.groups.items():
         if isinstance(group, CustomGroup):
             mesh = remade(mesh, {**mesh.groups, axis: group.inner})
@@ -228,7 +222,7 @@ class CustomGroup(WrappedGroup):
     own_all_reduce: Start | None = None
 
     def start_all_gather(self, shard: torch.Tensor, label: str) -> AllGatherWork:
-        """Start to gather a unit's shard ``[n]`` with the user's function, which must be given."""
+        """Start to gather a unit's shard ``[n]`` with the user's function."""
         assert self.own_all_gather is not None, "core looks before it calls this"
         numel = self.size * len(shard)
         return DeferredWork(self._start("all_gather", self.own_all_gather, shard, numel, label))

@@ -1,7 +1,7 @@
 """Collectives between the ranks of one machine, through shared memory.
 
-The rest of the library uses ``SharedMemoryBackend`` as one of several ways to run collectives on
-the CPU, so a first reading can skip this wing. In reading order:
+The rest of the library uses ``SharedMemoryBackend`` alone, so skip this wing at first. In reading
+order:
 
 - ``pool``: blocks of memory, private or shared, that are used again.
 - ``rendezvous``: sockets between the processes of one machine, which show tokens to prove that they

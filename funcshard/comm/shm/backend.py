@@ -1,21 +1,15 @@
-"""The collectives of ranks on one machine, through shared memory.
-
-``exchange`` explains the protocol that they follow. Here is how each collective uses it:
+"""The collectives of ranks on one machine, through shared memory, by the protocol of ``exchange``.
 
 - **all_gather**: each rank contributes its shard, and copies all shards into its output.
-- **broadcast**: the source contributes its tensor, and its peers copy it. They contribute nothing,
-  but announce the collective too.
+- **broadcast**: the source contributes its tensor, and its peers copy it.
 - **all_gather_shared**: all ranks write their shards into one output block, and use it there.
-- **reduce_scatter**: each rank contributes the slices of its peers, and writes its own slice
-  straight to its output. So every gradient is copied once. Then the rank adds its peers'
-  contributions to its own slice, in order of ranks.
-- **all_reduce**: each rank contributes its tensor, and sums all of them in order of ranks. If the
-  tensor is large and there are more than two ranks, each rank sums one part, and a second phase
-  gathers the parts.
+- **reduce_scatter**: each rank contributes the slices of its peers, writes its own slice straight
+  to its output, and adds its peers' contributions to it, in order of ranks.
+- **all_reduce**: each rank contributes its tensor, and sums all of them. If the tensor is large and
+  there are more than two ranks, each rank sums one part, and a second phase gathers the parts.
 
 A rank reads when its caller waits. It reads a reduce-scatter earlier if it begins another
-collective and finds that all contributions have arrived: the memory of the gradients is free that
-much earlier.
+collective and all contributions have arrived, because that frees the memory of the gradients.
 """
 
 from __future__ import annotations
@@ -46,8 +40,7 @@ _SMALL_BYTES, _FEW_RANKS = 1 << 16, 2
 class SharedMemoryBackend:
     """The collectives of one rank on one group, whose ranks run on one machine.
 
-    Each method is as in ``Group``, and takes the number that the desync detector gave the
-    collective.
+    Methods are as in ``Group``, with the number that the desync detector gave the collective.
 
     Attributes:
         exchange: this rank's side of the protocol.
@@ -198,19 +191,19 @@ class SharedMemoryBackend:
     # --- beginning and finishing a collective -----------------------------------------------------
 
     def _begin(self, number: int) -> int:
-        """Begin a collective, unless it has begun, and poll; return the key of its first phase."""
+        """Begin a collective, unless it has begun; return the key of its first phase."""
         key = self.exchange.begin(number)
         self.poll()
         return key
 
     def _contribute(self, number: int, phase: int, data: torch.Tensor) -> int:
-        """Begin a phase of a collective with this rank's contribution; return the phase's key."""
+        """Begin a phase with this rank's contribution; return the phase's key."""
         key = self._begin(number) + phase
         self.exchange.publish(key, data, *self.blocks.reserve(data.nbytes))
         return key
 
     def poll(self) -> None:
-        """Receive all messages that have come, and free all memory that is no longer needed."""
+        """Receive all messages that have come, and free what is no longer needed."""
         while self.exchange.receive(0.0):
             pass
         self._early = [work for work in self._early if _is_unfinished(work)]
@@ -233,11 +226,7 @@ class SharedMemoryBackend:
     # --- shared outputs ---------------------------------------------------------------------------
 
     def _output(self, key: int) -> torch.Tensor | None:
-        """Return the bytes of a shared output.
-
-        Returns:
-            The bytes; ``None`` if rank 0 has not announced them, or has issued something else.
-        """
+        """Return the bytes of a shared output; ``None`` if rank 0 has not announced them."""
         exchange, collective_index = self.exchange, key >> 1
         if not self._rank:
             block, _ = exchange.contributions[-collective_index]
@@ -247,6 +236,7 @@ class SharedMemoryBackend:
         if (
             message is None
             or message.offset != IN_OUTPUT
+            # Note: with another history, rank 0 has issued something else.
             or message.history != exchange.in_progress[collective_index]
         ):
             return None
@@ -291,7 +281,7 @@ class SharedMemoryBackend:
         return gathered.clone() if torch.is_inference_mode_enabled() else gathered
 
     def _release_output(self, number: int) -> None:
-        """Release a shared output if its collective is finished and no tensor here uses it."""
+        """Release a shared output that neither its collective nor a tensor here uses."""
         if number not in self.exchange.in_progress and self._output_tensors.get(number) == 0:
             del self._output_tensors[number]
             self.exchange.release(-number)
@@ -339,14 +329,13 @@ class _CollectiveWork:
         self._broken, self._result = False, None
 
     def wait(self) -> Any:
-        """Return the result of ``read``."""
         if self._read is not None:
             self._arrival.wait_and_compare()
             self._finish(self._read)
         return self._result
 
     def finish_if_arrived(self) -> bool:
-        """Read now if every rank has contributed; return whether there is nothing left to do."""
+        """Read if every rank has contributed; return whether there is nothing left to do."""
         if (
             self._read is not None
             and not self._broken
@@ -376,14 +365,14 @@ class _CollectiveWork:
 
 
 def _slices(gathered: torch.Tensor, shape: torch.Size, size: int) -> torch.Tensor:
-    """Return each rank's part of a 1-D output that is gathered along the last dim of ``shape``."""
+    """Return each rank's part of a 1-D output, gathered along the last dim of ``shape``."""
     if len(shape) == 1:
         return gathered.view(size, -1)
     return gathered.view(-1, size, shape[-1]).transpose(0, 1)
 
 
 def _is_unfinished(work: weakref.ref[_CollectiveWork]) -> bool:
-    """Read a reduction now if every rank has contributed; return whether it remains unread."""
+    """Read a reduction if every rank has contributed; return whether it remains unread."""
     unfinished_work = work()
     if unfinished_work is None:
         return False

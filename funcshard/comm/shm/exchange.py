@@ -1,49 +1,37 @@
 """The protocol by which the ranks of one machine exchange data through shared memory.
 
-All ranks of a group issue the same collectives in the same order. On each rank the
-``DesyncDetector`` counts them from 1, and keeps a hash of their history. One collective takes five
-steps:
+On each rank the ``DesyncDetector`` counts collectives from 1, and keeps a hash of their history.
+One collective takes five steps:
 
 1. **Write.** Each rank copies its contribution into a block of its shared memory.
-2. **Announce.** The rank sends a message to each of its peers, which are all other ranks. The
-   message names the collective, the rank's history, the block, and the offset of the contribution
-   in the block. The first message about a block carries the file of the block, and each peer maps
-   it.
-3. **Compute.** The caller continues. No thread works in the background.
+2. **Announce.** The rank sends a message to each of its peers, with the collective, the rank's
+   history, the block, and the offset of the contribution in it. The first message about a block
+   carries its file, which each peer maps.
+3. **Compute.** The caller continues.
 4. **Read.** When the caller waits, the rank receives messages until every peer has announced its
-   contribution. It first compares their histories with its own: ranks that issue different
-   collectives raise here, before they read wrong data. Then it reads the contributions where they
-   lie, in the blocks of its peers. So each byte is written once, by the rank that has it, and is
-   copied or summed straight from there.
-5. **Release.** The rank has now finished the collective, and releases it: its next messages name
-   the collectives that it has released. If their blocks are large, it sends an extra message at
-   once. A rank uses the memory of a contribution again once every rank, itself included, has
-   released the collective. There is no barrier.
+   contribution. It compares their histories with its own, before it reads wrong data, and reads the
+   contributions where they lie, in the blocks of its peers.
+5. **Release.** The rank's next messages name the collectives that it has finished. A rank uses the
+   memory of a contribution again once every rank, itself included, has released the collective.
+   There is no barrier.
 
-A collective may have a second **phase**: in a large all-reduce each rank sums one part of the
-tensor in the first phase, and contributes that sum in the second. Each phase has its own messages,
-under the **key** ``2 * number + phase``.
+A large all-reduce has a second **phase**, in which each rank contributes the part that it has
+summed. Each phase has its own messages, under the **key** ``2 * number + phase``.
 
 **Shared outputs.** ``all_gather_shared`` puts the gathered buffer in memory once for all ranks,
-into an output block of rank 0. Rank 0 takes that block and announces it. Each rank writes its shard
-at its position in the output block, and announces ``IN_OUTPUT`` instead of an offset. A rank that
-is ahead of rank 0 does not know the output block yet. It contributes its shard through a block of
-its own, as in steps 1 and 2. When it waits, it copies the shard into the output block and announces
-``IN_OUTPUT``. A rank that wants to read before that copies the missing shard itself. Two ranks may
-then write the same bytes to the same position, which does no harm. So no rank waits until another
-rank handles a message, and the rank that is ahead makes the copy. The output block outlives the
-collective: a rank releases it when the rank's last tensor in it is gone, under minus the
-collective's number. Only rank 0 counts these releases.
+into an output block of rank 0. Each rank writes its shard there, and announces ``IN_OUTPUT``
+instead of an offset. A rank that is ahead of rank 0 does not know the output block yet. It
+contributes its shard as in steps 1 and 2, and when it waits, it copies the shard into the output
+block and announces ``IN_OUTPUT``. A rank that wants to read before that copies the missing shard
+itself: two ranks may write the same bytes to the same position, which does no harm. The output
+block outlives the collective: a rank releases it, under minus the collective's number, when its
+last tensor in it is gone. Only rank 0 counts these releases.
 
 **A collective that is not waited for**, as after an exception, is finished without reading once its
-``Work`` is gone. The rank ignores later messages about it. Its memory is free when all ranks have
-released it.
+``Work`` is gone.
 
-**When a process dies**, the system closes its sockets. Its peers still read the contributions that
-it announced before. They raise when they wait for the next one.
-
-``Exchange`` is this protocol on one rank: contributions, messages and releases. ``Arrival`` waits
-until every peer has announced its contribution. The collectives themselves are in ``backend``.
+**When a process dies**, the system closes its sockets. Its peers still read what it announced
+before, and raise when they wait for its next contribution.
 """
 
 from __future__ import annotations
@@ -67,20 +55,18 @@ class Exchange:
 
     Arguments:
         rank: this process's rank.
-        connections: a socket to each peer, as ``connect`` returns them; they are closed when the
-            exchange is gone.
+        connections: a socket to each peer, closed when the exchange is gone.
         desync: the desync detector of the group.
-        timeout: seconds after which a collective that a rank has not joined is an error.
+        timeout: seconds after which a rank has to have joined a collective.
 
     Attributes:
         rank, desync, timeout: as given.
         size: number of ranks.
         peers: all other ranks, and their messages.
         blocks: the shared memory of this rank.
-        in_progress: history of each collective that this rank has begun and not finished, by
-            number.
-        contributions: block and offset of this rank's contributions, by key; on rank 0 also its
-            output blocks, by minus the number of their collective.
+        in_progress: history of each collective that this rank has not finished, by number.
+        contributions: block and offset of this rank's contributions, by key, and of rank 0's output
+            blocks, by minus the number.
     """
 
     def __init__(
@@ -116,7 +102,7 @@ class Exchange:
         self.announce(key, offset, block)
 
     def announce(self, key: int = 0, offset: int = 0, block: Block | None = None) -> None:
-        """Send the peers a message about ``key``, if it is given, with up to two releases."""
+        """Send the peers a message about ``key``, if there is one, with up to two releases."""
         block_index, file = (0, None) if block is None else (block.number, block.file)
         dropped = self.blocks.dropped.pop() if self.blocks.dropped else 0
         released, self._unannounced = self._unannounced[:2], self._unannounced[2:]
@@ -129,10 +115,9 @@ class Exchange:
             block.close()
 
     def receive(self, seconds: float) -> bool:
-        """Receive a message from each peer that has sent one; wait up to ``seconds`` for the first.
+        """Receive a message from each peer that has sent one; return whether any came.
 
-        Returns:
-            Whether any message came.
+        It waits up to ``seconds`` for the first.
         """
         any_came = False
         for peer, message in self.peers.receive(seconds):
@@ -152,7 +137,7 @@ class Exchange:
         """Return whether every peer has announced ``key``, or a later collective instead of it.
 
         Raises:
-            RuntimeError: the process of a peer has ended before it announced either.
+            RuntimeError: the process of a peer has ended before.
         """
         all_arrived = True
         for peer in self.peers.all:
@@ -198,9 +183,7 @@ class Exchange:
     def finish(self, number: int, *, shared_output: bool = False) -> None:
         """Finish a collective that this rank has read or given up: forget its messages, release it.
 
-        Arguments:
-            number: the collective.
-            shared_output: whether it is an ``all_gather_shared``.
+        ``shared_output`` says whether it is an ``all_gather_shared``.
         """
         if self.in_progress.pop(number, None) is None:
             return
@@ -233,7 +216,7 @@ class Exchange:
         self.count_release(released)
 
     def count_release(self, released: int) -> None:
-        """Count one more rank's release; after the last one free this rank's memory."""
+        """Count one more rank's release; the last one frees this rank's memory."""
         if released < 0 and self.rank:
             return
         release_count = self._releases[released] = self._releases.get(released, 0) + 1
@@ -246,10 +229,7 @@ class Exchange:
 
 
 class Arrival:
-    """The messages of all peers under one key, as a work that ``DesyncDetector.wait`` accepts.
-
-    The group's timeout runs from the moment when the arrival is made.
-    """
+    """The messages of all peers under one key, as a work that ``DesyncDetector.wait`` accepts."""
 
     __slots__ = ("_end", "_exchange", "_key")
 
@@ -269,8 +249,7 @@ class Arrival:
         """Wait until every peer has announced the key, or a later collective instead of it.
 
         Raises:
-            RuntimeError: ``patience`` or the group's timeout is over, or the process of a peer has
-                ended.
+            RuntimeError: the time is over, or the process of a peer has ended.
         """
         end_time = (
             self._end

@@ -1,18 +1,11 @@
 """Blocks of memory that are used again: private ones, and ones that several processes share.
 
-Every unit of every step needs memory for its gathered parameters and its gradients. The C library
-returns freed blocks of that size to the system. The system then hands out the next block page by
-page, filled with zeros, which takes as long as copying a unit's parameters into it. A ``Pool``
-keeps freed blocks instead, and gives them out again. It makes as many blocks as are in use at one
-time. It drops a block that was not needed for long, such as those of a model that was gathered
-once.
+The C library returns freed blocks of a unit's size to the system, which fills the next one with
+zeros, page by page: that takes as long as copying a unit's parameters into it. A ``Pool`` keeps
+freed blocks instead, as many as are in use at one time.
 
-A shared block is an anonymous file in memory (``memfd_create``) that other processes can map. The
-file has no name, so nothing can be left behind: the system frees it when the last process that
-mapped it ends, even if that process is killed.
-
-The file reads bottom-up: ``Block`` and the functions that make or map one, then ``Pool``, then
-``SharedBlocks``, which counts how many collectives still need each shared block of a rank.
+A shared block is an anonymous file in memory (``memfd_create``) that other processes can map. It
+has no name, so the system frees it with the last process that mapped it, even if that is killed.
 """
 
 from __future__ import annotations
@@ -46,10 +39,10 @@ class Block:
 
     Attributes:
         memory: the mapping of the block in this process.
-        file: descriptor of the block's file; ``None`` for a private block, and once it is closed.
-        number: position in the order in which its pool made blocks, from 1.
-        uses: number of collectives that need the block; ``SharedBlocks`` counts them.
-        idle_since: number of blocks that the pool had handed out when this block came back.
+        file: descriptor of the block's file; ``None`` without, and once it is closed.
+        number: its number in the pool, from 1.
+        uses: number of collectives that need the block.
+        idle_since: number of blocks that were taken from the pool before this one came back.
     """
 
     memory: mmap.mmap
@@ -68,8 +61,8 @@ class Block:
     ) -> torch.Tensor:
         """Return a 1-D tensor over the block's bytes from ``offset`` on.
 
-        Once no tensor refers to these bytes any more, ``on_free(block)`` is called. The call comes
-        from any thread, and at any point where Python collects garbage.
+        Once no tensor refers to these bytes, ``on_free(block)`` is called, on any thread and at any
+        point where Python collects garbage.
         """
         view = memoryview(self.memory)
         if on_free is not None:
@@ -77,7 +70,7 @@ class Block:
         return torch.frombuffer(view, dtype=dtype, count=numel, offset=offset)
 
     def close(self) -> None:
-        """Close the file; the mappings of this process and of other processes stay."""
+        """Close the file; all mappings stay."""
         if self.file is not None:
             os.close(self.file)
             self.file = None
@@ -92,18 +85,14 @@ def private_block(size: int) -> Block:
 
 
 def shared_block(size: int) -> Block:
-    """Make a block of at least ``size`` bytes that other processes can map from its file."""
+    """Make a block of at least ``size`` bytes that other processes can map."""
     file = os.memfd_create("funcshard")
     os.ftruncate(file, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
     return Block(mmap.mmap(file, 0), file)
 
 
 def map_block(file: int) -> torch.Tensor:
-    """Map another process's block from its file; the caller may close the file afterwards.
-
-    Returns:
-        The bytes of the block as a 1-D uint8 tensor.
-    """
+    """Map another process's block from its file, which may be closed then, as 1-D uint8."""
     # Why not mmap.mmap: it keeps one file open for each mapped block of each other rank.
     file_name, file_bytes = f"/proc/self/fd/{file}", os.fstat(file).st_size
     # Why inference mode is off: a tensor made in inference mode cannot be written to outside it,
@@ -117,10 +106,9 @@ def map_block(file: int) -> torch.Tensor:
 def tracked_view(
     memory: torch.Tensor, numel: int, dtype: torch.dtype, on_free: Callable[[torch.Tensor], object]
 ) -> torch.Tensor:
-    """Return a 1-D tensor over the first bytes of ``memory``, and keep ``memory`` as long.
+    """Return a 1-D tensor over the first bytes of ``memory``, which lives as long.
 
-    Once no tensor refers to these bytes any more, ``on_free(memory)`` is called, as by
-    ``Block.tensor``.
+    ``on_free(memory)`` is called as by ``Block.tensor``.
     """
     view = memoryview((ctypes.c_char * (numel * dtype.itemsize)).from_address(memory.data_ptr()))
     weakref.finalize(view, on_free, memory).atexit = False  # the finalizer keeps ``memory`` alive
@@ -128,7 +116,7 @@ def tracked_view(
 
 
 def fits(block: Block, size: int) -> bool:
-    """Return whether a block serves ``size`` bytes: it is large enough, and not twice too large."""
+    """Return whether a block serves ``size`` bytes, and is not twice too large."""
     # Why not every block that is large enough: at 2 ranks the gradients that a unit writes take
     # half as much memory as its gathered buffer. If they took the buffer's block, the next
     # all-gather would have to make a new one.
@@ -136,10 +124,10 @@ def fits(block: Block, size: int) -> bool:
 
 
 class Pool:
-    """Blocks of one kind, handed out and taken back.
+    """Blocks of one kind, taken and given back.
 
     Arguments:
-        make: makes a block of at least the given size: ``private_block`` or ``shared_block``.
+        make: ``private_block`` or ``shared_block``.
 
     Attributes:
         made: number of blocks made so far.
@@ -161,14 +149,14 @@ class Pool:
         self._on_free = give_back
 
     def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a new 1-D tensor in a block; the block comes back when the tensor is gone."""
+        """Return a new 1-D tensor in a block, which comes back when the tensor is gone."""
         return self.take(numel * dtype.itemsize)[0].tensor(numel, dtype, self._on_free)
 
     def take(self, size: int) -> tuple[Block, int]:
         """Take the smallest free block that fits, or make one; ``give_back`` is the inverse.
 
         Returns:
-            The block, and the number of a block that the pool has dropped in its place, or 0.
+            The block, and the number of a block that the pool has dropped, or 0.
         """
         free_blocks = self._free
         self._takes += 1
@@ -181,6 +169,7 @@ class Pool:
         dropped_block = None
         if free_block is not None:
             free_blocks.remove(free_block)
+            # Note: it was not needed for long, such as one of a model that was gathered once.
             if free_blocks and free_blocks[0].idle_since + _IDLE_TAKES < self._takes:
                 dropped_block = free_blocks[0]
         else:  # a new block replaces the largest of the free blocks that are too small
@@ -198,12 +187,11 @@ class Pool:
         return free_block, dropped_block.number if dropped_block is not None else 0
 
     def give_back(self, block: Block) -> None:
-        """Give a block back to the pool; ``take`` is the inverse."""
         block.idle_since = self._takes
         self._free.append(block)
 
     def has(self, size: int) -> bool:
-        """Return whether ``take(size)`` finds a free block and need not make one."""
+        """Return whether ``take(size)`` finds a free block."""
         return any(fits(block, size) for block in self._free)
 
 
@@ -236,7 +224,7 @@ class SharedBlocks:
         Arguments:
             size: number of bytes.
             busy: returns the blocks that only peers still need.
-            receive: handles the messages that arrive within the given number of seconds.
+            receive: handles the messages that arrive within so many seconds.
         """
         # Why waiting pays: a rank that is so far ahead of its peers would soon wait for them
         # anyway, and the pool keeps every block that it makes. Because the wait is limited (70 ms
@@ -250,11 +238,7 @@ class SharedBlocks:
         return self.take(size)
 
     def reserve(self, size: int) -> tuple[Block, int]:
-        """Reserve ``size`` bytes for one collective; ``release`` of the block is the inverse.
-
-        Returns:
-            The block, and the offset in it: a tiny contribution shares a slab with other ones.
-        """
+        """Reserve ``size`` bytes for one collective; return the block and the offset in it."""
         if size > _TINY_BYTES:
             return self.take(size), 0
         # Why slabs: the mapping of each shared block keeps a file open in the process that made it.
@@ -271,7 +255,7 @@ class SharedBlocks:
         return slab, offset
 
     def release(self, block: Block) -> None:
-        """End one collective's use of a block; after the last use the block returns to the pool."""
+        """End one collective's use of a block, which returns to the pool after the last."""
         block.uses -= 1
         if not block.uses:
             self.pool.give_back(block)

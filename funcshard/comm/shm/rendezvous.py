@@ -1,19 +1,14 @@
 """The rendezvous of the ranks of one machine: a socket between every pair of them.
 
-``connect`` gives a rank one socket to every other rank of its group, if all of these ranks run on
-one machine; ``close`` closes the sockets. It takes three steps, and no rank waits for a socket:
+No rank waits for a socket:
 
 1. Each rank listens at an abstract address, and draws a token. The ranks tell each other both,
    through the group that they have already.
 2. Each rank connects to all lower ranks, and sends its number and the token of the called rank.
 3. Once all ranks have called, each of them takes the calls that wait at its address.
 
-Then the ranks tell each other whether all of this worked. If anything failed on one rank, no rank
-is connected.
-
-Every process of the machine can find an abstract address. So a rank may be called by processes that
-are no ranks: by silent ones, and by ones that send anything. Only ranks know the tokens, so all
-others are hung up.
+If anything failed on one rank, no rank is connected. Every process of the machine can find an
+abstract address, but only ranks know the tokens.
 """
 
 from __future__ import annotations
@@ -44,8 +39,8 @@ def connect(
         wanted: whether this rank wants to be connected.
 
     Returns:
-        A socket to each other rank, by rank. The dictionary is empty on every rank if the ranks are
-        not all on one machine, if one rank does not want to be connected, or if the system refuses.
+        A socket to each other rank, by rank; none on every rank if the ranks are not all on one
+        machine, one does not want to be connected, or the system does not let them.
     """
     machine, name = _machine() if wanted else "", f"funcshard-{secrets.token_hex(16)}"
     listener = _listen(name, size + _QUEUE) if machine else None
@@ -77,7 +72,7 @@ def connect(
 
 
 def close(sockets: Mapping[int, socket.socket]) -> None:
-    """Close the sockets that ``connect`` returned; ``connect`` is the inverse."""
+    """Close the sockets that ``connect`` returned."""
     for peer_socket in sockets.values():
         peer_socket.close()
 
@@ -90,7 +85,7 @@ def _hello(rank: int, token: str) -> bytes:
 def _call(
     rank: int, lower_ranks: Sequence[tuple[str, str, str]], sockets: dict[int, socket.socket]
 ) -> bool:
-    """Call all lower ranks, and put the sockets into ``sockets``; return whether that worked."""
+    """Call all lower ranks, and keep their sockets; return whether that worked."""
     try:
         for lower_rank, (_, name, token) in enumerate(lower_ranks):
             connection = sockets[lower_rank] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -106,11 +101,7 @@ def _call(
 def _take_calls(
     listener: socket.socket, token: str, callers: range, sockets: dict[int, socket.socket]
 ) -> bool:
-    """Put the sockets of all ``callers``, whose calls wait here, into ``sockets``.
-
-    Returns:
-        Whether all of them were there.
-    """
+    """Keep the sockets of all ``callers``, whose calls wait here; return whether all were there."""
     expected = {_hello(caller, token): caller for caller in callers}
     listener.setblocking(False)
     with contextlib.suppress(OSError):  # no call waits any more, or too many files are open
@@ -126,7 +117,7 @@ def _take_calls(
 
 
 def _first_message(connection: socket.socket) -> bytes:
-    """Return what a caller has sent; ``b""`` for nothing, and for a process of another user."""
+    """Return what a caller has sent; ``b""`` for a process of another user."""
     with contextlib.suppress(OSError):
         credentials = connection.getsockopt(
             socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
@@ -140,8 +131,8 @@ def _first_message(connection: socket.socket) -> bytes:
 def _machine() -> str:
     """Return a name for the machine, namespaces and user of this process.
 
-    Two processes with the same name can reach each other's abstract addresses and map each other's
-    files. The name is ``""`` if this process cannot share memory.
+    Processes with one name can reach each other's abstract addresses and map each other's files. It
+    is ``""`` if this process cannot share memory.
     """
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return ""
@@ -166,7 +157,7 @@ def _machine() -> str:
 
 
 def _listen(name: str, queue: int) -> socket.socket | None:
-    """Return a socket that listens at an abstract address; ``None`` if the system refuses."""
+    """Return a socket that listens at an abstract address, if the system lets it."""
     listener = None
     try:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

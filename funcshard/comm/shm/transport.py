@@ -1,13 +1,8 @@
 """The messages that the ranks of one machine send each other through the sockets of ``rendezvous``.
 
-``Peers`` sends a ``Message`` to all other ranks and receives theirs. A message is eight numbers.
-The first message about a new block of shared memory carries the file of that block, and the
-receiver maps it.
-
-The sockets keep the bounds of messages (``SOCK_SEQPACKET``). A socket ends with its process, so a
-rank that waits for a message finds out that the sender has died. A child that the process has
-forked keeps none of them: it would keep the socket open, and its messages would mix with those of
-the rank.
+A message is eight numbers; the first one about a new block of shared memory carries the file of
+that block. The sockets keep the bounds of messages (``SOCK_SEQPACKET``), and end with their
+process, so a rank that waits for a message finds out that the sender has died.
 """
 
 from __future__ import annotations
@@ -42,11 +37,10 @@ class Message(NamedTuple):
     Attributes:
         key: the collective and its phase, see ``exchange``.
         history: a hash of all collectives that the sender has issued up to this one.
-        block: number of the block that holds the sender's contribution.
+        block: number of the block with the sender's contribution.
         offset: first byte of the contribution in that block, or ``IN_OUTPUT``.
         dropped: number of a block that the receiver has to unmap.
-        released: a collective that the sender has finished, or minus a shared output that it has
-            freed.
+        released: a collective that the sender has finished, or minus a shared output.
         also_released: another release.
     """
 
@@ -67,7 +61,7 @@ class Peer:
         connection: the socket to its process.
         open: whether its process is alive, as far as the socket tells.
         blocks: its blocks that this process has mapped, by number.
-        received: its messages about collectives that this rank has not finished, by key.
+        received: its messages about unfinished collectives, by key.
         latest: the highest number of a collective in its messages.
     """
 
@@ -86,7 +80,7 @@ class Peers:
     Arguments:
         connections: a socket to every other rank, by rank.
         timeout: seconds after which a rank that reads no messages is an error.
-        look: raises if a rank will never read; it is called again and again after ``patience``.
+        look: raises if a rank will never read; called again and again after ``patience``.
         patience: seconds after which a rank that reads no messages is looked at.
 
     Attributes:
@@ -113,7 +107,7 @@ class Peers:
         _ALL.add(self)
 
     def leave(self) -> None:
-        """Close this process's ends of all sockets; those of other processes stay open."""
+        """Close this process's ends of all sockets."""
         for peer in self.all:
             if peer.open and peer.connection.fileno() >= 0:  # else it is closed already
                 self._poll.unregister(peer.connection)
@@ -126,8 +120,8 @@ class Peers:
         Arguments:
             message: the message.
             file: the file of the message's block if the block is new.
-            receive: handles the messages that arrive within the given number of seconds, and
-                returns whether any did; it is called while a rank has no room for this message.
+            receive: handles messages while a rank has no room for this one, and returns whether any
+                came.
         """
         message_bytes = _NUMBERS.pack(file is not None, *message)
         for peer in self.all:
@@ -170,8 +164,8 @@ class Peers:
         """Receive a message from each peer that has sent one; wait up to ``seconds`` for the first.
 
         Yields:
-            Each sender with its message. The message is ``None`` if the sender has gone, or if
-            there was nothing to read after all.
+            Each sender with its message; ``None`` if it has gone, or there was nothing to read
+            after all.
         """
         for file, _ in self._poll.poll(seconds * 1000):
             peer = self._by_file[file]
@@ -203,6 +197,7 @@ _ALL: weakref.WeakSet[Peers] = weakref.WeakSet()  # those of this process, for i
 
 
 def _leave_in_child() -> None:
+    # Why: a forked child would keep the sockets open, and its messages would mix with the rank's.
     for peers in list(_ALL):
         peers.leave()
 
@@ -239,7 +234,6 @@ _UNKNOWN = ("the system refuses it", "look at the error of the system")
 
 
 def _map_received(peer: Peer, files: list[int]) -> torch.Tensor:
-    """Map the new block whose file came with a message, and close the file."""
     size_text = ""
     try:
         if not files:  # the system drops a file for which the process has no room
@@ -263,7 +257,7 @@ def _map_received(peer: Peer, files: list[int]) -> torch.Tensor:
 
 
 def _code_of(error: OSError | RuntimeError) -> int:
-    """Return the number of the system's error; torch tells it at the end of its message only."""
+    """Return the number of the system's error, which torch tells at the end of its message."""
     if isinstance(error, OSError):
         return error.errno or errno.EIO
     code_match = re.search(r"\((\d+)\)$", str(error).splitlines()[0])
