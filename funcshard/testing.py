@@ -43,7 +43,7 @@ def delayed(mesh: Mesh, kind: str, seconds: float) -> Mesh:
         seconds: the time from the start of a collective to its result.
 
     Returns:
-        A new mesh of the same ranks. If only some ranks use it, only those are slow.
+        A new mesh of the same ranks. If you use it on some ranks only, only those are slow.
 
     Raises:
         ValueError: ``kind`` is none of these, or ``seconds`` is negative or not finite.

@@ -188,7 +188,7 @@ class Mesh:
             raise absent("a mesh", name, _REMEDIES)
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> Mesh:
-        """Return the mesh of this rank's neighbours along some axes, named ``mesh["shard"]``.
+        """Return the mesh of this rank's neighbours along some axes, as in ``mesh["shard"]``.
 
         Arguments:
             axes: a name, or several, as in ``mesh["shard", "tensor"]``.
@@ -224,7 +224,7 @@ class Mesh:
     def reshaped(self, shape: Mapping[str, int]) -> Mesh:
         """Return a mesh of another shape over the same ranks, in the same order.
 
-        Use it to shard the parts of a model over different meshes, each with its plan;
+        Use it to shard the parts of your model over different meshes, each with its plan;
         ``value_and_grad`` takes the mean over all ranks for every part. Every rank has to call this
         with the same shape.
 
@@ -364,7 +364,7 @@ def init_mesh(
       and makes the process's GPU the current CUDA device.
     - Otherwise the mesh is one local rank, so your script also runs without torchrun.
 
-    Every process has to call this with the same arguments.
+    Call it in every process with the same arguments.
 
     Arguments:
         shape: the size of each axis, such as ``{"replicate": R, "shard": S, "tensor": T}``; the
@@ -377,7 +377,7 @@ def init_mesh(
             wait for each other on different axes, every waiting rank raises an error that names the
             difference.
         shared_memory: whether ranks on the CPUs of one machine communicate through its memory, if
-            the system lets them. That is faster than gloo, with the same bits.
+            your system lets them. That is faster than gloo, with the same bits.
         give_up: seconds after which a rank that waits gives up one that has shown no sign of life,
             because it is suspended or its machine hangs; every rank that waits then raises an error
             that names it. A rank that computes, compiles, or sits at a breakpoint gives signs. A

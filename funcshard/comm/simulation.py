@@ -53,14 +53,14 @@ def simulate(
 
     - Numbers: you get the bits of gloo processes that compute on the same number of threads.
     - Random numbers: each rank starts from a copy of your random state, which does not change.
-    - Errors: if a rank raises, all ranks end and the error reaches the caller. A deadlock is an
-      error at once, and so are ranks that issue different collectives.
+    - Errors: if a rank raises, all ranks end and you get the error. A deadlock is an error at once,
+      and so are ranks that issue different collectives.
     - Shared state: the ranks share all else of the process, such as environment, default dtype and
       files, and torch's single level of forward-mode differentiation: you can call
       ``torch.func.jvp``, but not open ``torch.autograd.forward_ad.dual_level``.
 
     Arguments:
-        fn: the program of one rank, called with that rank's mesh.
+        fn: your program of one rank, called with that rank's mesh.
         world_size: number of ranks, or the shape of the mesh, such as
             ``{"replicate": R, "shard": S, "tensor": T}``; see ``init_mesh``.
         device: device of every rank.

@@ -40,7 +40,7 @@ def psum(x: T, mesh: Mesh, *, axis: Axis = None) -> T:
     gradients.
 
     Arguments:
-        x: a tensor, or a tree of tensors, with the same shapes and dtypes on all ranks.
+        x: your tensor, or tree of tensors, with the same shapes and dtypes on all ranks.
         mesh: the ranks.
         axis: the mesh axis, or a tuple of several; by default the data axes, ``replicate`` and
             ``shard``.

@@ -124,7 +124,7 @@ def reshard(f: Unshard) -> Unshard:
         f: a function that ``unshard`` returned.
 
     Returns:
-        A function of the same arguments that returns the same results.
+        A function of the same arguments and results.
 
     Raises:
         TypeError: ``f`` did not come from ``unshard``.

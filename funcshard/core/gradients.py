@@ -55,8 +55,8 @@ def value_and_grad(
     gradient of the mean over the whole batch. docs/gradients.md has the rule.
 
     Arguments:
-        loss_fn: ``loss_fn(shards, *rest, **kwargs)`` -> the loss of this rank, a floating-point
-            scalar. With ``has_aux`` it returns ``(loss, aux)``, with ``weighted``
+        loss_fn: your ``loss_fn(shards, *rest, **kwargs)`` -> the loss of this rank, a
+            floating-point scalar. With ``has_aux`` return ``(loss, aux)``, with ``weighted``
             ``(loss, weight)``, and with both ``(loss, weight, aux)``.
         has_aux: whether ``loss_fn`` also returns an ``aux``, which may be anything.
         mesh: the ranks that the mean runs over, which check that their options are the same. By
@@ -65,14 +65,14 @@ def value_and_grad(
             on each rank.
         weighted: whether ``loss_fn`` also returns the weight of this rank's loss in the mean,
             usually the number of samples or tokens: finite and not negative. If a rank has no data,
-            call the function with any batch of the right shape and return weight zero: its loss and
-            gradients then have no effect, even if they are infinite or NaN.
-        on_grads: ``on_grads(unit, grads)``, called before each reduction of a flat buffer.
+            pass any batch of the right shape and return weight zero: its loss and gradients then
+            have no effect, even if they are infinite or NaN.
+        on_grads: your ``on_grads(unit, grads)``, called before each reduction of a flat buffer.
             ``grads`` maps the path of each leaf to this rank's gradient, multiplied by the weight
             of the loss. Change these views in place, or return ``{path: gradient}`` with those to
             replace.
-        on_reduce_scattered: ``on_reduce_scattered(unit, buffer_key, partial)``, called after the
-            reduce-scatter over the shard axis, and before the all-reduces along other axes.
+        on_reduce_scattered: your ``on_reduce_scattered(unit, buffer_key, partial)``, called after
+            the reduce-scatter over the shard axis, and before the all-reduces along other axes.
             ``partial`` is this rank's slice of the sum over the shard axis, 1-D and in
             ``reduce_dtype``; of a buffer that is not cut, it is the unreduced gradient. Change it
             in place, or return a tensor of the same shape.
@@ -143,12 +143,12 @@ def accumulate(
     divisor: float | None = None,
     allow_constant: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Turn a loss function into one that returns loss and gradient of several micro-batches.
+    """Turn your loss function into one that returns loss and gradient of several micro-batches.
 
     The activations of only one micro-batch exist at a time. Loss and gradient are means over the
-    micro-batches, weighted if ``loss_fn`` returns weights. Except for rounding they equal those of
-    the whole batch, if the loss of each micro-batch is the mean over its samples and the samples do
-    not influence each other.
+    micro-batches, weighted if ``loss_fn`` returns weights. Except for rounding you get those of the
+    whole batch, if the loss of each micro-batch is the mean over its samples and the samples do not
+    influence each other.
 
     Arguments:
         loss_fn: as in ``value_and_grad``, called once for each micro-batch. The last positional

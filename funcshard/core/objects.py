@@ -18,7 +18,7 @@ def broadcast_object(value: Any, mesh: Mesh, src: int = 0) -> Any:
 
     Arguments:
         value: on rank ``src``, ``None``, a bool, an int, a float, a string, or lists and
-            dictionaries of these with strings as keys. Other ranks' values are ignored.
+            dictionaries of these with strings as keys. What you pass on other ranks is ignored.
         mesh: the ranks.
         src: the rank whose value is returned.
 

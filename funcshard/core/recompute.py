@@ -47,7 +47,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def remat(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn a function into one that keeps only its inputs, and recomputes the rest in backward.
+    """Turn your function into one that keeps only its inputs, and recomputes the rest in backward.
 
     ``remat(unshard(apply, unit, mesh))`` frees the gathered leaves as ``reshard`` does, and the
     activations too, also under ``torch.func`` transforms, where ``reshard`` frees nothing. The

@@ -27,7 +27,7 @@ def broadcast_to_shards(value: Any, plan: Plan, mesh: Mesh) -> dict[str, dict[st
 
     Use it for a learned rate in ``shard - rate * grad``, or a scale for each leaf. Where ranks hold
     copies of a shard (``no_shard``, a replicate axis, a model axis), the gradient counts their
-    computation once. Each rank gets its part of the value's gradient: add the parts up with
+    computation once. On each rank you get its part of the value's gradient: add the parts up with
     ``psum`` along all axes, or let the value be a leaf of a plan, whose unit does so.
 
     Arguments:

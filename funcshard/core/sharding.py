@@ -45,15 +45,15 @@ def shard(
     """Cut a parameter tree into this rank's shards; ``gather`` is the inverse.
 
     Arguments:
-        params: the tree that the plan was made for, of real tensors. Unless you pass ``src``, every
-            rank passes the same values, which is checked. Of a leaf that is a slice of a larger
+        params: the tree that the plan was made for, of real tensors. Unless you pass ``src``, pass
+            the same values on every rank, which is checked. Of a leaf that is a slice of a larger
             tensor, pass this rank's slice; ``from_state_dict`` takes whole tensors. The frozen
             leaves of a flat buffer may all be ``None``, as in the tree that ``gather`` makes of
             gradients.
         plan: the plan.
         mesh: the ranks, in the plan's shape.
         src: a rank of the world, whose values all ranks take. It broadcasts one flat buffer after
-            another, and your other ranks' params may be on the meta device. A leaf is not broadcast
+            another, and the other ranks' params may be on the meta device. A leaf is not broadcast
             along axes along which it is local.
         check: whether ranks compare checksums of their leaves, which takes a CPU core about 0.1 s
             for each GB. Pass ``False`` if the values are the same by construction, as those of a
@@ -242,8 +242,8 @@ def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
     precision.
 
     Arguments:
-        shards: the shards that ``shard`` returned, or a tree of the same form, such as gradients or
-            averages. Frozen shards may be ``None``, as among gradients.
+        shards: your shards, or a tree of the same form, such as gradients or averages. Frozen
+            shards may be ``None``, as among gradients.
         plan: the plan that the shards were made with.
         mesh: the ranks.
 

@@ -84,7 +84,7 @@ def fully_shard(
     ignored_params: Iterable[str] = (),
     methods: Mapping[str, Iterable[str]] | None = None,
 ) -> FullyShard:
-    """Turn the function of a module into a function of this rank's shards.
+    """Turn the function of your module into a function of this rank's shards.
 
     Each unit is a module: the model itself or one inside it. When the model calls a unit, its
     forward runs through ``unshard``, and also through ``reshard`` if the plan reshards it after
@@ -98,7 +98,7 @@ def fully_shard(
         apply: the function that ``make_functional`` returned.
         plan: the plan for the params of ``make_functional``. Each unit must be a module with a
             forward, or with a method that ``methods`` names.
-        mesh: the ranks, in the plan's shape. Every rank must pass the same arguments, which is
+        mesh: the ranks, in the plan's shape. Pass the same arguments on every rank, which is
             checked.
         schedule: which units are gathered ahead of their use, and when; by default
             ``make_schedule(plan)``, in the order of the first call.
@@ -120,7 +120,7 @@ def fully_shard(
             of the module. For another method of the whole model, pass ``apply.method(name)``.
 
     Returns:
-        ``sharded(shards, buffers, *args, **kwargs)``, with the results of ``apply``.
+        ``sharded(shards, buffers, *args, **kwargs)``, which you call like ``apply``.
 
     Raises:
         TypeError: ``apply`` did not come from ``make_functional``, or ``compiler`` is not a

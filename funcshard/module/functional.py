@@ -23,7 +23,7 @@ from funcshard.module.skeleton import Skeleton, make_skeleton
 def make_functional(
     module: nn.Module, mutable: bool = False
 ) -> tuple[Functional, Tensors, Tensors]:
-    """Turn a module into a pure function of its parameters and buffers.
+    """Turn your module into a pure function of its parameters and buffers.
 
     A call changes neither the module nor its arguments, and later changes of the module do not
     reach the function. So set training modes, freeze parameters, add hooks and load state dicts

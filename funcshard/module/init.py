@@ -144,7 +144,7 @@ def init_module(
     """Make shards and buffers of a module on meta, with one unit's parameters in memory at a time.
 
     The values equal, to the bit, those of ``module.to_empty(device=mesh.device).apply(reset)``
-    after the same seed, which resets modules children first. A constructor may draw its random
+    after the same seed, which resets modules children first. Your constructor may draw its random
     numbers in another order.
 
     Modules that follow one another in that order and belong to one unit are reset together. A reset
@@ -158,9 +158,9 @@ def init_module(
             values are copied.
         plan: the plan of its parameters.
         mesh: the ranks, in the plan's shape. Seed them alike; that, and the values, are checked.
-        reset: ``reset(module)`` writes the module's own parameters and buffers, or those of its
-            unit, in place or by assignment. By default it calls the module's ``reset_parameters``
-            or ``_reset_parameters``, if it has one.
+        reset: your ``reset(module)`` writes the module's own parameters and buffers, or those of
+            its unit, in place or by assignment. By default it calls the module's
+            ``reset_parameters`` or ``_reset_parameters``, if it has one.
         draws: ``"whole"``: every rank draws the random numbers of the whole model. ``"blocks"``:
             each block of 32,768 elements of a parameter has its own generator, and a rank draws the
             blocks that its shards touch, so the time falls with the number of ranks. The values are

@@ -43,7 +43,7 @@ def init_buffers(module: nn.Module, mesh: Mesh, *, reset: Reset | None = None) -
     Arguments:
         module: a module; it is not changed. Buffers that have values are copied.
         mesh: the ranks; the buffers are on its device.
-        reset: ``reset(module)`` writes the module's own buffers. By default it is the
+        reset: your ``reset(module)`` writes the module's own buffers. By default it is the
             ``_init_weights(module)`` of the module or of the nearest one around it, as in Hugging
             Face's models, and then, for buffers that are still unwritten, ``reset_parameters``.
 

@@ -19,12 +19,12 @@ class Cast(NamedTuple):
     ``reduce_dtype``. If your pair rounds, they are straight-through estimates.
 
     Attributes:
-        pre_all_gather: function from this rank's 1-D shard to the data sent: a 1-D tensor of any
-            dtype, of the same size on every rank. Backward may gather again, so within a step
+        pre_all_gather: your function from this rank's 1-D shard to the data sent: a 1-D tensor of
+            any dtype, of the same size on every rank. Backward may gather again, so within a step
             return the same data for the same shard.
-        post_all_gather: function from the data received, of shape ``[ranks, size]``, to the flat
-            buffer in the dtype to compute in: a 1-D tensor of at least ``ranks * shard.numel()``
-            elements, of which the others are ignored.
+        post_all_gather: your function from the data received, of shape ``[ranks, size]``, to the
+            flat buffer in the dtype to compute in: a 1-D tensor of at least
+            ``ranks * shard.numel()`` elements. Further elements are ignored.
 
     Example:
         >>> import torch, funcshard as fs

@@ -62,9 +62,9 @@ def make_plan(
     An ``nn.Parameter``, or a parameter from ``make_functional``, is trainable if it requires a
     gradient. Other tensors are too, unless none of them requires one: then those that are floating
     point or complex are trainable. ``params["w"].to(dtype)`` and ``.detach()`` return such other
-    tensors, so cast a module before ``make_functional``, or plan first.
+    tensors, so cast your module before ``make_functional``, or plan first.
 
-    You need no process group and no tensor data to plan, so you can plan for any mesh.
+    You need no process group and no tensor data, so you can plan for any mesh.
 
     Arguments:
         params: a pytree of tensors, real or on the meta device. The planner reads shapes, dtypes,
@@ -75,16 +75,16 @@ def make_plan(
         units: paths of the units, which may be nested. A path may be a glob: ``*`` matches any part
             of one dotted component, ``**`` any number of components. If several entries name a
             module, a path counts before a glob, and a later glob before an earlier one; so it is
-            for all options that take globs. The policies in ``wrap`` choose units from a module.
+            for all options that take globs. The policies in ``wrap`` choose units from your module.
 
             A list or tuple of paths or globs among them is a *group*: one unit for modules that are
             neither neighbours nor under one path. Its name joins them with ``+``:
             ``["embed", "lm_head"]`` is ``"embed+lm_head"``.
 
-            A mapping gives units their own options, with ``""`` for the root: ``{"blocks.*": {},
-            "blocks.0": {"strategy": "no_shard"}, ("embed", "lm_head"): {"offload": True}}``. A unit
-            can override ``strategy``, ``offload``, ``precision``, ``reshard_after_forward`` and
-            ``reshard_after_backward``.
+            With a mapping you give units their own options, with ``""`` for the root:
+            ``{"blocks.*": {}, "blocks.0": {"strategy": "no_shard"}, ("embed", "lm_head"):
+            {"offload": True}}``. A unit can override ``strategy``, ``offload``, ``precision``,
+            ``reshard_after_forward`` and ``reshard_after_backward``.
         strategy: how units are sharded:
 
             - ``"full_shard"``: a unit is gathered for forward, freed, and gathered again for
@@ -97,16 +97,17 @@ def make_plan(
         ties: groups of paths at which one tensor is used, if your tree holds the tensor at only one
             of them. The planner finds the ties of ``make_functional``, and one tensor at several
             positions of the tree, itself.
-        local: paths or globs of nodes whose leaves each rank keeps for itself, such as its own
-            experts. The library neither shards nor gathers them, and their gradient is that of this
+        local: paths or globs of nodes whose leaves each rank keeps for itself, such as your
+            experts. They are neither sharded nor gathered, and their gradient is that of this
             rank's loss.
 
-            A mapping says along which axes the values differ. ``{"w": "replicate"}``: each row of
-            ranks along the shard axis has its own values, sharded over the row. ``{"w": "shard"}``:
-            each rank of a row holds its own whole values. ``{"w": "tensor"}``: the ranks along a
-            model axis hold different parts of one model. ``{"w": {"tensor": 0}}``: the same, and
-            the leaf is a slice of a larger tensor, cut along dim 0 into equal slices; state dicts
-            and checkpoints then hold the whole tensor. See docs/gradients.md for the gradients.
+            With a mapping you say along which axes the values differ. ``{"w": "replicate"}``: each
+            row of ranks along the shard axis has its own values, sharded over the row.
+            ``{"w": "shard"}``: each rank of a row holds its own whole values. ``{"w": "tensor"}``:
+            the ranks along a model axis hold different parts of one model.
+            ``{"w": {"tensor": 0}}``: the same, and the leaf is a slice of a larger tensor, cut
+            along dim 0 into equal slices; state dicts and checkpoints then hold the whole tensor.
+            See docs/gradients.md for the gradients.
         offload: whether shards, gradients and optimizer state live on the CPU while the mesh has
             another device. A gather first moves the shard to the device.
         precision: dtypes in which units compute and communicate. If ``params`` come from
@@ -127,7 +128,7 @@ def make_plan(
             micro-batch, and frees it after the last.
 
     Returns:
-        The plan. ``print(plan)`` shows its units, buffers and sizes as a table.
+        The plan. ``print(plan)`` shows you its units, buffers and sizes.
 
     Raises:
         ValueError: a path or glob matches no leaf, or a path is written twice; a group is empty, or

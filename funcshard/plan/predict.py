@@ -59,9 +59,9 @@ def predict_events(
     reduces them in the opposite order, and gathers each one again if the plan reshards it after
     forward. With a schedule, units are gathered ahead as the schedule says.
 
-    - If your model calls units inside others, backward may gather the outer one first.
-      ``sharded.schedule`` of a function that has run with gradients knows that order, and the units
-      for ``not_saved``.
+    - If your model calls units inside others, backward may gather the outer one first. Pass
+      ``sharded.schedule`` of a function that has run with gradients: it knows that order, and the
+      units for ``not_saved``.
     - A unit that forward calls several times is gathered and reduced as often.
     - A unit that stays gathered is gathered once for several forwards, and not again for a
       recomputation; with ``reshard_after_backward=False`` once for all micro-batches.
@@ -87,7 +87,7 @@ def predict_events(
         micro_batches: number of micro-batches that ``accumulate`` runs.
         reduce: as in ``accumulate``.
         cast: as in ``fully_shard``.
-        forwards: how often the loss function calls the model, with the same shards and order of
+        forwards: how often your loss function calls the model, with the same shards and order of
             units, before its backward.
 
     Returns:

@@ -22,7 +22,7 @@ class Schedule(Shown):
     """When units are gathered ahead of their use; made by ``make_schedule``.
 
     Attributes:
-        order: the units as forward calls them, each as often, the root first if it owns a leaf.
+        order: the units in the order of forward's calls, the root first if it owns a leaf.
         forward_prefetch: whether forward gathers the next unit before the current one computes.
         backward_prefetch: ``"pre"``: backward gathers the next unit before it computes the current
             one's gradients; ``"post"``: after it; ``None``: on demand.
@@ -123,8 +123,9 @@ def make_schedule(
 
     Arguments:
         plan: the plan.
-        order: the units as forward calls them, each as often; by default plan order. If you give
-            ``fully_shard`` no schedule, it learns the order in its first call.
+        order: the units in the order in which your forward calls them, each as often; by default
+            plan order. If you give ``fully_shard`` no schedule, it learns the order in its first
+            call.
         forward_prefetch: whether forward gathers the next unit before the current one computes.
         backward_prefetch: ``"pre"``, ``"post"`` or ``None``; see ``Schedule``.
         limit: how many units may be gathered ahead at a time.

@@ -22,8 +22,8 @@ def unstack(params: Any, path: str) -> Any:
         path: dotted path of a node, all of whose leaves have the shape ``[L, ...]``.
 
     Returns:
-        The tree, with a list of L trees at ``path``. Their leaves are views of those in ``params``,
-        real or on meta, and gradients flow through them.
+        The tree, with a list of L trees at ``path``. Their leaves are views of yours, real or on
+        meta, and gradients flow through them.
 
     Raises:
         TypeError: a leaf at ``path`` is not a tensor.

@@ -56,7 +56,7 @@ Policy = Callable[[nn.Module], Units]
 
 
 def by_class(*classes: type[nn.Module]) -> Policy:
-    """Choose every module of the given classes, subclasses included.
+    """Choose every module of your classes, subclasses included.
 
     Arguments:
         classes: one or more module classes.
@@ -120,8 +120,8 @@ def by_size(
     inside it.
 
     A module may read a parameter of its child without calling the child, as in
-    ``F.linear(x, self.qkv.weight)``. The two have to be one unit, which no size tells. If you pass
-    example inputs, one forward of a copy of the module finds them.
+    ``F.linear(x, self.qkv.weight)``. The two have to be one unit, which no size tells. If your
+    module does, pass example inputs: one forward of a copy finds such pairs.
 
     Arguments:
         min_numel: least number of parameter elements of a unit.

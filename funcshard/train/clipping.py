@@ -31,7 +31,7 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
         norm_type: order of the norm; may be ``math.inf``.
 
     Returns:
-        A scalar tensor, the same on every rank: float32, or the widest dtype of the gradients if
+        A scalar tensor, the same on every rank: float32, or the widest dtype of your gradients if
         that is wider.
 
     Raises:

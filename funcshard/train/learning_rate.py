@@ -23,7 +23,7 @@ def torch_schedule(make: Callable[..., Any], /, *, lr: float, **options: Any) ->
     Arguments:
         make: a class of ``torch.optim.lr_scheduler``, or your ``make(optimizer)`` that returns a
             scheduler made of several.
-        lr: the learning rate that the scheduler starts from.
+        lr: the learning rate that your scheduler starts from.
         options: arguments of the class (``T_max``, ``gamma`` and so on).
 
     Returns:

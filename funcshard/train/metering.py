@@ -26,7 +26,7 @@ def make_meter(
 
     Arguments:
         mesh: the ranks.
-        tokens: number of tokens, or samples, in this rank's batch of one step; ``None`` for no
+        tokens: number of tokens, or samples, in your rank's batch of one step; ``None`` for no
             ``"tokens_per_second"``.
         step: number of steps taken before the first, such as ``state.step`` of a restored state.
 

@@ -43,8 +43,8 @@ meet along the shard axis."""
 def assign_owners(plan: Plan, matrices: Iterable[str] | None = None) -> Owners:
     """Assign each matrix of a plan to the rank that computes its update, with the work balanced.
 
-    The work of a matrix is its number of elements times its smaller side. The heaviest matrix is
-    assigned first, each to the rank that has the least work so far: among the ranks along the shard
+    The work of a matrix is its number of elements times its smaller side. Matrices are assigned
+    heaviest first, each to the rank that has the least work so far: among the ranks along the shard
     axis, and along each model axis that cuts the matrix. Ranks along other axes repeat the same
     work.
 

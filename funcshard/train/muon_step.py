@@ -61,10 +61,10 @@ def muon(
             AdamW.
         adamw: options of ``torch.optim.AdamW``, and ``"groups"`` as in ``torch_optimizer``.
         options: options of ``torch.optim.Muon`` (``lr``, ``momentum``, ``weight_decay`` and so on),
-            with its defaults. An option may be a function of the number of steps taken.
+            with its defaults. You can pass a function of the number of steps taken for an option.
 
     Returns:
-        The pair ``(init, step)``, for ``make_train_step`` or to be called by hand.
+        The pair ``(init, step)``, for ``make_train_step`` or your own loop.
 
     Raises:
         ValueError: ``matrices`` match nothing or no matrix, an option has no valid value, or the

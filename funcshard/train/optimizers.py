@@ -75,12 +75,12 @@ def torch_optimizer(
             for each group.
         plan: the plan of the shards; needed with ``groups``.
         mesh: the ranks; needed with ``groups``.
-        options: arguments of the class (``lr``, ``weight_decay``, ``fused`` and so on). An option
-            may be a function of the number of steps taken, such as one of optax or
+        options: arguments of the class (``lr``, ``weight_decay``, ``fused`` and so on). You can
+            pass a function of the number of steps taken for an option, such as one of optax or
             ``torch_schedule``.
 
     Returns:
-        The pair ``(init, step)``, for ``make_train_step`` or to be called by hand.
+        The pair ``(init, step)``, for ``make_train_step`` or your own loop.
 
     Raises:
         TypeError: the class has no such option.

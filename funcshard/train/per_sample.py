@@ -62,9 +62,9 @@ def per_sample_grad(
     and buffer. docs/transforms.md explains both.
 
     Arguments:
-        loss_fn: ``loss_fn(shards, *rest, sample)`` returns the loss of one sample, a scalar. It
-            runs under ``torch.vmap``, and may communicate by gathering units of ``plan`` and along
-            model axes only. Dropout draws different numbers for each sample.
+        loss_fn: your ``loss_fn(shards, *rest, sample)`` returns the loss of one sample, a scalar.
+            It runs under ``torch.vmap``, and may communicate by gathering units of ``plan`` and
+            along model axes only. Dropout draws different numbers for each sample.
         plan: the plan of the shards.
         mesh: the ranks.
         max_norm: the largest norm of a sample's gradient; ``None`` for no clipping.

@@ -85,25 +85,25 @@ def make_train_step(
 ) -> TrainStep:
     """Return a training step of loss and optimizer: ``step(state, batch) -> (state, metrics)``.
 
-    Start with ``state = step.init(shards, buffers)``, a ``TrainState``. Every rank calls ``step``
-    with its own part of the batch. The step averages the gradient over the world, and the optimizer
-    updates this rank's shards.
+    Start with ``state = step.init(shards, buffers)``, a ``TrainState``. Call ``step`` on every rank
+    with its own part of your batch. The step averages the gradient over the world, and the
+    optimizer updates this rank's shards.
 
     With ``torch_optimizer`` or ``muon`` the state is donated: ``step`` updates its tensors in
     place, and you can't use the old state or its shards afterwards. To keep a state, call
     ``fs.copy(state)`` before the step, or pass ``donate=False``.
 
     Arguments:
-        loss_fn: ``loss_fn(shards, buffers, batch)`` returns this rank's loss, the mean over its
-            part of the batch. Options add further results. With ``has_aux`` it returns
+        loss_fn: your ``loss_fn(shards, buffers, batch)`` returns this rank's loss, the mean over
+            its part of the batch. Options add further results. With ``has_aux`` return
             ``(loss, aux)``, with ``mutable`` ``(loss, new_buffers)``, with ``weighted``
-            ``(loss, weight)``, and with all three ``(loss, weight, new_buffers, aux)``.
-            ``value_and_grad`` or ``accumulate`` of such a function is also a ``loss_fn``, with the
-            options that it has: ``make_train_step(fs.accumulate(loss_fn, 4, weighted=True), ...)``.
+            ``(loss, weight)``, and with all three ``(loss, weight, new_buffers, aux)``. You can
+            also pass ``value_and_grad`` or ``accumulate`` of such a function, with their options:
+            ``make_train_step(fs.accumulate(loss_fn, 4, weighted=True), ...)``.
         optimizer: the pair that ``torch_optimizer`` or ``muon`` returned, or a pair
             ``(init, update)`` in the style of TorchOpt and optax.
         plan: the plan of the shards.
-        mesh: the ranks. Every rank must pass the same optimizer and options, which is checked.
+        mesh: the ranks. Pass the same optimizer and options on every rank, which is checked.
         mutable: whether ``loss_fn`` returns new buffers, such as running statistics. After the step
             every rank along the data axes has the buffers of rank 0, as in DistributedDataParallel;
             with ``weighted``, those of the first rank with a weight. Each micro-batch gets the
@@ -113,7 +113,7 @@ def make_train_step(
         scaler: scales the loss, and skips a step whose gradients have infinities or NaN on any
             rank. A skipped step leaves shards, optimizer state and ``state.step`` unchanged, but
             updates buffers. ``metrics["scale"]`` is the scale that was used, and
-            ``metrics["found_inf"]`` tells whether the step was skipped.
+            ``metrics["found_inf"]`` tells you whether the step was skipped.
         donate: whether the step may update the state in place. With ``False`` it copies the
             trainable shards and the optimizer's state first.
         gradient: options of ``accumulate`` for a plain ``loss_fn``: ``has_aux``, ``weighted``,
