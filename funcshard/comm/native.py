@@ -62,5 +62,5 @@ class _StreamWork:
     work: Any
 
     def wait(self) -> None:
-        # Note: until then torch's work keeps the tensors alive, so ``record_stream`` is not needed.
+        # Note: torch's work keeps the tensors alive until here, so ``record_stream`` is not needed.
         self.work.wait()

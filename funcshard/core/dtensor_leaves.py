@@ -77,7 +77,6 @@ def _form(leaf: LeafSpec, mesh: Mesh) -> DTensorForm | None:
     # On meta, the default strides come from torch itself.
     whole_stride = torch.empty(whole_shape, device="meta", dtype=torch.float32).stride()
     placements = tuple(Replicate() if dim is None else Shard(dim) for _, dim in leaf.placements)
-    # See the top of the file.
     # Why a factor: for DTensor the T ranks along a model axis compute one loss. Our objective is
     # the mean of all ranks' losses, and holds that loss T times. The reduction of a leaf that is
     # not cut adds up T equal gradients; a leaf that is cut is not reduced along the axis, so it

@@ -1,6 +1,6 @@
 """Leaves whose values differ along mesh axes: by the option ``local``, or as DTensors.
 
-The plan keeps placements by the names of axes; the DeviceMesh is the rank's ``Mesh``'s.
+The plan keeps placements by the names of axes; the rank's ``Mesh`` has the DeviceMesh.
 """
 
 from __future__ import annotations
