@@ -97,7 +97,7 @@ CASES += [
     ("fully_shard", "You called a method of the module on the sharded function.",
      AttributeError("has no attribute 'generate': it is a method of the module"), lambda s: sharded_method(s).generate(),
      "Shard the method: `fs.fully_shard(apply.method('generate'), plan, mesh)`."),
-    ("fully_shard", "You called Hugging Face's method on the sharded function.",
+    ("fully_shard", "You called a Hugging Face method on the sharded function.",
      AttributeError("has no attribute 'gradient_checkpointing_enable': pass remat=True to fully_shard"),
      lambda s: s.sharded.gradient_checkpointing_enable(), "Pass `remat=True`, or the names of units, to `fs.fully_shard`."),
 ]  # fmt: skip
@@ -210,7 +210,7 @@ def backward(loss):
 CASES.section = "Optimizers and training steps"
 
 CASES += [
-    ("torch_optimizer", "You passed shards to an optimizer of torch, which would change tensors in place.",
+    ("torch_optimizer", "You passed shards, a dictionary, to an optimizer of torch.",
      TypeError("optimizer can only optimize Tensors, but one of the params is str"), lambda s: ADAMW(s.shards, lr=1e-3),
      "Call `fs.torch_optimizer(torch.optim.AdamW, lr=1e-3)`, and pass the shards to `step.init`."),
     ("torch_optimizer", "You passed the shards to `torch_optimizer`.",
@@ -220,7 +220,7 @@ CASES += [
     ("torch_optimizer", "You passed the name of a class.",
      TypeError("takes a class of optimizers that updates each element by itself…; found 'adamw', known are"),
      lambda s: fs.torch_optimizer("adamw", lr=1e-3), "Pass the class, `torch.optim.AdamW`."),
-    ("torch_optimizer", "An optimizer here is a function that changes nothing in place.",
+    ("torch_optimizer", "An optimizer here holds no gradients or parameters.",
      TypeError("missing 3 required positional arguments: 'grads', 'state', and 'params'"),
      lambda s: fs.torch_optimizer(SGD, lr=0.1).step(),
      "Let `make_train_step` call it, or write `params, state = optimizer.step(grads, state, params)`."),
