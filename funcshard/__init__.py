@@ -2,6 +2,7 @@
 
 import logging as _logging
 
+from funcshard import linalg
 from funcshard.checkpoint import (
     Contents,
     PerRank,
@@ -129,6 +130,7 @@ __all__ = [
     "init_module",
     "init_shards",
     "latest",
+    "linalg",
     "load_traced",
     "make_functional",
     "make_meter",

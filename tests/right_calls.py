@@ -26,6 +26,10 @@ APPLY, PARAMS, BUFFERS = fs.make_functional(NET)
 META = copy.deepcopy(NET).to("meta")
 
 
+def double(v: Any) -> Any:
+    return {unit: {key: 2 * shard for key, shard in buffers.items()} for unit, buffers in v.items()}
+
+
 class World:
     """What right calls are made of, on one rank of a mesh; what a call communicates, it alone communicates.
 
@@ -231,6 +235,22 @@ RIGHT_CALLS: dict[str, Callable[[World], Call]] = {
         "shape": None, "device": "cpu", "timeout": 5.0, "patience": 1.0, "give_up": 9.0, "shared_memory": True,
     }),
     "delayed": lambda w: (delayed, (w.mesh, "all_gather", 0.1), {}),
+    "linalg.cg": lambda w: (fs.linalg.cg, (double, w.shards, w.plan, w.mesh), {"rtol": 1e-5, "atol": 0.0, "maxiter": 1}),
+    "linalg.power_iteration": lambda w: (fs.linalg.power_iteration, (double, w.shards, w.plan, w.mesh), {
+        "tol": 1e-3, "maxiter": 1,
+    }),
+    "linalg.eigsh": lambda w: (fs.linalg.eigsh, (double, w.shards, w.plan, w.mesh), {
+        "k": 2, "which": "LM", "ncv": None, "maxiter": 1, "tol": 0.0,
+    }),
+    "linalg.lanczos_quadrature": lambda w: (fs.linalg.lanczos_quadrature, (double, w.shards, w.plan, w.mesh), {
+        "generator": torch.Generator(), "ncv": 2, "num_repeats": 1, "reorthogonalize": True,
+    }),
+    "linalg.hutchinson_trace": lambda w: (fs.linalg.hutchinson_trace, (double, w.shards, w.plan, w.mesh), {
+        "generator": torch.Generator(), "num_matvecs": 1, "distribution": "normal",
+    }),
+    "linalg.hutchinson_diag": lambda w: (fs.linalg.hutchinson_diag, (double, w.shards, w.plan, w.mesh), {
+        "generator": torch.Generator(), "num_matvecs": 1, "distribution": "normal",
+    }),
     "profile": lambda w: (fs.profile, (APPLY, PARAMS, BUFFERS, torch.ones(3, 4)), {"fold": True}),
     "estimate": lambda w: (fs.estimate, (profiled(), fs.make_plan(PARAMS, w.mesh.world_size, units=["0"])), {
         "remat": (), "micro_batches": 1,

@@ -52,7 +52,9 @@ class Name:
     @property
     def called(self) -> bool:
         """Whether scripts reach the name through ``fs``."""
-        places = ("funcshard", f"funcshard.{self.short}", "funcshard.plan.wrap", "funcshard.graph.passes")
+        places = (
+            "funcshard", f"funcshard.{self.short}", "funcshard.linalg", "funcshard.plan.wrap", "funcshard.graph.passes"
+        )  # fmt: skip
         return self.full.rpartition(".")[0] in places
 
     @property
@@ -78,10 +80,11 @@ def public_names(root: Path) -> list[Name]:
     text = (root / "docs" / "names.md").read_text()
     doors = {
         "": exported(root / "funcshard" / "__init__.py"),
+        "linalg.": exported(root / "funcshard" / "linalg.py"),
         "wrap.": exported(root / "funcshard" / "plan" / "wrap.py"),
         "passes.": exported(root / "funcshard" / "graph" / "passes" / "__init__.py"),
     }
-    missing = {prefix + name for prefix, names in doors.items() for name in names} - {"wrap", "passes"}
+    missing = {prefix + name for prefix, names in doors.items() for name in names} - {"linalg", "wrap", "passes"}
     found = []
     for section in re.split(r"^##+ ", text, flags=re.MULTILINE)[1:]:
         heading = re.sub(r"[`]|fs\.", "", section.partition("\n")[0])

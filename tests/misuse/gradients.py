@@ -179,3 +179,14 @@ CASES += [
     ("broadcast_to_shards", "the plan of another mesh", ValueError("mesh"),
      lambda s: fs.broadcast_to_shards(torch.tensor(0.1), fs.make_plan(PARAMS, 8), s.mesh)),
 ]  # fmt: skip
+
+# --- linear algebra -------------------------------------------------------------------------------
+
+CASES += [
+    ("linalg.cg", "a plan without a mesh", ValueError("shards need both a plan and a mesh"),
+     lambda s: fs.linalg.cg(lambda v: v, s.shards, s.plan)),
+    ("linalg.eigsh", "a first vector of zeros", ValueError("v0 must be a vector…found the norm 0.0"),
+     lambda s: fs.linalg.eigsh(lambda v: v, fs.axpy(-1.0, s.shards, s.shards), s.plan, s.mesh)),
+    ("linalg.eigsh", "an operator that gives NaN", ValueError("a product with A has values that are not finite"),
+     lambda s: fs.linalg.eigsh(lambda v: fs.axpy(float("nan"), v, v), s.shards, s.plan, s.mesh)),
+]  # fmt: skip

@@ -26,6 +26,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PUBLIC = {
     **{f"funcshard.{name}": getattr(funcshard, name) for name in funcshard.__all__},
     **{f"funcshard.wrap.{name}": getattr(wrap, name) for name in wrap.__all__ if name != "Policy"},
+    **{f"funcshard.linalg.{name}": getattr(funcshard.linalg, name) for name in funcshard.linalg.__all__},
     **{f"funcshard.passes.{name}": getattr(funcshard.passes, name) for name in funcshard.passes.__all__},
     "funcshard.testing.delayed": delayed,
 }

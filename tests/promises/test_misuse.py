@@ -22,6 +22,7 @@ CASES = [case for table in TABLES.values() for case in table.CASES.cases]
 NAMES = [
     *fs.__all__,
     *(f"wrap.{name}" for name in wrap.__all__),
+    *(f"linalg.{name}" for name in fs.linalg.__all__),
     *(f"passes.{name}" for name in fs.passes.__all__),
     "testing.delayed",
 ]

@@ -159,6 +159,17 @@ RULES: dict[str, dict[str, Rule]] = {
     "latest": {"thorough": FLAG},
     "export_safetensors": {"max_shard_size": SIZE},
     "fully_shard": {"remat": REMAT._replace(bad_types=(1, 0, None, np.bool_(True)))},  # one name may stand alone
+    "linalg.cg": {"rtol": FROM_ZERO, "atol": FROM_ZERO, "maxiter": count(1, "steps")},
+    "linalg.power_iteration": {"tol": FROM_ZERO, "maxiter": count(1, "products")},
+    "linalg.eigsh": {
+        "k": count(1, "eigenvalues"), "which": choice("LM", "LA", "SA"), "ncv": or_none(count(3, "vectors", most=9)),
+        "maxiter": count(1, "restarts"), "tol": FROM_ZERO,
+    },
+    "linalg.lanczos_quadrature": {
+        "ncv": count(1, "products"), "num_repeats": count(1, "repeats"), "reorthogonalize": FLAG,
+    },
+    "linalg.hutchinson_trace": {"num_matvecs": count(1, "vectors"), "distribution": choice("rademacher", "normal")},
+    "linalg.hutchinson_diag": {"num_matvecs": count(1, "vectors"), "distribution": choice("rademacher", "normal")},
     "profile": {"fold": FLAG},
     "estimate": {
         "remat": REMAT,
@@ -218,7 +229,8 @@ NO_OPTIONS = {
 def public_functions() -> dict[str, Any]:
     """Return every public function and method, and every class with fields, by name."""
     found: dict[str, Any] = {"delayed": delayed, "Functional": Functional, "TrainStep": TrainStep}
-    found |= {name: getattr(fs, name) for name in fs.__all__ if name not in ("passes", "wrap")}
+    found |= {name: getattr(fs, name) for name in fs.__all__ if name not in ("linalg", "passes", "wrap")}
+    found |= {f"linalg.{name}": getattr(fs.linalg, name) for name in fs.linalg.__all__}
     found |= {f"passes.{name}": getattr(fs.passes, name) for name in fs.passes.__all__}
     found |= {f"wrap.{name}": getattr(fs.wrap, name) for name in fs.wrap.__all__ if name not in ("Policy", "Units")}
     for name, value in list(found.items()):
