@@ -14,6 +14,7 @@ import torch
 
 from funcshard.checkpoint import block_files
 from funcshard.checkpoint.block_files import BlockWriter
+from funcshard.checkpoint.rank_files import write_text
 
 SMALL, CHECKED = 8192, 3000  # bytes a block and a checksum, in these tests
 
@@ -112,3 +113,10 @@ def test_a_file_system_that_refuses_direct_writes_gets_others(tmp_path: Path, mo
     whole = write(tmp_path / "file", [5 * SMALL + 13])
     assert (tmp_path / "file").read_bytes() == whole
     assert refused == [0]
+
+
+def test_an_index_is_whole_when_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
+    write_text(tmp_path / "index", "{}")
+    assert synced == [(tmp_path / "index").stat().st_size]
