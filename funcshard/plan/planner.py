@@ -192,8 +192,8 @@ def make_plan(
                 all(tree.is_under(path, module_path) for path in unit_paths)
                 for module_path in modules_around
             )
-            # Note: a unit inside a module of full precision has no precision either, unless the user
-            # gave it one.
+            # Note: a unit inside a module of full precision has no precision either, unless the
+            # user gave it one.
             if (
                 is_inside and "precision" not in overrides.get(unit_name, {})
             ) or unit_name in full_precision:
