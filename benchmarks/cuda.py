@@ -1,22 +1,20 @@
-"""Race on one GPU: a Llama of a billion parameters in bfloat16, against plain eager and FSDP2.
+"""Race on one GPU: a Llama of a billion parameters, against plain eager and FSDP2.
 
-A second table shows how much of its all-gathers overlaps with computation. Both need a CUDA device
-with about 60 GiB of free memory, and ``transformers``; on other machines the tables say that
-nothing was measured.
+It needs a CUDA device with about 60 GiB of free memory, and ``transformers``.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import contextlib
+import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,27 +22,19 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
-from benchmarks.dry.device import prepare
-from benchmarks.dry.mode import dry_cuda
 from benchmarks.peers import OURS, TITLES, sharded_by_fsdp2
-from benchmarks.storages import Storages
-from benchmarks.trace import held_up, pretended, traced
-
-__all__ = ["RACES", "TITLES", "Race", "dry_table", "overlap_table", "race_table", "tables"]
+from benchmarks.results import Table
+from funcshard.testing import delayed
 
 SIZES = {
     "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
     "intermediate_size": 8192, "vocab_size": 128256, "tie_word_embeddings": True, "use_cache": False,
 }  # fmt: skip
 SMALL_BATCH, LARGE_BATCH = (2, 512), (8, 1024)  # samples, and tokens of each; the host limits the first
-ROUNDS, WARM = 10, 3
+WARM = 3
 LIMIT = 1e-2  # relative difference of losses that is accepted; bfloat16 rounds at 4e-3
-HEADER = ["peer", "ms a step", "÷ plain eager", "host ms a step", "host µs a unit", "peak GiB"]
-PEERS = ("none", "fsdp2", *OURS)
 DELAY, STEPS = 2e-4, 3  # seconds of an all-gather, less than a layer computes; steps in the trace
 TITLE = "Llama, 1.2 G parameters in bfloat16, 1 GPU"
-DELAYED = f"Gathers under compute; {TITLE}, rank 0 of 2, whose gathers take {1e3 * DELAY:g} ms and move nothing"
-TRACED = ["strategy", "gathers a step", "ms of delay a step", "of it that holds kernels up", "hidden"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +42,6 @@ class Race:
     """A race of peers.
 
     Attributes:
-        words: words that follow in its title.
         peers: the peers; times are divided by those of the first one.
         dtype: the dtype of parameters and computation.
         remat: whether all layers are computed again in backward.
@@ -63,119 +52,68 @@ class Race:
     """
 
     words: str
-    peers: tuple[str, ...]
+    peers: tuple[str, ...] = ("none", "fsdp2", "full_shard")
     dtype: torch.dtype = torch.bfloat16
     remat: bool = False
     offload: bool = False
     compiled: bool = False
-    rounds: int = ROUNDS
+    rounds: int = 5
     batch: tuple[int, int] = SMALL_BATCH
 
 
 RACES: dict[str, Race] = {
-    "bfloat16": Race("", PEERS),
-    "large": Race(", 8 samples of 1,024 tokens", PEERS, batch=LARGE_BATCH, rounds=6),
-    "float32": Race(", but in float32", ("none", "fsdp2", "full_shard"), dtype=torch.float32, rounds=5),
-    "remat": Race(", layers computed again in backward", ("none", "fsdp2", "full_shard"), remat=True, rounds=5),
+    "bfloat16": Race("", ("none", "fsdp2", *OURS), rounds=10),
+    "large": Race(", 8 samples of 1,024 tokens", ("none", "fsdp2", *OURS), batch=LARGE_BATCH, rounds=6),
+    "float32": Race(", but in float32", dtype=torch.float32),
+    "remat": Race(", layers computed again in backward", remat=True),
     "offload": Race(", parameters and optimizer on the CPU", ("fsdp2", "full_shard"), offload=True, rounds=3),
-    "compiled": Race(", compiled", ("none", "fsdp2", "full_shard"), compiled=True, rounds=5),
+    "compiled": Race(", compiled", compiled=True),
 }
 
 
-def missing() -> str:
-    """Return the reason why this machine cannot measure, or ``""`` if it can."""
-    if not torch.cuda.is_available():
-        return "no CUDA device"
-    if importlib.util.find_spec("transformers") is None:
-        return "transformers is not installed"
-    return ""
+# --- tables ---------------------------------------------------------------------------------------
 
 
-def tables(sizes: dict[str, Any] | None = None, file: Path | None = None) -> list[dict[str, Any]]:
-    """Measure and return the tables; if the machine lacks something, their rows name it.
-
-    Arguments:
-        sizes: sizes of the Llama; the default has 1.2 billion parameters.
-        file: file for a Chrome trace of ``full_shard`` with slow all-gathers; without it nothing is
-            traced.
-    """
-    title = TITLE
-    lacking = missing()
-    if lacking:
-        no = f"not measured: {lacking}"
-        found = [{"title": title, "header": ["peer", "result"], "rows": [[TITLES[peer], no] for peer in PEERS]}]
-        traces = [{"title": DELAYED, "header": ["strategy", "result"], "rows": [["full_shard", no]]}]
-        return found + (traces if file else [])
-    found = _raced(title, sizes or SIZES, RACES["bfloat16"])
-    return found if file is None else [*found, overlap_table(file, sizes)]
-
-
-def overlap_table(file: Path, sizes: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Trace ``full_shard`` with slow all-gathers, and return the table; see ``tables``."""
-    return {"title": DELAYED, "header": TRACED, "rows": [_overlap(sizes or SIZES, file)]}
-
-
-def dry_table(name: str = "bfloat16", sizes: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Run two steps of each peer but FSDP2 on fake CUDA tensors; return waits and memory as a table.
-
-    FSDP2 needs CUDA's streams. Attention computes by torch's fallback, in all peers, and nothing is
-    compiled.
-    """
-    # Why here: its modules name `torch.cuda.Stream` in annotations, and a dry run replaces that class.
-    importlib.import_module("transformers.models.llama.modeling_llama")
-    prepare()
-    kind = replace(RACES[name], compiled=False)
-    rows = []
-    for peer in (peer for peer in kind.peers if peer != "fsdp2"):
-        with dry_cuda() as mode, Storages() as storages:
-            run = _made(kind, sizes or SIZES, peer, fs.Mesh(device=torch.device("cuda", 0)))
-            del mode.waits[:]
-            for _ in range(2):
-                storages.reset()
-                run()
-        waits = [f"{wait.what} in {wait.site}" for wait in mode.forbidden]
-        peak = storages.peak("cuda").bytes / 2**30
-        rows.append([TITLES[peer], ", ".join(dict.fromkeys(waits)) or "none", f"{peak:.2f}"])
-        del run
-    header = ["peer", "waits of the host in a step", "peak GiB"]
-    return {"title": f"{TITLE}{kind.words}, dry", "header": header, "rows": rows}
-
-
-def _overlap(sizes: dict[str, Any], file: Path) -> list[str]:
-    torch.cuda.empty_cache()
-    with pretended("cuda", DELAY) as mesh:
-        # Why the large batch: where the host limits the step, the device idles under the gathers.
-        found = traced(_ours(sizes, "full_shard", mesh, RACES["large"]), file, "cuda", STEPS)
-    return overlap_row("full_shard", held_up(found), STEPS)
-
-
-def overlap_row(strategy: str, found: tuple[int, float, float], steps: int) -> list[str]:
-    """Return the table row for the result of ``held_up`` over ``steps`` steps."""
-    number, slept, held = found
-    if not number:
-        return [strategy, "0", *["not measured: the trace has no gather"] * 3]
-    per_step = [f"{microseconds / 1e3 / steps:.2f}" for microseconds in (slept, held)]
-    return [strategy, f"{number / steps:.0f}", *per_step, f"{100 * (1 - held / slept):.0f} %"]
-
-
-def race_table(name: str, sizes: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Run a race of ``RACES`` on a GPU, and return its table.
-
-    Raises:
-        ValueError: a peer computes other losses than the first one.
-    """
-    return _raced(TITLE, sizes or SIZES, RACES[name])[0]
-
-
-def _raced(title: str, sizes: dict[str, Any], kind: Race) -> list[dict[str, Any]]:
+def race_table(name: str) -> Table:
+    """Run a race of ``RACES`` on a GPU, and return its table; all peers have to compute the same losses."""
+    kind = RACES[name]
     with tempfile.TemporaryDirectory(prefix="race-") as directory:
         dist.init_process_group("nccl", store=dist.FileStore(str(Path(directory) / "store"), 1), rank=0, world_size=1)
         try:
-            rows = _rows(kind, sizes)
-            header = [*HEADER[:2], f"÷ {TITLES[kind.peers[0]]}" if kind.peers[0] != "none" else HEADER[2], *HEADER[3:]]
-            return [{"title": f"{title}{kind.words}: {torch.cuda.get_device_name()}", "header": header, "rows": rows}]
+            runners = {peer: _ready(kind, peer) for peer in kind.peers}
+            for _ in range(kind.rounds):  # in turns, because the speed of the host varies
+                for runner in runners.values():
+                    runner.step()
         finally:
             dist.destroy_process_group()
+    first = runners[kind.peers[0]]
+    rows = []
+    for peer, runner in runners.items():
+        if any(not abs(a - b) <= LIMIT * abs(b) for a, b in zip(runner.losses, first.losses, strict=True)):
+            of = TITLES[kind.peers[0]]
+            raise ValueError(f"{TITLES[peer]} does not compute the losses of {of}: {runner.losses}, not {first.losses}")
+        wall, host = statistics.median(runner.walls), statistics.median(runner.hosts)
+        units = SIZES["num_hidden_layers"] + 1
+        times = [f"{1e3 * wall:.1f}", f"{wall / statistics.median(first.walls):.2f}", f"{1e3 * host:.1f}"]
+        rows.append([TITLES[peer], *times, f"{1e6 * host / units:.0f}", f"{runner.peak / 2**30:.2f}"])
+    header = ["peer", "ms a step", f"÷ {TITLES[kind.peers[0]]}", "host ms a step", "host µs a unit", "peak GiB"]
+    return Table(f"{TITLE}{kind.words}: {torch.cuda.get_device_name()}", header, rows)
+
+
+def overlap_table(file: Path) -> tuple[Table, float]:
+    """Trace ``full_shard`` with slow all-gathers; return a table, and the hidden share of the delay."""
+    torch.cuda.empty_cache()
+    with pretended("cuda", DELAY) as mesh:
+        # Why the large batch: where the host limits the step, the device idles under the gathers.
+        number, slept, held = held_up(traced(_ours("full_shard", mesh, RACES["large"]), file, "cuda", STEPS))
+    hidden = 1 - held / slept if number else 0.0
+    per_step = [f"{microseconds / 1e3 / STEPS:.2f}" for microseconds in (slept, held)]
+    title = f"Gathers under compute; {TITLE}, rank 0 of 2, whose gathers take {1e3 * DELAY:g} ms and move nothing"
+    header = ["strategy", "gathers a step", "ms of delay a step", "of it that holds kernels up", "hidden"]
+    return Table(title, header, [["full_shard", f"{number / STEPS:.0f}", *per_step, f"{100 * hidden:.0f} %"]]), hidden
+
+
+# --- peers ----------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -186,8 +124,6 @@ class _Runner:
         run: takes a step, and returns its loss.
         bytes: memory on the device that it keeps between steps.
         walls, hosts: seconds of its steps, and those until the host had issued them.
-        losses: the losses of all steps.
-        peak: bytes on the device at the peak of a step.
     """
 
     run: Callable[[], torch.Tensor]
@@ -212,40 +148,15 @@ class _Runner:
         self.losses.append(loss.item())
 
 
-def _ready(kind: Race, sizes: dict[str, Any], peer: str) -> _Runner:
+def _ready(kind: Race, peer: str) -> _Runner:
     """Return a peer that has taken its first steps."""
     before = torch.cuda.memory_allocated()
-    run = _made(kind, sizes, peer)
+    run = _ours(peer, fs.init_mesh(device="cuda"), kind) if peer in OURS else _theirs(peer, kind)
     losses = [run().item() for _ in range(WARM)]
     return _Runner(run, torch.cuda.memory_allocated() - before, losses)
 
 
-def _rows(kind: Race, sizes: dict[str, Any]) -> list[list[str]]:
-    runners = {peer: _ready(kind, sizes, peer) for peer in kind.peers}
-    for _ in range(kind.rounds):  # in turns, because the speed of the host varies
-        for runner in runners.values():
-            runner.step()
-    rows: list[list[str]] = []
-    first = runners[kind.peers[0]]
-    for peer, runner in runners.items():
-        if any(not abs(a - b) <= LIMIT * abs(b) for a, b in zip(runner.losses, first.losses, strict=True)):
-            of = TITLES[kind.peers[0]]
-            raise ValueError(f"{TITLES[peer]} does not compute the losses of {of}: {runner.losses}, not {first.losses}")
-        wall, host = statistics.median(runner.walls), statistics.median(runner.hosts)
-        ratio = wall / statistics.median(first.walls)
-        milliseconds = [TITLES[peer], f"{1e3 * wall:.1f}", f"{ratio:.2f}", f"{1e3 * host:.1f}"]
-        units = sizes["num_hidden_layers"] + 1
-        rows.append([*milliseconds, f"{1e6 * host / units:.0f}", f"{runner.peak / 2**30:.2f}"])
-    return rows
-
-
-def _made(kind: Race, sizes: dict[str, Any], peer: str, mesh: fs.Mesh | None = None) -> Callable[[], torch.Tensor]:
-    if peer in OURS:
-        return _ours(sizes, peer, mesh or fs.init_mesh(device="cuda"), kind)
-    return (_fsdp2 if peer == "fsdp2" else _eager)(sizes, kind)
-
-
-def _model(sizes: dict[str, Any], dtype: torch.dtype) -> Any:
+def _model(dtype: torch.dtype) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -253,22 +164,32 @@ def _model(sizes: dict[str, Any], dtype: torch.dtype) -> Any:
     torch.set_default_dtype(dtype)
     try:
         with torch.device("cuda"):
-            return LlamaForCausalLM(LlamaConfig(**sizes)).train()
+            return LlamaForCausalLM(LlamaConfig(**SIZES)).train()
     finally:
         torch.set_default_dtype(usual)
 
 
-def _tokens(sizes: dict[str, Any], kind: Race) -> torch.Tensor:
-    return torch.randint(sizes["vocab_size"], kind.batch, generator=torch.Generator().manual_seed(1)).to("cuda")
+def _tokens(kind: Race) -> torch.Tensor:
+    return torch.randint(SIZES["vocab_size"], kind.batch, generator=torch.Generator().manual_seed(1)).to("cuda")
 
 
 def _loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def _plain(model: Any, sizes: dict[str, Any], kind: Race) -> Callable[[], torch.Tensor]:
+def _theirs(peer: str, kind: Race) -> Callable[[], torch.Tensor]:
+    model = _model(kind.dtype)
+    layer_class = type(model.model.layers[0])
+    for layer in model.model.layers:  # as torch's recipes do
+        if kind.remat:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        if kind.compiled:
+            layer.compile()
+    if peer == "fsdp2":
+        further: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if kind.offload else {}
+        model = sharded_by_fsdp2(model, layer_class, mesh=dist.device_mesh.init_device_mesh("cuda", (1,)), **further)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    tokens = _tokens(sizes, kind)
+    tokens = _tokens(kind)
 
     def run() -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -280,32 +201,8 @@ def _plain(model: Any, sizes: dict[str, Any], kind: Race) -> Callable[[], torch.
     return run
 
 
-def _eager(sizes: dict[str, Any], kind: Race) -> Callable[[], torch.Tensor]:
-    model = _model(sizes, kind.dtype)
-    _change_layers(model, kind)
-    return _plain(model, sizes, kind)
-
-
-def _fsdp2(sizes: dict[str, Any], kind: Race) -> Callable[[], torch.Tensor]:
-    model = _model(sizes, kind.dtype)
-    layer = type(model.model.layers[0])
-    _change_layers(model, kind)
-    mesh = dist.device_mesh.init_device_mesh("cuda", (1,))
-    further: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if kind.offload else {}
-    return _plain(sharded_by_fsdp2(model, layer, mesh=mesh, **further), sizes, kind)
-
-
-def _change_layers(model: Any, kind: Race) -> None:
-    """Let each layer be computed again in backward, or be compiled, as torch's recipes do."""
-    for layer in model.model.layers:
-        if kind.remat:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-        if kind.compiled:
-            layer.compile()
-
-
-def _ours(sizes: dict[str, Any], strategy: str, mesh: fs.Mesh, kind: Race) -> Callable[[], torch.Tensor]:
-    model = _model(sizes, kind.dtype)
+def _ours(strategy: str, mesh: fs.Mesh, kind: Race) -> Callable[[], torch.Tensor]:
+    model = _model(kind.dtype)
     units = fs.wrap.by_class(type(model.model.layers[0]))(model)
     apply, params, buffers = fs.make_functional(model)
     del model
@@ -316,14 +213,92 @@ def _ours(sizes: dict[str, Any], strategy: str, mesh: fs.Mesh, kind: Race) -> Ca
     step: Any = fs.make_train_step(loss_fn, optimizer, plan, mesh)
     state = step.init(fs.shard(params, plan, mesh), buffers)
     del params
-    tokens = _tokens(sizes, kind)
+    tokens = _tokens(kind)
     if kind.compiled:
         step = fs.trace(step, state, tokens).compile()
 
     def run() -> torch.Tensor:
         nonlocal state
         state, metrics = step(state, tokens)
-        loss: torch.Tensor = metrics["loss"]
-        return loss
+        return metrics["loss"]
 
     return run
+
+
+# --- how much of a slow all-gather overlaps with computation --------------------------------------
+
+# One GPU has no other rank to gather from. So the other rank is torch's "fake" process group, whose
+# collectives return at once and move nothing, in the order of real ones. Each all-gather then sleeps
+# on a stream of its own (``delayed``), and the trace shows the kernels that ran meanwhile.
+SLEEP = "spin_kernel"  # the kernel of torch.cuda._sleep
+
+
+class Kernel(NamedTuple):
+    """A kernel that ran on a GPU, and when the host launched it; in microseconds."""
+
+    start: float
+    end: float
+    stream: int
+    name: str
+    launched: float
+
+
+@contextlib.contextmanager
+def pretended(device: str, seconds: float, world_size: int = 2) -> Iterator[fs.Mesh]:
+    """Yield the mesh of rank 0 of a pretended world, whose all-gathers take ``seconds``."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield delayed(fs.init_mesh(device=device), "all_gather", seconds)
+    finally:
+        dist.destroy_process_group()
+
+
+def traced(run: Callable[[], object], file: Path, device: str, steps: int = 3, warm: int = 3) -> list[Kernel]:
+    """Run steps under the profiler, write the Chrome trace to ``file``, and return its kernels."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if device == "cuda" else []
+    finish = torch.cuda.synchronize if device == "cuda" else lambda: None
+    for _ in range(warm):
+        run()
+    finish()
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(steps):
+            run()
+        finish()
+    profile.export_chrome_trace(str(file))
+    return kernels(json.loads(file.read_text()))
+
+
+def kernels(trace: dict[str, Any]) -> list[Kernel]:
+    """Return the GPU kernels of a Chrome trace."""
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    # Why by correlation: the profiler gives one number to a launch and to its kernel.
+    launches = {
+        event["args"]["correlation"]: event["ts"] for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")
+    }
+    found = []
+    for event in (event for event in events if event.get("cat") == "kernel"):
+        begin, args = event["ts"], event["args"]
+        launched = launches.get(args["correlation"], begin)
+        found.append(Kernel(begin, begin + event["dur"], args["stream"], event["name"], launched))
+    return found
+
+
+def held_up(found: Iterable[Kernel]) -> tuple[int, float, float]:
+    """Return the number of sleeps, their microseconds, and those in which they held other kernels up.
+
+    A sleep holds a kernel up while the device runs no other kernel and the host has launched this
+    one. A device that idles because the host has launched nothing is not held up.
+    """
+    every = sorted(found)
+    sleeps = [kernel for kernel in every if SLEEP in kernel.name]
+    held, busy_until = 0.0, 0.0
+    for kernel in every:
+        if SLEEP in kernel.name:
+            continue
+        idle_from = max(busy_until, kernel.launched)
+        held += sum(max(0.0, min(kernel.start, sleep.end) - max(idle_from, sleep.start)) for sleep in sleeps)
+        busy_until = max(busy_until, kernel.end)
+    return len(sleeps), sum(sleep.end - sleep.start for sleep in sleeps), held

@@ -1,7 +1,7 @@
 """``FakeGroup``: a group of any number of ranks, of which only this one exists.
 
-Its collectives take the memory that those of a real group take, for as long, and move nothing. So
-one process can run a step of the real library as one of 1,024 ranks.
+Its collectives take the memory that those of NCCL take, for as long, and move nothing. So one
+process can run a step of the real library as one of 1,024 ranks.
 """
 
 from __future__ import annotations
@@ -15,45 +15,31 @@ import torch
 import funcshard as fs
 from funcshard.comm import AllGatherWork, Group, Work, all_gather_private, concatenate
 
-__all__ = ["FakeGroup", "fake_mesh"]
-
 
 class _Holding:
     """A collective that keeps its input, as one that still runs does, until it is waited for."""
 
-    def __init__(self, *held: torch.Tensor) -> None:
-        self._held = held
+    def __init__(self, held: torch.Tensor) -> None:
+        self._held: torch.Tensor | None = held
 
     def wait(self) -> None:
-        self._held = ()
+        self._held = None
 
 
 @dataclass(frozen=True, slots=True)
 class FakeGroup(Group):
-    """One rank of a group, without the others, whose data counts as equal to that of this rank.
-
-    Attributes:
-        rank: position of this rank in the group.
-        size: number of ranks.
-        gloo: whether collectives take the memory that those over gloo take; else they take that of
-            NCCL, which receives in place.
-        global_rank: number of this rank.
-    """
+    """One rank of a group, without the others, whose data counts as equal to that of this rank."""
 
     rank: int
     size: int
-    gloo: bool = False
     global_rank: int = 0
 
     def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
-        return FakeGroup(self.rank % len(global_ranks), len(global_ranks), self.gloo)
+        return FakeGroup(self.rank % len(global_ranks), len(global_ranks))
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
         out.view(self.size, -1).copy_(shard.reshape(1, -1).expand(self.size, -1))
-        if not self.gloo:
-            return _Holding(shard)
-        small = out.nbytes <= 1 << 16  # see comm/gloo.py
-        return _Holding(shard.detach().repeat(self.size, *[1] * (shard.dim() - 1))) if small else _Holding()
+        return _Holding(shard)
 
     def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
         return all_gather_private(self, shard, label=label)
@@ -61,15 +47,10 @@ class FakeGroup(Group):
     def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
         full = parts[0] if len(parts) == 1 else concatenate(parts, self.empty(self.size * out.numel(), out))
         out.view(-1).copy_(full.view(self.size, -1)[self.rank])
-        if not self.gloo:
-            return _Holding(full)
-        # Why less at the ends: gloo need not send the slice of the first or the last rank.
-        return _Holding(full, full.new_empty(full.numel() - out.numel() * (self.rank in (0, self.size - 1))))
+        return _Holding(full)
 
     def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
-        if not self.gloo:
-            return _Holding(tensor)
-        return _Holding(tensor, tensor.new_empty(self.size * tensor.view(-1).tensor_split(self.size)[self.rank].numel()))
+        return _Holding(tensor)
 
     def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
         return _Holding(tensor)
@@ -84,19 +65,12 @@ class FakeGroup(Group):
         return [text] * self.size
 
 
-def fake_mesh(shape: Mapping[str, int], device: str = "cpu", *, rank: int = 0, gloo: bool = False) -> fs.Mesh:
-    """Return the mesh of one rank of a job whose other ranks do not exist.
-
-    Arguments:
-        shape: the size of each axis.
-        device: type of the device; ``"meta"`` stands for an accelerator.
-        rank: number of the rank, counted row by row.
-        gloo: see ``FakeGroup``.
-    """
+def fake_mesh(shape: Mapping[str, int], device: str = "cpu", *, rank: int = 0) -> fs.Mesh:
+    """Return the mesh of one rank of a job whose other ranks do not exist; "meta" stands for an accelerator."""
     groups: dict[str, Any] = {}
     left = rank
     for axis, size in reversed(list(shape.items())):
         if size > 1:
-            groups[axis] = FakeGroup(left % size, size, gloo, rank)
+            groups[axis] = FakeGroup(left % size, size, rank)
         left //= size
     return fs.Mesh(dict(reversed(groups.items())), torch.device(device))

@@ -5,9 +5,9 @@ devices. Sharding constraints in the model say that parameters are used whole an
 stay split by samples. Without them XLA carries the row sharding of the parameters over to the
 activations, and sends activations between devices. The step is compiled once, before it is timed.
 
-The script runs in its own process, under an interpreter that has JAX and need not have torch. It
-reads a file of parameters and batches. Then it reads lines with a number of steps, and answers each
-with a line of seconds and losses.
+The script runs under an interpreter that has JAX and need not have torch. It reads a file of
+parameters and batches, and then lines with a number of steps, each of which it answers with seconds
+and losses.
 """
 
 import json

@@ -14,8 +14,6 @@ import torch
 
 from benchmarks.shapes import BATCHES, Shape
 
-__all__ = ["Jax", "has_jax"]
-
 TIMEOUT = 600.0
 
 

@@ -12,16 +12,14 @@ import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import funcshard as fs
-from benchmarks.results import markdown
-
-__all__ = ["FILE", "MeasuredStep", "estimate_step", "measure_step", "read_steps", "steps_table"]
+from benchmarks.results import Table
 
 FILE = Path(__file__).with_name("measured_h100.json")
 _WARM, _ROUNDS = 2, 4  # steps
@@ -38,11 +36,9 @@ class MeasuredStep:
         block: name of the class whose modules are units.
         dtype: dtype of parameters and optimizer.
         param_dtype: dtype of the computation, if it is another.
-        batch: number of samples.
-        length: number of tokens in each; 0 for images of 224 × 224 pixels.
+        batch, length: number of samples, and of tokens in each; 0 for images of 224 × 224 pixels.
         remat: whether the units are computed again in backward.
-        allocated: bytes in use at the peak of a step.
-        reserved: bytes that the allocator held.
+        allocated, reserved: bytes in use at the peak of a step, and those that the allocator held.
         milliseconds: of a step.
     """
 
@@ -54,16 +50,15 @@ class MeasuredStep:
     batch: int
     length: int
     remat: bool
-    allocated: int = 0
-    reserved: int = 0
-    milliseconds: float = 0.0
+    allocated: int
+    reserved: int
+    milliseconds: float
 
     @property
     def title(self) -> str:
         """Name, dtypes and sizes."""
-        config = {**self.config}
-        layers = next(config[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in config)
-        width = next(config[key] for key in ("hidden_size", "n_embd", "d_model") if key in config)
+        layers = next(self.config[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in self.config)
+        width = next(self.config[key] for key in ("hidden_size", "n_embd", "d_model") if key in self.config)
         dtypes = self.dtype if self.param_dtype is None else f"{self.dtype}, {self.param_dtype}"
         size = f"{self.batch} × {self.length}" if self.length else f"{self.batch} images"
         again = ", recomputed" if self.remat else ""
@@ -87,10 +82,10 @@ def measure_step(step: MeasuredStep) -> MeasuredStep:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     torch.manual_seed(0)
-    apply, params, buffers, units, inputs = _prepared(step, torch.device("cuda"))
-    mesh = fs.Mesh(device=torch.device("cuda"))
-    plan = fs.make_plan(params, mesh, units=units, precision=_precision(step))
-    sharded = fs.fully_shard(apply, plan, mesh, remat=units if step.remat else ())
+    device = torch.device("cuda")
+    apply, params, buffers, plan, remat, inputs = _prepared(step, device)
+    mesh = fs.Mesh(device=device)
+    sharded = fs.fully_shard(apply, plan, mesh, remat=remat)
     optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=1e-4, fused=True)
     loss_fn = lambda shards, buffers, inputs: sharded(shards, buffers, **inputs).loss  # noqa: E731
     train_step = fs.make_train_step(loss_fn, optimizer, plan, mesh)
@@ -105,24 +100,22 @@ def measure_step(step: MeasuredStep) -> MeasuredStep:
         state, _ = train_step(state, inputs)
         torch.cuda.synchronize()
         walls.append(time.perf_counter() - begin)
-    taken = {
-        "allocated": torch.cuda.max_memory_allocated() - before,
-        "reserved": torch.cuda.max_memory_reserved(),
-        "milliseconds": round(1e3 * statistics.median(walls[_WARM:]), 1),
-    }
-    return MeasuredStep(**{**asdict(step), **taken})
+    return replace(
+        step,
+        allocated=torch.cuda.max_memory_allocated() - before,
+        reserved=torch.cuda.max_memory_reserved(),
+        milliseconds=round(1e3 * statistics.median(walls[_WARM:]), 1),
+    )
 
 
 def estimate_step(step: MeasuredStep, hardware: str = "h100-8x400gbps") -> Any:
     """Return the report of ``fs.estimate`` on a step; it needs no GPU."""
-    apply, params, buffers, units, inputs = _prepared(step, torch.device("meta"))
-    plan = fs.make_plan(params, 1, units=units, precision=_precision(step))
+    apply, params, buffers, plan, remat, inputs = _prepared(step, torch.device("meta"))
     profile = fs.profile(apply, params, buffers, loss=lambda out: out.loss, precision=plan, **inputs)
-    remat = units if step.remat else ()
     return fs.estimate(profile, plan, hardware=hardware, optimizer="adamw_fused", remat=remat)
 
 
-def steps_table(steps: Sequence[MeasuredStep]) -> tuple[dict[str, Any], float]:
+def steps_table(steps: Sequence[MeasuredStep]) -> tuple[Table, float]:
     """Return a table of measured steps beside their estimates, and the largest error of memory."""
     rows, worst = [], 0.0
     for step in steps:
@@ -133,15 +126,11 @@ def steps_table(steps: Sequence[MeasuredStep]) -> tuple[dict[str, Any], float]:
         memory = [f"{step.allocated / 2**30:.2f}", f"{report.peak / 2**30:.2f}", f"{100 * errors[0]:+.1f} %"]
         times = [f"{step.milliseconds:.0f}", f"{1e3 * report.step_time:.0f}", f"{100 * errors[1]:+.0f} %"]
         rows.append([step.title, *memory, *reserved, *times])
-    return {"title": "Memory in GiB, and milliseconds a step", "header": HEADER, "rows": rows}, worst
+    return Table("Memory in GiB, and milliseconds a step", HEADER, rows), worst
 
 
-def _precision(step: MeasuredStep) -> fs.MixedPrecision | None:
-    return None if step.param_dtype is None else fs.MixedPrecision(getattr(torch, step.param_dtype))
-
-
-def _prepared(step: MeasuredStep, device: torch.device) -> tuple[Any, Any, Any, list[str], dict[str, torch.Tensor]]:
-    """Return the pure function of a model, its parameters and buffers, its units and its inputs."""
+def _prepared(step: MeasuredStep, device: torch.device) -> tuple[Any, Any, Any, fs.Plan, list[str], dict[str, Any]]:
+    """Return the results of ``make_functional``, the plan, what is recomputed, and the inputs."""
     import transformers
 
     model_class = getattr(transformers, step.model)
@@ -163,9 +152,11 @@ def _prepared(step: MeasuredStep, device: torch.device) -> tuple[Any, Any, Any, 
     else:
         images = torch.randn(step.batch, 3, 224, 224, generator=generator).to(device, dtype)
         inputs = {"pixel_values": images, "labels": torch.zeros(step.batch, dtype=torch.long, device=device)}
-    return *fs.make_functional(model), units, inputs
+    apply, params, buffers = fs.make_functional(model)
+    precision = None if step.param_dtype is None else fs.MixedPrecision(getattr(torch, step.param_dtype))
+    plan = fs.make_plan(params, 1, units=units, precision=precision)
+    return apply, params, buffers, plan, units if step.remat else [], inputs
 
 
 if __name__ == "__main__":
-    table, _ = steps_table(read_steps())
-    print(markdown(table["header"], table["rows"]))
+    print(steps_table(read_steps())[0].page())

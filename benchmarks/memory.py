@@ -7,9 +7,9 @@ that share instead of all its shared memory. The kernel keeps a high-water mark 
 which misses no peak. It keeps none of shared memory, so the overcount is taken before and after the
 measured time, and the smaller of the two is subtracted.
 
-The C library keeps much of the freed memory, so that a process has more memory than its tensors. To
-measure the memory in use, ``give_back`` makes the C library return freed blocks to the system at
-once, all but small ones.
+The C library keeps much of the freed memory, so that a process has more memory than its tensors. So
+that the memory in use is measured, it has to return freed blocks to the system at once, all but small
+ones.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["Peak", "measured"]
-
 _STATUS, _PARTS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/smaps_rollup"), Path("/proc/self/clear_refs")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameter numbers of mallopt
 
@@ -30,9 +28,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameter numbers of mallopt
 class Peak:
     """The highest resident memory since ``reset``, minus the resident memory at construction.
 
-    Attributes:
-        bytes: the result, after the ``with`` block has ended; ``None`` if the system does not
-            report it.
+    ``bytes`` has it after the ``with`` block has ended; ``None`` if the system does not report it.
     """
 
     def __init__(self) -> None:
@@ -54,14 +50,13 @@ class Peak:
 
 
 @contextlib.contextmanager
-def measured(*, give_back: bool = False) -> Iterator[Peak]:
-    """Measure the block's peak; ``give_back`` returns freed memory at once, for the process's life."""
-    if give_back:
-        with contextlib.suppress(AttributeError, OSError):
-            libc = ctypes.CDLL(None)
-            libc.mallopt(_MMAP_THRESHOLD, 1 << 16)
-            libc.mallopt(_TRIM_THRESHOLD, 1 << 16)
-            libc.malloc_trim(0)
+def measured() -> Iterator[Peak]:
+    """Measure the block's peak; freed memory is returned at once, for the process's life."""
+    with contextlib.suppress(AttributeError, OSError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_MMAP_THRESHOLD, 1 << 16)
+        libc.mallopt(_TRIM_THRESHOLD, 1 << 16)
+        libc.malloc_trim(0)
     peak = Peak()
     yield peak
     peak._end()

@@ -1,8 +1,7 @@
 """The small models whose memory is measured: a GPT, a Llama, a mixture of experts, a convnet.
 
 Parameters and activations take about as much memory as each other, so that an error in either one
-shows. Every model has four equal blocks, which are the units, and calls ``self.run(block, x)``, which
-a checkpoint may replace.
+shows. Every model has four equal blocks, which are the units.
 """
 
 from __future__ import annotations
@@ -13,16 +12,25 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
+from funcshard.demo import DecoderConfig
+from funcshard.demo.decoders import Decoder
 from funcshard.demo.gpt import GPT, GPTConfig
-
-__all__ = ["MODELS", "Model"]
 
 BLOCKS, WIDTH, CONTEXT, VOCABULARY = 4, 64, 32, 256
 HEADS, HIDDEN = 4, 172
 EXPERTS = 8
+
+
+def token_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean over all tokens."""
+    return F.cross_entropy(output.flatten(0, 1).float(), targets.flatten())
+
+
+def tokens(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs and targets."""
+    return torch.zeros(samples, CONTEXT, dtype=torch.long), torch.zeros(samples, CONTEXT, dtype=torch.long)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,69 +38,18 @@ class Model:
     """A model to measure.
 
     Attributes:
-        build: ``build(mesh, checkpointed)`` returns the module.
+        build: ``build(mesh)`` returns the module.
         batch: ``batch(samples)`` returns inputs and targets.
         loss: ``loss(output, targets)`` returns the mean over the batch.
-        local: the leaves that each rank keeps for itself.
+        local: the leaves of a block that each rank keeps for itself.
         mutable: whether forward changes buffers.
     """
 
-    build: Callable[[fs.Mesh, bool], nn.Module]
-    batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    build: Callable[[fs.Mesh], nn.Module]
+    batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]] = tokens
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = token_loss
     local: tuple[str, ...] = ()
     mutable: bool = False
-
-
-class _Checkpoints(nn.Module):
-    """A module that may run its blocks under ``torch.utils.checkpoint``."""
-
-    checkpointed = False
-
-    def run(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        out = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-        assert isinstance(out, torch.Tensor)
-        return out
-
-
-class _GPT(_Checkpoints, GPT):
-    def forward(self, idx: torch.Tensor) -> torch.Tensor:
-        x = self.token(idx) + self.position(torch.arange(idx.shape[1], device=idx.device))
-        for block in self.blocks:
-            x = self.run(block, x)
-        return self.head(self.norm(x))
-
-
-class _LlamaBlock(nn.Module):
-    """Attention with rotary positions and shared keys, and a SwiGLU."""
-
-    turn: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.q, self.o = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.k, self.v = (nn.Linear(WIDTH, WIDTH // 2, bias=False) for _ in range(2))
-        self.gate, self.up = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
-        angles = torch.outer(torch.arange(CONTEXT), 1e4 ** -torch.linspace(0, 1, WIDTH // HEADS // 2))
-        self.register_buffer("turn", torch.cat([angles.cos(), angles.sin()], -1), persistent=False)
-
-    def attention(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (linear(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for linear in (self.q, self.k, self.v))
-        q, k = self._turned(q), self._turned(k)
-        k, v = (each.repeat_interleave(2, dim=1) for each in (k, v))
-        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-
-    def _turned(self, x: torch.Tensor) -> torch.Tensor:
-        cos, sin = self.turn.to(x.dtype).chunk(2, -1)
-        first, second = x.chunk(2, -1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.norm1(x))
-        y = self.norm2(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
 class _Experts(nn.Module):
@@ -122,23 +79,6 @@ class _Experts(nn.Module):
         return x + out.view_as(x)
 
 
-class _Decoder(_Checkpoints):
-    """Tokens, blocks, and a head that is not tied to the embedding."""
-
-    def __init__(self, block: Callable[[], nn.Module], norm: type[nn.Module]) -> None:
-        super().__init__()
-        self.token = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(block() for _ in range(BLOCKS))
-        self.norm = norm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, idx: torch.Tensor) -> torch.Tensor:
-        x = self.token(idx)
-        for block in self.blocks:
-            x = self.run(block, x)
-        return self.head(self.norm(x))
-
-
 class _ConvBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -149,50 +89,49 @@ class _ConvBlock(nn.Module):
         return F.relu(x + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
 
 
-class _ConvNet(_Checkpoints):
-    """A residual net with BatchNorm."""
+class _Stack(nn.Module):
+    """A stem, blocks, a norm, and a head that is not tied to the stem."""
 
-    def __init__(self, width: int = 48) -> None:
+    def __init__(self, stem: nn.Module, block: Callable[[], nn.Module], head: nn.Module) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, width, 3, padding=1)
-        self.blocks = nn.ModuleList(_ConvBlock(width) for _ in range(BLOCKS))
-        self.head = nn.Linear(width, 10)
+        self.stem, self.blocks, self.head = stem, nn.ModuleList(block() for _ in range(BLOCKS)), head
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
         for block in self.blocks:
-            x = self.run(block, x)
-        return self.head(x.mean((2, 3)))
+            x = block(x)
+        return self.head(x)
 
 
-def _with(module: _Checkpoints, checkpointed: bool) -> nn.Module:
-    module.checkpointed = checkpointed
-    return module
+class _Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean((2, 3))
 
 
-def _tokens(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.zeros(samples, CONTEXT, dtype=torch.long), torch.zeros(samples, CONTEXT, dtype=torch.long)
+def _moe(mesh: fs.Mesh) -> nn.Module:
+    head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False))
+    return _Stack(nn.Embedding(VOCABULARY, WIDTH), lambda: _Experts(mesh), head)
+
+
+def _convnet(mesh: fs.Mesh, width: int = 48) -> nn.Module:
+    """Return a residual net with BatchNorm."""
+    head = nn.Sequential(_Mean(), nn.Linear(width, 10))
+    return _Stack(nn.Conv2d(3, width, 3, padding=1), lambda: _ConvBlock(width), head)
 
 
 def _images(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(samples, 3, 16, 16), torch.zeros(samples, dtype=torch.long)
 
 
-def _token_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(output.flatten(0, 1).float(), targets.flatten())
-
-
 def _class_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output.float(), targets)
 
 
-_GPT_CONFIG = GPTConfig(width=WIDTH, layers=BLOCKS, heads=HEADS, context=CONTEXT, vocabulary=VOCABULARY)
-
+_GPT_SIZES = GPTConfig(width=WIDTH, layers=BLOCKS, heads=HEADS, context=CONTEXT, vocabulary=VOCABULARY)
+_LLAMA_SIZES = DecoderConfig(WIDTH, BLOCKS, HEADS, VOCABULARY, HIDDEN, kv_heads=HEADS // 2, context=CONTEXT)
 MODELS = {
-    "gpt": Model(lambda mesh, c: _with(_GPT(_GPT_CONFIG), c), _tokens, _token_loss),
-    "llama": Model(lambda mesh, c: _with(_Decoder(_LlamaBlock, nn.RMSNorm), c), _tokens, _token_loss),
-    "moe": Model(
-        lambda mesh, c: _with(_Decoder(lambda: _Experts(mesh), nn.LayerNorm), c), _tokens, _token_loss, ("blocks.*.experts",)
-    ),
-    "convnet": Model(lambda mesh, c: _with(_ConvNet(), c), _images, _class_loss, mutable=True),
-}  # fmt: skip
+    "gpt": Model(lambda mesh: GPT(_GPT_SIZES)),
+    "llama": Model(lambda mesh: Decoder(_LLAMA_SIZES)),
+    "moe": Model(_moe, local=("experts",)),
+    "convnet": Model(_convnet, _images, _class_loss, mutable=True),
+}

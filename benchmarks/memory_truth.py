@@ -1,7 +1,7 @@
 """Measure the memory of steps of the real library, to compare ``estimate`` with.
 
-``python -m benchmarks.memory_truth --json FILE`` measures all cases: the strategies, precisions, ways
-to recompute and offloading of four small models, and options of steps.
+``python -m benchmarks.memory_truth`` measures all cases and writes ``memory_truth.json``: the
+strategies, precisions, ways to recompute and offloading of four small models, and options of steps.
 
 Each case runs two steps as one rank of a job whose other ranks do not exist (``fake_ranks``), and
 counts the storages that are alive (``storages``). The first step makes the optimizer's state, and
@@ -10,40 +10,29 @@ learns the order of the units; every later step is like the second.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import dataclasses
 import gc
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import funcshard as fs
 from benchmarks.fake_ranks import fake_mesh
 from benchmarks.memory_models import MODELS, Model
-from benchmarks.show import progress, show
+from benchmarks.published_models import Checkpointed
+from benchmarks.results import progress
 from benchmarks.storages import Storages
 from funcshard._utils.torch_private import is_fake
 
-__all__ = [
-    "CASES",
-    "Case",
-    "Measured",
-    "STRATEGIES",
-    "Setup",
-    "main",
-    "make_step",
-    "measure",
-    "prepare",
-]
-
+FILE = Path(__file__).with_suffix(".json")
 STRATEGIES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "full_shard": ({"shard": 4}, {}),
     "shard_grad_op": ({"shard": 4}, {"strategy": "shard_grad_op"}),
@@ -52,6 +41,11 @@ STRATEGIES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "slices": ({"shard": 4}, {"reshard_after_forward": 2}),
 }
 REMATS = ("none", "remat", "checkpoint")
+_RESHARD = (("reshard_after_forward", False), ("reshard_after_forward", True))
+_SCHEDULES = ({"limit": 2}, {"backward_prefetch": "post"}, {"backward_prefetch": None, "forward_prefetch": False})
+_OPTIMIZERS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("SGD", {}), ("SGD", {"momentum": 0.9}), ("AdamW", {}), ("AdamW", {"fused": True}), ("AdamW", {"foreach": True}),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +61,8 @@ class Case:
         offload: whether shards live on the CPU, and the rest on the meta device.
         device: type of the mesh's device: ``"cpu"``, or ``"meta"`` for an accelerator.
         samples: number of samples in the batch.
-        plan: further options of ``make_plan``.
-        schedule: options of ``make_schedule``, over the order in which the model calls its units;
-            ``None`` if the first step is to learn the order.
-        step: options of ``make_train_step``.
+        plan, step: further options of ``make_plan`` and of ``make_train_step``.
+        schedule: options of ``make_schedule``; ``None`` if the first step is to learn the order.
         optimizer: name of the class in ``torch.optim``, and its options.
     """
 
@@ -93,24 +85,11 @@ class Case:
         parts += [*["offload"] * self.offload, *["meta"] * (self.device == "meta" and not self.offload)]
         options = {**self.plan, **(self.schedule or {}), **self.step, **self.optimizer[1]}
         parts += [f"{key}={value}" for key, value in options.items()] + [self.optimizer[0]] * (self.optimizer[0] != "AdamW")
-        return " ".join(parts)
+        return " ".join(parts + [f"samples={self.samples}"] * (self.samples not in (4, 8)))
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """Everything that a case gives to the library, and to ``estimate``.
-
-    Attributes:
-        case: the case.
-        model: the model.
-        mesh: the mesh.
-        apply, params, buffers: the results of ``make_functional``.
-        plan: the plan.
-        schedule: the schedule; ``None`` if the first step learns it.
-        remat: names of the units that ``fully_shard`` recomputes.
-        optimizer: the optimizer.
-        batch: inputs and targets.
-    """
+class Setup(NamedTuple):
+    """Everything that a case gives to the library, and to ``estimate``."""
 
     case: Case
     model: Model
@@ -125,24 +104,18 @@ class Setup:
     batch: tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(NamedTuple):
     """The memory of a case, in bytes on the mesh's device; shards of offloaded units are elsewhere.
 
     Attributes:
-        first: the peak of the first step.
-        peak: the peak of the second step.
+        first, peak: the peaks of the first and of the second step.
         between: memory between steps, batch included.
-        what: the operation that reached ``peak``.
-        by_category: the composition of ``peak``.
         host: the peak on the CPU in the second step, if shards are offloaded.
     """
 
     first: int
     peak: int
     between: int
-    what: str
-    by_category: dict[str, int]
     host: int | None = None
 
 
@@ -155,59 +128,52 @@ def _cases() -> dict[str, Case]:
         for remat in REMATS
         for offload in (False, True)
     ]
-    ahead: list[Mapping[str, Any]] = [
-        {"limit": 2}, {"backward_prefetch": "post"}, {"backward_prefetch": None, "forward_prefetch": False},
-    ]  # fmt: skip
-    cases += [Case("gpt", schedule=schedule) for schedule in ahead]
-    cases += [Case("gpt", mixed=mixed, device="meta") for mixed in (False, True)]
-    plans: list[Mapping[str, Any]] = [
-        {"bucket_bytes": 1 << 19}, {"reshard_after_forward": False}, {"reshard_after_forward": True},
-    ]  # fmt: skip
-    cases += [Case("gpt", mixed=mixed, plan=plan) for plan in plans for mixed in (False, True)]
-    steps: list[tuple[str, Mapping[str, Any]]] = [
-        ("full_shard", {"max_norm": 1.0}), ("no_shard", {"max_norm": 1.0}), ("no_shard", {"donate": False}),
-        *[(strategy, {"accumulate": 2, "reduce": reduce}) for strategy in ("full_shard", "hybrid")
-          for reduce in ("each", "once", "shard_each")],
-    ]  # fmt: skip
-    cases += [Case("gpt", strategy, mixed=mixed, step=step) for strategy, step in steps for mixed in (False, True)]
-    optimizers: list[tuple[str, Mapping[str, Any]]] = [
-        ("SGD", {}), ("SGD", {"momentum": 0.9}), ("AdamW", {"fused": True}), ("AdamW", {"foreach": True}),
-    ]  # fmt: skip
-    cases += [Case("gpt", "no_shard", samples=1, optimizer=optimizer) for optimizer in optimizers]
-    cases += [Case("gpt", "no_shard", samples=1), Case("gpt", samples=1), Case("gpt", samples=16)]
-    return {case.name + ("" if case.samples in (4, 8) else f" samples={case.samples}"): case for case in cases}
+    both: list[dict[str, Any]] = [{"device": "meta"}]
+    both += [{"plan": {name: value}} for name, value in (("bucket_bytes", 1 << 19), *_RESHARD)]
+    both += [{"step": {"max_norm": 1.0}}]
+    both += [{"strategy": "no_shard", "step": step} for step in ({"max_norm": 1.0}, {"donate": False})]
+    both += [
+        {"strategy": strategy, "step": {"accumulate": 2, "reduce": reduce}}
+        for strategy in ("full_shard", "hybrid")
+        for reduce in ("each", "once", "shard_each")
+    ]
+    cases += [Case("gpt", mixed=mixed, **options) for options in both for mixed in (False, True)]
+    cases += [Case("gpt", schedule=schedule) for schedule in _SCHEDULES]
+    cases += [Case("gpt", "no_shard", samples=1, optimizer=optimizer) for optimizer in _OPTIMIZERS]
+    cases += [Case("gpt", samples=samples) for samples in (1, 16)]
+    return {case.name: case for case in cases}
 
 
 CASES = _cases()
 
 
 def prepare(case: Case, mesh: fs.Mesh | None = None) -> Setup:
-    """Make the model, the plan and the optimizer of a case.
-
-    Arguments:
-        case: the case.
-        mesh: the ranks; by default ranks that do not exist.
-    """
+    """Make the model, the plan and the optimizer of a case, by default for ranks that do not exist."""
     shape, options = STRATEGIES[case.strategy]
     mesh = fake_mesh(shape, case.device) if mesh is None else mesh
     model = MODELS[case.model]
     with torch.random.fork_rng(devices=[]), torch.device(case.device):
         torch.manual_seed(0)
-        apply, params, buffers = fs.make_functional(model.build(mesh, case.remat == "checkpoint"), mutable=model.mutable)
+        net, unit = model.build(mesh), "blocks.*"
+        if case.remat == "checkpoint":  # around units
+            net.blocks, unit = nn.ModuleList(Checkpointed(block) for block in net.blocks), "blocks.*.block"
+        apply, params, buffers = fs.make_functional(net, mutable=model.mutable)
         batch = model.batch(case.samples)
     if case.mixed:
         options = {**options, "precision": fs.MixedPrecision(torch.bfloat16, torch.float32)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that BatchNorm is a unit of its own in mixed precision
-        plan = fs.make_plan(
-            params, mesh, units=["blocks.*"], local=model.local, offload=case.offload, **{**options, **case.plan}
-        )
+        local = [f"{unit}.{leaf}" for leaf in model.local]
+        plan = fs.make_plan(params, mesh, units=[unit], local=local, offload=case.offload, **{**options, **case.plan})
     schedule = None if case.schedule is None else fs.make_schedule(plan, **case.schedule)
     # Why not all units: in mixed precision each BatchNorm is a unit inside a block.
     remat = tuple(name for name in plan.units if name.count(".") == 1) if case.remat == "remat" else ()
     cls, settings = case.optimizer
     optimizer = fs.torch_optimizer(getattr(torch.optim, cls), lr=1e-3, **settings)
-    return Setup(case, model, mesh, apply, params, buffers, plan, schedule, remat, optimizer, batch)
+    return Setup(
+        case=case, model=model, mesh=mesh, apply=apply, params=params, buffers=buffers, plan=plan, schedule=schedule,
+        remat=remat, optimizer=optimizer, batch=batch,
+    )  # fmt: skip
 
 
 def make_step(setup: Setup) -> tuple[Callable[..., Any], fs.TrainState]:
@@ -221,37 +187,23 @@ def make_step(setup: Setup) -> tuple[Callable[..., Any], fs.TrainState]:
         return (model.loss(out[0], targets), out[1]) if model.mutable else model.loss(out, targets)
 
     step = fs.make_train_step(loss_fn, setup.optimizer, plan, mesh, mutable=model.mutable, **setup.case.step)
-    shards = {
-        unit.name: {
-            buffer.key: torch.full(
-                (buffer.shard_numel,),
-                0.01,
-                dtype=getattr(torch, buffer.dtype),
-                device="cpu" if unit.offload else mesh.device,
-            )
+    shards: dict[str, Any] = {}
+    for unit in plan.unit_list:
+        options = {"device": "cpu" if unit.offload else mesh.device}
+        shards[unit.name] = {
+            buffer.key: torch.full((buffer.shard_numel,), 0.01, dtype=getattr(torch, buffer.dtype), **options)
             for buffer in unit.buffers
         }
-        for unit in plan.unit_list
-    }
     return step, step.init(shards, setup.buffers)
 
 
-def measure(
-    case: Case, mesh: fs.Mesh | None = None, *, on_change: Callable[[str, str, int, str], object] | None = None
-) -> Measured:
-    """Run two steps of a case, and return the memory that they take.
-
-    Arguments:
-        case: the case.
-        mesh: the ranks; by default ranks that do not exist.
-        on_change: see ``Storages``.
-    """
+def measure(case: Case, mesh: fs.Mesh | None = None) -> Measured:
+    """Run two steps of a case, by default among ranks that do not exist, and return their memory."""
     setup = prepare(case, mesh)
     step, state = make_step(setup)
-    storages, batch, device = Storages(on_change), setup.batch, setup.mesh.device.type
+    storages, batch, device = Storages(), setup.batch, setup.mesh.device.type
     del setup
-    for category, tensors in {"shards": state.shards, "buffers": state.buffers, "inputs": batch}.items():
-        storages.hold(category, tensors)
+    storages.hold((state.shards, state.buffers, batch))
     peaks, between = [], 0
     with storages, _attention_of_cpu():
         for _ in range(2):
@@ -261,18 +213,9 @@ def measure(
             gc.disable()  # so that a cycle, which would keep memory, shows in every run
             state, _ = step(state, batch)
             gc.enable()
-            storages.hold("optimizer", state.opt_state)
-            storages.hold("buffers", state.buffers)
-            peaks.append((storages.peak(device), storages.peak("cpu")))
+            peaks.append((storages.peak[device], storages.peak["cpu"]))
     (first, _), (peak, host) = peaks
-    return Measured(
-        first.bytes,
-        peak.bytes,
-        between,
-        peak.what,
-        dict(sorted(peak.by_category.items())),
-        host.bytes if case.offload else None,
-    )
+    return Measured(first, peak, between, host if case.offload else None)
 
 
 @contextlib.contextmanager
@@ -283,30 +226,18 @@ def _attention_of_cpu() -> Iterator[None]:
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
         if not q.is_meta and not (q.is_cuda and is_fake(q)):
             return usual(q, k, v, is_causal=is_causal)
-        out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=is_causal)[0]
-        return out
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=is_causal)[0]
 
     with mock.patch.object(F, "scaled_dot_product_attention", attention):
         yield
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure the cases of the command line, print them, and return the measurements."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory_truth", description=__doc__.split("\n")[0])
-    parser.add_argument("--cases", default="", help="only cases whose name begins so")
-    parser.add_argument("--json", type=Path, help="write the measurements to this file")
-    chosen = parser.parse_args(arguments)
+def main() -> None:
+    """Measure all cases, and write them to the file."""
     torch.set_num_threads(1)  # the models are small, and threads wait for each other
-    names = [name for name in CASES if name.startswith(chosen.cases)]
-    found = {name: measure(CASES[name]) for name in progress(names, "measuring")}
-    cells = [[name, f"{m.first:,}", f"{m.peak:,}", f"{m.between:,}", m.what] for name, m in found.items()]
-    show("bytes of one rank", ["case", "first step", "later steps", "between", "peak at"], cells)
-    result = {name: dataclasses.asdict(each) for name, each in found.items()}
-    if chosen.json:
-        lines = [f"{json.dumps(name)}: {json.dumps(each)}" for name, each in result.items()]
-        version = json.dumps(torch.__version__.partition("+")[0])
-        chosen.json.write_text(f'{{"torch": {version}, "cases": {{\n' + ",\n".join(lines) + "\n}}\n")
-    return result
+    lines = [f"{json.dumps(name)}: {json.dumps(measure(CASES[name])._asdict())}" for name in progress(CASES, "measuring")]
+    version = json.dumps(torch.__version__.partition("+")[0])
+    FILE.write_text(f'{{"torch": {version}, "cases": {{\n' + ",\n".join(lines) + "\n}}\n")
 
 
 if __name__ == "__main__":

@@ -20,8 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 import funcshard as fs
 from benchmarks.shapes import LEARNING_RATE, Shape
 
-__all__ = ["COMPILED", "OURS", "PEERS", "PLANS", "TITLES", "TRACED", "Step", "made", "ours", "planned"]
-
 Step = Callable[[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
 
 OURS = ("full_shard", "shard_grad_op")
@@ -85,61 +83,32 @@ def _eager(module: nn.Module, shape: Shape) -> Step:
     return step
 
 
-def _none(shape: Shape) -> Step:
-    return _eager(shape.module(), shape)
+def _ddp(shape: Shape) -> Any:
+    return DistributedDataParallel(shape.module(), gradient_as_bucket_view=True)
 
 
-def _none_compiled(shape: Shape) -> Step:
-    return _eager(torch.compile(shape.module()), shape)  # type: ignore[arg-type]
+def _fsdp1(shape: Shape, strategy: ShardingStrategy) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FSDP1 warns that it is deprecated, and that the CPU is slow
+        policy = ModuleWrapPolicy({shape.unit})
+        device = torch.device("cpu")
+        return FullyShardedDataParallel(
+            shape.module(), sharding_strategy=strategy, auto_wrap_policy=policy, device_id=device
+        )
 
 
-def _ddp(shape: Shape) -> Step:
-    return _eager(DistributedDataParallel(shape.module(), gradient_as_bucket_view=True), shape)
-
-
-def _ddp_compiled(shape: Shape) -> Step:
-    module = DistributedDataParallel(shape.module(), gradient_as_bucket_view=True)
-    return _eager(torch.compile(module), shape)  # type: ignore[arg-type]
-
-
-def _fsdp1(strategy: ShardingStrategy) -> Callable[[Shape], Step]:
-    def make(shape: Shape) -> Step:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # FSDP1 warns that it is deprecated, and that the CPU is slow
-            module = FullyShardedDataParallel(
-                shape.module(),
-                sharding_strategy=strategy,
-                auto_wrap_policy=ModuleWrapPolicy({shape.unit}),
-                device_id=torch.device("cpu"),
-            )
-        return _eager(module, shape)
-
-    return make
-
-
-def _fsdp2(reshard: bool) -> Callable[[Shape], Step]:
-    def make(shape: Shape) -> Step:
-        return _eager(sharded_by_fsdp2(shape.module(), shape.unit, reshard), shape)
-
-    return make
-
-
-def _fsdp2_compiled(shape: Shape) -> Step:
+def _fsdp2_compiled(shape: Shape) -> nn.Module:
     """Compile each block on its own, and shard it then, as torchtitan does."""
     module = shape.module()
     for child in module.modules():
         if isinstance(child, shape.unit):
             child.compile(fullgraph=True)
-    return _eager(sharded_by_fsdp2(module, shape.unit), shape)
+    return sharded_by_fsdp2(module, shape.unit)
 
 
-def sharded_by_fsdp2(
-    module: nn.Module, unit: type[nn.Module], reshard: bool = True, mesh: Any = None, **further: Any
-) -> nn.Module:
+def sharded_by_fsdp2(module: nn.Module, unit: type[nn.Module], reshard: bool = True, **further: Any) -> nn.Module:
     """Apply FSDP2 to every unit and to the root, as its documentation does."""
     options: dict[str, Any] = {"reshard_after_forward": reshard, "mp_policy": MixedPrecisionPolicy(), **further}
-    if mesh is not None:
-        options["mesh"] = mesh
     for child in module.modules():
         if isinstance(child, unit):
             fully_shard(child, **options)
@@ -149,23 +118,20 @@ def sharded_by_fsdp2(
     return module
 
 
-def _ours(peer: str, shared_memory: bool = True) -> Callable[[Shape], Step]:
-    def make(shape: Shape) -> Step:
-        plan, backend = TRACED.get(peer, (peer, None))
-        train_step, state = ours(shape, plan, fs.init_mesh(device="cpu", shared_memory=shared_memory))
-        if peer in TRACED:
-            train_step = fs.trace(train_step, state, shape.batches(0)[0])
-        if backend is not None:
-            train_step = train_step.compile(backend=backend)
+def _ours(shape: Shape, peer: str, shared_memory: bool = True) -> Step:
+    plan, backend = TRACED.get(peer, (peer, None))
+    train_step, state = ours(shape, plan, fs.init_mesh(device="cpu", shared_memory=shared_memory))
+    if peer in TRACED:
+        train_step = fs.trace(train_step, state, shape.batches(0)[0])
+    if backend is not None:
+        train_step = train_step.compile(backend=backend)
 
-        def step(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-            nonlocal state
-            state, metrics = train_step(state, batch)
-            return metrics["loss"]
+    def step(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        nonlocal state
+        state, metrics = train_step(state, batch)
+        return metrics["loss"]
 
-        return step
-
-    return make
+    return step
 
 
 def ours(shape: Shape, peer: str, mesh: fs.Mesh) -> tuple[Any, fs.TrainState]:
@@ -195,22 +161,21 @@ def _plan(module: nn.Module, params: Any, shape: Shape, peer: str, mesh: Any) ->
     return fs.make_plan(params, mesh, units=fs.wrap.by_function(is_unit)(module), **PLANS[peer])
 
 
-PEERS: dict[str, Callable[[Shape], Step]] = {
-    "none": _none,
+MODULES: dict[str, Callable[[Shape], nn.Module]] = {  # peers that train a module
+    "none": lambda shape: shape.module(),
     "ddp": _ddp,
-    "none_compiled": _none_compiled,
-    "ddp_compiled": _ddp_compiled,
+    "none_compiled": lambda shape: torch.compile(shape.module()),
+    "ddp_compiled": lambda shape: torch.compile(_ddp(shape)),
+    "fsdp1": lambda shape: _fsdp1(shape, ShardingStrategy.FULL_SHARD),
+    "fsdp1_kept": lambda shape: _fsdp1(shape, ShardingStrategy.SHARD_GRAD_OP),
+    "fsdp2": lambda shape: sharded_by_fsdp2(shape.module(), shape.unit),
+    "fsdp2_kept": lambda shape: sharded_by_fsdp2(shape.module(), shape.unit, False),
     "fsdp2_compiled": _fsdp2_compiled,
-    "fsdp1": _fsdp1(ShardingStrategy.FULL_SHARD),
-    "fsdp1_kept": _fsdp1(ShardingStrategy.SHARD_GRAD_OP),
-    "fsdp2": _fsdp2(True),
-    "fsdp2_kept": _fsdp2(False),
-    **{peer: _ours(peer) for peer in (*PLANS, *TRACED)},
-    "full_shard_gloo": _ours("full_shard", shared_memory=False),
-    "shard_grad_op_gloo": _ours("shard_grad_op", shared_memory=False),
 }
 
 
 def made(peer: str, shape: Shape) -> Step:
     """Make the peer of a name on this rank."""
-    return PEERS[peer](shape)
+    if peer in MODULES:
+        return _eager(MODULES[peer](shape), shape)
+    return _ours(shape, peer.removesuffix("_gloo"), shared_memory=not peer.endswith("_gloo"))

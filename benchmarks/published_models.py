@@ -14,19 +14,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from funcshard.demo import decoder
 
-__all__ = ["CHECKPOINTS", "LOSSES", "build"]
-
-CHECKPOINTS = ("none", "full", "selective op", "selective layer")
-
 
 def build(name: str, length: int, checkpoints: str, *, compiled: bool = False) -> nn.Module:
-    """Return a decoder on the meta device, some of whose blocks are checkpointed.
+    """Return a decoder of ``length`` positions on the meta device, some of whose blocks are checkpointed.
 
-    Arguments:
-        name: name of the decoder.
-        length: number of positions that the model has.
-        checkpoints: one of ``CHECKPOINTS``.
-        compiled: whether a compiler drops results that backward does not need.
+    ``checkpoints`` are ``"none"``, ``"full"``, ``"selective op"`` or ``"selective layer"``.
     """
     with torch.device("meta"):
         model = decoder(name, context=length)
@@ -45,7 +37,7 @@ class Checkpointed(nn.Module):
         compiled: whether the result of the last product is dropped, which only the output needs.
     """
 
-    def __init__(self, block: nn.Module, *, selective: bool, compiled: bool) -> None:
+    def __init__(self, block: nn.Module, *, selective: bool = False, compiled: bool = False) -> None:
         super().__init__()
         self.block, self.selective, self.compiled = block, selective, compiled
 
@@ -76,43 +68,22 @@ def _contexts(products: int) -> Any:
 # --- losses ---------------------------------------------------------------------------------------
 
 
-def eager(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy of logits that are cast to float32, operation by operation."""
+def _eager(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def held(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the same for a training loop whose variable holds the float32 logits until the end."""
+def _held(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     wide = logits.float()
     return _Held.apply(F.cross_entropy(wide.flatten(0, 1), targets.flatten()), wide.detach())
 
 
-def low(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy in the dtype of the logits, which the loop's variable holds."""
+def _low(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return _Held.apply(F.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits.detach())
 
 
-def chunked(logits: torch.Tensor, targets: torch.Tensor, chunks: int = 8) -> torch.Tensor:
-    """Return the cross-entropy of logits that are cast to float32 chunk by chunk, compiled.
-
-    Source: ``CEWithChunkedOutputLoss`` of https://github.com/meta-pytorch/torchtune.
-    """
+def _chunked(logits: torch.Tensor, targets: torch.Tensor, chunks: int = 8) -> torch.Tensor:
     parts = zip(logits.chunk(chunks, 1), targets.chunk(chunks, 1), strict=True)
-    return torch.stack([fused(part.float(), each) for part, each in parts]).sum()
-
-
-def compiled(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy of float32 logits in one kernel each way, as a compiler makes it."""
-    return _Fused.apply(logits.float(), targets, False)
-
-
-def fused(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy whose backward overwrites the logits with their gradient.
-
-    Source: ``CrossEntropyLoss(inplace_backward=True)`` of
-    https://github.com/Dao-AILab/flash-attention, which llm-foundry uses.
-    """
-    return _Fused.apply(logits, targets, True)
+    return torch.stack([_Fused.apply(part.float(), target, True) for part, target in parts]).sum()
 
 
 class _Held(torch.autograd.Function):
@@ -144,5 +115,13 @@ class _Fused(torch.autograd.Function):
 
 
 LOSSES: dict[str, Callable[..., torch.Tensor]] = {
-    "eager": eager, "held": held, "low": low, "chunked": chunked, "compiled": compiled, "fused": fused,
-}  # fmt: skip
+    "eager": _eager,  # logits cast to float32, operation by operation
+    "held": _held,  # the same, and a variable of the loop holds the float32 logits until the end
+    "low": _low,  # in the dtype of the logits, which the loop's variable holds
+    "chunked": _chunked,  # cast chunk by chunk, compiled: torchtune's ``CEWithChunkedOutputLoss``
+    # In one kernel each way, as a compiler makes it.
+    "compiled": lambda logits, targets: _Fused.apply(logits.float(), targets, False),
+    # Its backward overwrites the logits: flash-attention's ``CrossEntropyLoss(inplace_backward=True)``,
+    # which llm-foundry uses.
+    "fused": lambda logits, targets: _Fused.apply(logits, targets, True),
+}

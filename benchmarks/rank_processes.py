@@ -8,22 +8,21 @@ This file imports torch alone, because the code that a fresh rank has imported i
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-
-__all__ = ["FailedError", "RankProcesses"]
 
 
 class FailedError(RuntimeError):
@@ -38,20 +37,30 @@ class RankProcesses:
         make: called with rank and size in each process; ``call`` calls the methods of the result.
         preload: modules that are imported before the ranks start. ``None`` starts fresh processes.
         timeout: seconds for one call.
+        connect: whether the ranks form a group.
     """
 
-    def __init__(self, size: int, make: Callable[[int, int], Any], *, preload: Sequence[str] | None, timeout: float) -> None:
+    def __init__(
+        self,
+        size: int,
+        make: Callable[[int, int], Any],
+        *,
+        preload: Sequence[str] | None,
+        timeout: float,
+        connect: bool = True,
+    ) -> None:
         context: Any = multiprocessing.get_context("spawn" if preload is None else "forkserver")
         if preload is not None:  # ranks are forked from a process that has only imported modules
             context.set_forkserver_preload(list(preload))
         self.timeout = timeout
         self._directory = tempfile.TemporaryDirectory(prefix="race-ranks-")
+        store = self._directory.name + "/store" if connect else ""
         self._connections: list[Any] = []
         self._processes: list[Any] = []
         for rank in range(size):
             here, there = context.Pipe()
             # Why no daemons: ranks may start processes, such as those of an asynchronous save.
-            process = context.Process(target=_work, args=(there, make, rank, size, self._directory.name, timeout))
+            process = context.Process(target=_work, args=(there, make, rank, size, store, timeout))
             process.start()
             there.close()
             self._connections.append(here)
@@ -64,18 +73,16 @@ class RankProcesses:
         self.close()
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes, and those that they have started."""
         for process in self._processes:
-            process.kill()
+            process.kill()  # it may lead no group yet
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.join()
         self._directory.cleanup()
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on every rank and return the answers in the order of ranks.
-
-        Raises:
-            FailedError: a rank raised, ended, or did not answer in time.
-        """
+        """Call a method on every rank and return the answers in the order of ranks, or raise ``FailedError``."""
         answers: dict[Any, Any] = {}
         for connection in self._connections:
             with contextlib.suppress(BrokenPipeError):
@@ -83,7 +90,7 @@ class RankProcesses:
         end = time.monotonic() + self.timeout
         while len(answers) < len(self._connections):
             waiting = [each for each in self._connections if each not in answers]
-            ready: list[Any] = multiprocessing.connection.wait(waiting, end - time.monotonic())
+            ready: list[Any] = multiprocessing.connection.wait(waiting, max(end - time.monotonic(), 0))
             if not ready:
                 rank = self._connections.index(waiting[0])
                 raise FailedError(f"rank {rank} did not answer {method} within {self.timeout:.0f} s")
@@ -98,13 +105,16 @@ class RankProcesses:
         return [answers[connection] for connection in self._connections]
 
 
-def _work(connection: Any, make: Callable[[int, int], Any], rank: int, size: int, directory: str, timeout: float) -> None:
-    torch.set_num_threads(1)
+def _work(connection: Any, make: Callable[[int, int], Any], rank: int, size: int, file: str, timeout: float) -> None:
+    os.setsid()  # a group that can be killed
     if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.FileStore(str(Path(directory) / "store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout))
-    dist.barrier()
+    torch.set_num_threads(1)
+    if file:
+        options = {"rank": rank, "world_size": size, "timeout": datetime.timedelta(seconds=timeout)}
+        dist.init_process_group("gloo", store=dist.FileStore(file, size), **options)
+        dist.barrier()
     here = make(rank, size)
     while True:
         try:

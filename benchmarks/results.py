@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
-from benchmarks.peers import TITLES
+import torch
 
-__all__ = ["Spread", "check_losses", "markdown", "memory_table", "race_table", "ratio", "spread"]
+from funcshard._utils.table import Table as TextTable
 
-FIRST, LATER = 1e-5, 1e-3  # accepted relative difference of losses: before the first update, and after it
-REFERENCES = ("ddp", "fsdp2", "fsdp2_kept", "jax")
-MEMORY = {"resident": "resident", "in_use": "in use"}
+T = TypeVar("T")
 
 
 class Spread(NamedTuple):
@@ -46,63 +48,56 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
     return Spread(statistics.median(ours) / statistics.median(theirs), rounds.low, rounds.high)
 
 
-def check_losses(losses: Mapping[str, Sequence[float]]) -> None:
-    """Raise ``ValueError`` unless the losses of all peers are the same up to rounding.
+class Table(NamedTuple):
+    """A table of text; ``_asdict`` is its JSON."""
 
-    Of the peer without communication only the first loss is compared, because its ranks train alone
-    after that.
-    """
-    reference = next((peer for peer in losses if not peer.startswith("none")), "none")
-    for peer, found in losses.items():
-        expected = losses[reference]
-        if len(found) != len(expected):
-            raise ValueError(f"{TITLES[peer]} took {len(found)} steps, {TITLES[reference]} {len(expected)}")
-        for i, (a, b) in enumerate(zip(found[: 1 if peer.startswith("none") else None], expected, strict=False)):
-            if not abs(a - b) <= (LATER if i else FIRST) * abs(b):
-                raise ValueError(
-                    f"{TITLES[peer]} computes something else than {TITLES[reference]}: in step {i} its loss is {a!r}, not "
-                    f"{b!r}; times of different computations cannot be compared"
-                )
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
+    def show(self) -> None:
+        """Print the table."""
+        print(f"\n{TextTable(*self)}", flush=True)
 
-def race_table(seconds: Mapping[str, Sequence[float]]) -> tuple[list[str], list[list[str]]]:
-    """Return the header and rows of one race.
-
-    Arguments:
-        seconds: peer -> seconds of a step in each round.
-    """
-    against = [peer for peer in REFERENCES if peer in seconds]
-    header = ["peer", "ms a step (quartiles)", *(f"÷ {TITLES[peer]}" for peer in against)]
-    rows = []
-    for peer, own in seconds.items():
-        row = [TITLES[peer], spread(own).text(1, 1000)]
-        row += ["" if other == peer else ratio(own, seconds[other]).text(2) for other in against]
-        rows.append(row)
-    return header, rows
-
-
-def memory_table(peaks: Mapping[str, Mapping[str, int]]) -> tuple[list[str], list[list[str]]]:
-    """Return the header and rows of the table of peak memory.
-
-    Arguments:
-        peaks: peer -> bytes of a process, ``resident`` and ``in_use``.
-    """
-    against = [peer for peer in ("fsdp2", "fsdp2_kept") if peer in peaks]
-    header = ["peer"]
-    for title in MEMORY.values():
-        header += [f"MiB {title}", *(f"÷ {TITLES[peer]}" for peer in against)]
-    rows = []
-    for peer, own in peaks.items():
-        row = [TITLES[peer]]
-        for kind in MEMORY:
-            row.append(f"{own[kind] / 2**20:.0f}")
-            theirs = (0 if other == peer else peaks[other][kind] for other in against)
-            row += [f"{own[kind] / it:.2f}" if it > 0 else "" for it in theirs]
-        rows.append(row)
-    return header, rows
+    def page(self) -> str:
+        """Return the title and the table as Markdown."""
+        return f"**{self.title}**\n\n{markdown(self.header, self.rows)}\n"
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return the table as Markdown."""
     lines: list[Any] = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def put(file: Path, start: str, end: str, text: str) -> None:
+    """Write text between two lines of a page, which has to have them."""
+    before, found, rest = file.read_text(encoding="utf-8").partition(start)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"{file} must have the lines {start} and {end}, between which the tables go: add them")
+    file.write_text(f"{before}{start}\n{text}\n{end}{after}", encoding="utf-8")
+
+
+def machine() -> dict[str, str]:
+    """Return the facts about this machine that the numbers depend on."""
+    info = Path("/proc/cpuinfo")
+    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    return {
+        "processor": names[0].partition(":")[2].strip() if names else platform.processor() or "unknown",
+        "cores": str(os.cpu_count()),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def about() -> str:
+    """Return the facts about this machine in one line."""
+    return ", ".join(f"{key} {value}" for key, value in machine().items())
+
+
+def progress(items: Iterable[T], what: str) -> Iterator[T]:
+    """Yield ``items``, and say on the standard error that they begin."""
+    print(f"{what} …", file=sys.stderr, flush=True)
+    yield from items

@@ -12,21 +12,19 @@ import gc
 import json
 import subprocess
 import sys
+import time
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import funcshard as fs
-from benchmarks.phases import Phases
 from funcshard.comm import DONE, desync, native
-
-__all__ = ["Messages", "Scale", "counted_messages", "fake_job", "main", "measure"]
 
 RANKS, UNITS = (8, 64, 512, 1024, 4096, 16384), (10, 100, 1000)
 PHASES = ("init_mesh", "make_plan", "shard", "fully_shard", "first step", "step")
@@ -34,42 +32,27 @@ HEADER = ("units", "ranks", *(f"{phase}, ms" for phase in PHASES), "heap, KiB", 
           "plan, KiB", "messages of construction", "of a step", "bytes of them")  # fmt: skip
 
 
-@dataclass(slots=True)
 class Messages:
-    """The messages of the desync detectors: those beside the data of collectives.
+    """In place of ``torch.distributed`` in the desync detectors: counts what they send beside data.
 
     Attributes:
-        count: how many calls of torch's collectives there were.
-        bytes: size of all tensors that were passed to these calls, outputs included.
+        sent: number of collectives that were passed tensors, and the bytes of these, outputs included.
     """
 
-    count: int = 0
-    bytes: int = 0
+    def __init__(self) -> None:
+        self.sent = (0, 0)
 
     def __getattr__(self, name: str) -> Any:
-        """Return torch's function of this name, counted if it is passed tensors."""
         real = getattr(dist, name)
         if name not in ("all_gather", "all_reduce", "broadcast"):
             return real
 
         def counted(*tensors: Any, **options: Any) -> Any:
-            self.count += 1
-            for each in tensors:
-                self.bytes += sum(part.nbytes for part in (each if isinstance(each, list) else [each]))
+            parts = [part for each in tensors for part in (each if isinstance(each, list) else [each])]
+            self.sent = (self.sent[0] + 1, self.sent[1] + sum(part.nbytes for part in parts))
             return real(*tensors, **options)
 
         return counted
-
-
-@contextmanager
-def counted_messages() -> Iterator[Messages]:
-    """Count the messages of detectors in the ``with`` block."""
-    messages = Messages()
-    real, desync.dist = desync.dist, messages  # type: ignore[assignment, attr-defined]
-    try:
-        yield messages
-    finally:
-        desync.dist = real  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -78,13 +61,11 @@ def fake_job(ranks: int, rank: int = 1) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
-    # Why: those of torch's fake group copy the part of each rank, in a loop.
-    real = native.gather_single, native.scatter_single
-    native.gather_single, native.scatter_single = _gather, _scatter
     try:
-        yield
+        # Why: those of torch's fake group copy the part of each rank, in a loop.
+        with mock.patch.multiple(native, gather_single=_gather, scatter_single=_scatter):
+            yield
     finally:
-        native.gather_single, native.scatter_single = real
         dist.destroy_process_group()
 
 
@@ -98,20 +79,29 @@ def _scatter(out: torch.Tensor, full: torch.Tensor, *, group: Any, async_op: boo
     return DONE
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
+class Phases(dict[str, float]):
+    """Seconds of processor time by phase."""
+
+    def timed(self, phase: str, run: Callable[[], Any]) -> Any:
+        """Call ``run``, note its time as that of ``phase``, and return its result."""
+        begin = time.process_time()
+        result = run()
+        self[phase] = time.process_time() - begin
+        return result
+
+
+class Scale(NamedTuple):
     """The measurements of one rank.
 
     Attributes:
-        ranks: number of ranks of the job.
-        units: number of units of the model.
+        ranks, units: their numbers.
         seconds: processor time of each phase.
         heap: bytes of Python objects that are held after two steps.
         heap_torch: those of them that files of torch allocated.
         resident: bytes of the process's memory then, above those before the mesh was made.
         plan: ``plan.to_json()``.
-        construction: messages before the first step.
-        step: messages of the third step.
+        construction: number and bytes of the messages before the first step.
+        step: those of the third step.
     """
 
     ranks: int
@@ -121,36 +111,29 @@ class Scale:
     heap_torch: int
     resident: int
     plan: str
-    construction: Messages
-    step: Messages = field(default_factory=Messages)
+    construction: Sequence[int]
+    step: Sequence[int]
 
     def row(self) -> list[str]:
         """Return the cells of a row of the table."""
         times = [f"{1000 * self.seconds[phase]:.1f}" for phase in PHASES]
         memory = [f"{self.heap / 1024:,.0f}", f"{self.heap_torch / 1024:,.0f}", f"{self.resident / 2**20:.1f}"]
-        messages = [
-            f"{self.construction.count}: {self.construction.bytes:,} B",
-            f"{self.step.count}",
-            f"{self.step.bytes:,}",
-        ]
+        messages = ["{}: {:,} B".format(*self.construction), f"{self.step[0]}", f"{self.step[1]:,}"]
         return [f"{self.units:,}", f"{self.ranks:,}", *times, *memory, f"{len(self.plan) / 1024:,.1f}", *messages]
 
 
 def measure(ranks: int, units: int, *, trace_memory: bool = True) -> Scale:
-    """Build and train a model of ``units`` units as one of ``ranks`` ranks, in this process.
+    """Build and train a model of units with six elements each as one of ``ranks`` ranks, in this process.
 
-    Arguments:
-        ranks: number of ranks; no process group may be initialised.
-        units: number of units, each with two leaves of six elements together.
-        trace_memory: whether to measure the heap, which makes everything else slower.
+    ``trace_memory`` measures the heap, which makes everything else slower.
     """
-    seconds = Phases()
+    seconds, messages = Phases(), Messages()
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(2, 2) for _ in range(units)])
     apply, params, buffers = fs.make_functional(net)
     optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=1e-3, fused=True)
     x = torch.ones(1, 2)
-    with fake_job(ranks), counted_messages() as messages:
+    with fake_job(ranks), mock.patch.object(desync, "dist", messages):
         gc.collect()
         resident = _resident()
         if trace_memory:
@@ -161,12 +144,12 @@ def measure(ranks: int, units: int, *, trace_memory: bool = True) -> Scale:
         sharded = seconds.timed("fully_shard", lambda: fs.fully_shard(apply, plan, mesh))
         step = fs.make_train_step(lambda shards, own, x: sharded(shards, own, x).square().mean(), optimizer, plan, mesh)
         state = step.init(shards, buffers)
-        construction = Messages(messages.count, messages.bytes)
+        construction = messages.sent
         state, _ = seconds.timed("first step", lambda: step(state, x))
         state, _ = step(state, x)
-        before = Messages(messages.count, messages.bytes)
+        before = messages.sent
         state, _ = seconds.timed("step", lambda: step(state, x))
-        own = Messages(messages.count - before.count, messages.bytes - before.bytes)
+        own = [after - start for after, start in zip(messages.sent, before, strict=True)]
         gc.collect()
         heap = heap_torch = 0
         if trace_memory:
@@ -174,39 +157,36 @@ def measure(ranks: int, units: int, *, trace_memory: bool = True) -> Scale:
             tracemalloc.stop()
             heap = sum(trace.size for trace in snapshot.traces)
             heap_torch = sum(trace.size for trace in snapshot.traces if "/torch/" in trace.traceback[0].filename)
-        text = plan.to_json()
-        return Scale(ranks, units, seconds, heap, heap_torch, _resident() - resident, text, construction, own)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a table of the command line's numbers of ranks and units."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="numbers of ranks (default %(default)s)")
-    parser.add_argument("--units", type=int, nargs="+", default=UNITS, help="numbers of units (default %(default)s)")
-    parser.add_argument("--one", action="store_true", help="measure the first numbers in this process, and print JSON")
-    options = parser.parse_args(arguments)
-    if options.one:
-        memory = measure(options.ranks[0], options.units[0])
-        times = measure(options.ranks[0], options.units[0], trace_memory=False)
-        print(json.dumps({**asdict(memory), "seconds": times.seconds}))
-        return
-    print("|", " | ".join(HEADER), "|\n|", " | ".join("---" for _ in HEADER), "|")
-    for units in options.units:
-        for ranks in options.ranks:
-            command = [sys.executable, "-m", "benchmarks.scale", "--one", "--ranks", str(ranks), "--units", str(units)]
-            found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-            print("|", " | ".join(_scale(found).row()), "|", flush=True)
-
-
-def _scale(data: dict[str, Any]) -> Scale:
-    named = {each.name: data[each.name] for each in fields(Scale)}
-    return Scale(**{**named, "construction": Messages(**data["construction"]), "step": Messages(**data["step"])})
+        return Scale(
+            ranks=ranks, units=units, seconds=seconds, heap=heap, heap_torch=heap_torch, resident=_resident() - resident,
+            plan=plan.to_json(), construction=list(construction), step=own,
+        )  # fmt: skip
 
 
 def _resident() -> int:
     """Return the bytes of this process's memory."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
+
+
+def main() -> None:
+    """Print a table of the command line's numbers of ranks and units."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="numbers of ranks (default %(default)s)")
+    parser.add_argument("--units", type=int, nargs="+", default=UNITS, help="numbers of units (default %(default)s)")
+    parser.add_argument("--one", action="store_true", help="measure the first numbers in this process, and print JSON")
+    options = parser.parse_args()
+    if options.one:
+        memory = measure(options.ranks[0], options.units[0])
+        times = measure(options.ranks[0], options.units[0], trace_memory=False)
+        print(json.dumps(memory._replace(seconds=times.seconds)))
+        return
+    print("|", " | ".join(HEADER), "|\n|", " | ".join("---" for _ in HEADER), "|")
+    for units in options.units:
+        for ranks in options.ranks:
+            command = [sys.executable, "-m", "benchmarks.scale", "--one", "--ranks", str(ranks), "--units", str(units)]
+            found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            print("|", " | ".join(Scale(*found).row()), "|", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,37 +9,38 @@ from __future__ import annotations
 import argparse
 import tempfile
 import tracemalloc
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map
 
 import funcshard as fs
 from benchmarks.fake_ranks import fake_mesh
-from benchmarks.phases import Phases
+from benchmarks.scale import Phases
 from funcshard.checkpoint.contents import write_index
 from funcshard.checkpoint.flatten_state import flatten_state
 from funcshard.checkpoint.rank_files import table_file, write_rank
 from funcshard.checkpoint.unflatten_state import Saved, unflatten_state
 
-__all__ = ["CheckpointScale", "main", "measure_checkpoint"]
-
 PHASES = ("flatten", "write index", "write a part", "restore planning", "restore")
 HEADER = ("units", "from ranks", "to ranks", *(f"{phase}, ms" for phase in PHASES), "restore's heap, MiB", "index, KiB",
           "a table, KiB", "tables read")  # fmt: skip
 WIDTH, SAVE = 64, "01234567"
+MOVES: tuple[tuple[dict[str, int], dict[str, int]], ...] = (
+    ({"shard": 8}, {"shard": 6}),
+    ({"shard": 1024}, {"shard": 768}),
+    ({"shard": 1024}, {"replicate": 8, "shard": 96}),
+    ({"replicate": 8, "shard": 128}, {"shard": 768}),
+    ({"shard": 16384}, {"shard": 12288}),
+)
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointScale:
+class CheckpointScale(NamedTuple):
     """The measurements of one rank.
 
     Attributes:
-        units: number of units.
-        old: the mesh that the checkpoint was saved on.
-        new: the mesh that it is restored on.
         seconds: processor time of each phase, for one rank.
         heap: most bytes of Python objects while it restores.
         index: bytes of the index.
@@ -47,43 +48,25 @@ class CheckpointScale:
         tables: number of ranks whose tables and files the restoring rank reads.
     """
 
-    units: int
-    old: dict[str, int]
-    new: dict[str, int]
     seconds: dict[str, float]
     heap: int
     index: int
     table: int
     tables: int
 
-    def row(self) -> list[str]:
-        """Return the cells of a row of the table."""
-        times = [f"{1000 * self.seconds[phase]:,.0f}" for phase in PHASES]
-        sizes = [f"{self.heap / 2**20:.1f}", f"{self.index / 1024:,.0f}", f"{self.table / 1024:,.0f}", str(self.tables)]
-        return [f"{self.units:,}", _text(self.old), _text(self.new), *times, *sizes]
-
 
 def measure_checkpoint(units: int, old: Mapping[str, int], new: Mapping[str, int], *, rank: int = 5) -> CheckpointScale:
-    """Save the parts that one rank needs, and restore them as this rank, in this process.
+    """Save the parts that one rank needs on the old mesh, and restore them as this rank on the new one.
 
-    Arguments:
-        units: number of units, each with a leaf of 64 × 64 and one of 64 elements.
-        old: sizes of the axes of the mesh that the checkpoint is saved on.
-        new: sizes of the axes of the mesh that it is restored on.
-        rank: the restoring rank.
+    Each unit has a leaf of 64 × 64 and one of 64 elements.
     """
     seconds = Phases()
     params = {str(i): {"w": torch.zeros(WIDTH, WIDTH), "b": torch.zeros(WIDTH)} for i in range(units)}
     plans = [fs.make_plan(params, shape, units=["*"]) for shape in (old, new)]
-    cpu = torch.device("cpu")
     flat = seconds.timed("flatten", lambda: flatten_state(_state(plans[0], 0), plans[0], 0))
     ranks: set[int] = set()
-
-    def needed() -> None:
-        saved = Saved(flat.spec, [], flat.shared, plans[0], lambda out, source, name, begin: ranks.add(source))
-        unflatten_state(saved, plans[1], rank, cpu)
-
-    seconds.timed("restore planning", needed)
+    saved = Saved(flat.spec, [], flat.shared, plans[0], lambda out, source, name, begin: ranks.add(source))
+    seconds.timed("restore planning", lambda: unflatten_state(saved, plans[1], rank, torch.device("cpu")))
     # Why in memory: the disk's time is none of a rank's.
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         path = Path(folder, "step")
@@ -95,57 +78,42 @@ def measure_checkpoint(units: int, old: Mapping[str, int], new: Mapping[str, int
         (path / f"{SAVE}.part").rename(path / "index.json")
         mesh = fake_mesh(new, rank=rank)
         restored = seconds.timed("restore", lambda: fs.restore(path, plans[1], mesh))
-        _check(restored, plans[0], plans[1], rank)
+        torch.testing.assert_close(restored, _state(plans[1], rank), rtol=0, atol=0)
         tracemalloc.start()
         fs.restore(path, plans[1], mesh)
         heap = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         index, table = (path / "index.json").stat().st_size, (path / table_file(SAVE, min(ranks))).stat().st_size
-    return CheckpointScale(units, dict(old), dict(new), seconds, heap, index, table, len(ranks))
+    return CheckpointScale(seconds, heap, index, table, len(ranks))
 
 
 def _state(plan: fs.Plan, rank: int) -> dict[str, Any]:
     """Return one rank's parameters and AdamW's averages: the number of each element in its leaf."""
-    found: dict[str, Any] = {}
+    shards: dict[str, Any] = {}
     for unit in plan.unit_list:
         for buffer in unit.buffers:
             shard = torch.zeros(buffer.shard_numel)
             for leaf in buffer.leaves:
                 part = buffer.part(leaf, rank % plan.mesh_shape[1])
                 shard[part.in_shard] = torch.arange(part.begin, part.end).float()
-            found[unit.name] = {buffer.key: shard}
-    copies = [{unit: {key: shard.clone() for key, shard in own.items()} for unit, own in found.items()} for _ in range(2)]
-    return {"shards": found, "exp_avg": copies[0], "exp_avg_sq": copies[1]}
+            shards[unit.name] = {buffer.key: shard}
+    return {"shards": shards, "exp_avg": tree_map(torch.clone, shards), "exp_avg_sq": tree_map(torch.clone, shards)}
 
 
-def _check(restored: Any, old: fs.Plan, new: fs.Plan, rank: int) -> None:
-    expected = _state(new, rank)
-    for name, tree in expected.items():
-        for unit, own in tree.items():
-            for key, shard in own.items():
-                assert torch.equal(restored[name][unit][key], shard), f"{name} of unit {unit} is another one"
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Print a table of the command line's numbers of units."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale_checkpoints", description=__doc__.split("\n")[0])
     parser.add_argument("--units", type=int, nargs="+", default=[100, 1000], help="numbers of units (default %(default)s)")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     measure_checkpoint(2, {"shard": 2}, {"shard": 3}, rank=1)  # imports
     print("|", " | ".join(HEADER), "|\n|", " | ".join("---" for _ in HEADER), "|")
     for units in options.units:
-        for old, new in (
-            ({"shard": 8}, {"shard": 6}),
-            ({"shard": 1024}, {"shard": 768}),
-            ({"shard": 1024}, {"replicate": 8, "shard": 96}),
-            ({"replicate": 8, "shard": 128}, {"shard": 768}),
-            ({"shard": 16384}, {"shard": 12288}),
-        ):
-            print("|", " | ".join(measure_checkpoint(units, old, new).row()), "|", flush=True)
-
-
-def _text(shape: Mapping[str, int]) -> str:
-    return " × ".join(f"{size:,}" for size in shape.values())
+        for old, new in MOVES:
+            found = measure_checkpoint(units, old, new)
+            shapes = [" × ".join(f"{size:,}" for size in shape.values()) for shape in (old, new)]
+            times = [f"{1000 * found.seconds[phase]:,.0f}" for phase in PHASES]
+            sizes = [f"{found.heap / 2**20:.1f}", f"{found.index / 1024:,.0f}", f"{found.table / 1024:,.0f}"]
+            print("|", " | ".join([f"{units:,}", *shapes, *times, *sizes, str(found.tables)]), "|", flush=True)
 
 
 if __name__ == "__main__":

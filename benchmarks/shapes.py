@@ -12,8 +12,6 @@ from torch import nn
 
 from funcshard.demo.gpt import GPT, Block, GPTConfig
 
-__all__ = ["LEARNING_RATE", "SHAPES", "Residual", "Shape"]
-
 LEARNING_RATE = 1e-3
 BATCHES = 4  # different batches, used in turn
 
@@ -34,7 +32,6 @@ class Shape:
     """A model to train, and the size of a rank's batch.
 
     Attributes:
-        title: its description in tables.
         build: builds the module; its random numbers are those of the current seed.
         unit: class of the modules that are units (FSDP's blocks).
         batch: samples a rank.

@@ -7,5 +7,5 @@ Files, in reading order:
 - ``allowed``: the waits that the library may do, with their reasons.
 - ``stream_order``: ``StreamOrder``, which finds accesses of streams that nothing orders.
 - ``faults``: mistakes that are planted, and that a dry run must find.
-- ``steps``: the steps, options and conversions that run dry.
+- ``steps``, ``programs``, ``cases``: the programs that run dry.
 """

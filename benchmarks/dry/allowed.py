@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-__all__ = ["ALLOWED", "Allowed"]
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Allowed:
+class Allowed(NamedTuple):
     """A wait of the host that may be.
 
     Attributes:
         what: the kinds of waits, such as ``"item"``.
-        why: the reason.
         in_step: whether it may be in a step, and not only before or after one.
         answer: the value that the host gets in a dry run, in which no tensor has values.
     """
@@ -63,7 +59,7 @@ ALLOWED: dict[str, Allowed] = {
     ),
     "train/scaler.py:<dictcomp>": Allowed(_TO_CPU, "offload: gradients on the CPU are unscaled there", in_step=True),
     "train/scaler.py:unscale": Allowed(_TO_CUDA, "offload: ranks learn of infinities on the CPU", in_step=True),
-    "core/gradients.py:<dictcomp>": Allowed(_TO_CPU, "offload: gradients on the CPU are divided there", in_step=True),
+    "core/gradients.py:divisor_on": Allowed(_TO_CPU, "offload: gradients on the CPU are divided there", in_step=True),
     "train/muon_step.py:_update_momentum": Allowed(_TO_CUDA, "offload: muon computes on the device", in_step=True),
     "train/muon_step.py:__call__": Allowed(_TO_CPU, "offload: muon computes on the device", in_step=True),
     "train/clipping.py:<listcomp>": Allowed(_TO_CUDA, "offload: the norm on the CPU joins that of the device", in_step=True),

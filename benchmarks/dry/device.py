@@ -19,8 +19,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["missing", "prepare"]
-
 _SOURCE = Path(__file__).with_name("device.cpp")
 
 
@@ -38,9 +36,6 @@ def prepare() -> None:
 
     Call it before the first backward of the process, because torch then counts the devices. A
     process that has run backward can fork one that calls this.
-
-    Raises:
-        RuntimeError: the compiler failed.
     """
     if not torch.backends.cuda.is_built():
         ctypes.CDLL(str(_compiled(Path(torch.__file__).parent))).register_dry_cuda()

@@ -8,14 +8,15 @@ operations on tensors of different devices by themselves.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
+import unittest.mock
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch._C._distributed_c10d import FakeWork
@@ -25,10 +26,8 @@ from torch.utils._pytree import tree_leaves
 
 import funcshard
 from benchmarks.dry.allowed import ALLOWED, Allowed
-from benchmarks.dry.stand_ins import Generator, stand_ins
+from benchmarks.dry.stream_order import StreamOrder
 from funcshard._utils.torch_private import recording_graph
-
-__all__ = ["DryCuda", "Wait", "current_mode", "dry_cuda", "is_dry"]
 
 _Mode = TypeVar("_Mode", bound=TorchDispatchMode)
 
@@ -46,8 +45,7 @@ _INDEXING = {"index", "index_put", "index_put_"}
 _COPIES = {"_to_copy", "copy_"}
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """A wait of the host for the device.
 
     Attributes:
@@ -65,19 +63,13 @@ class Wait:
 class DryCuda(TorchDispatchMode):
     """Note the waits of the host, and answer what the host asks of values that do not exist.
 
-    Arguments:
-        allowed: the waits that may be, by site.
-
     Attributes:
         waits: all waits so far, in order.
-        generator: the random number generator of the device.
     """
 
-    def __init__(self, allowed: Mapping[str, Allowed]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.allowed = allowed
         self.waits: list[Wait] = []
-        self.generator = Generator()
         self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     @property
@@ -99,7 +91,7 @@ class DryCuda(TorchDispatchMode):
         if name in ("is_pinned", "_pin_memory"):
             return self._of_pinned(name, args)
         pinned = kwargs.pop("pin_memory", None)
-        found = self._check(name, func, args, kwargs)
+        found = self._check(name, args, kwargs)
         if name == "_local_scalar_dense" and found is not None:
             return _answer(found.answer, args[0].dtype)
         if found is not None and name == "equal":
@@ -110,16 +102,14 @@ class DryCuda(TorchDispatchMode):
             return _answer(1.0, torch.bool if name == "equal" else args[0].dtype)
         if pinned:
             self._pinned.add(out.untyped_storage())
-        if torch.Tag.nondeterministic_seeded in func.tags and func.namespace == "aten" and _is_on_cuda(out):
-            self.generator.draw()
         return out
 
     def note_wait(self) -> None:
         """Note that the host waits for a stream or an event; the caller's caller asks for it."""
         self._note("synchronize", sys._getframe(2))
 
-    def _check(self, name: str, func: Any, args: Any, kwargs: Any) -> Allowed | None:
-        what = _wait_of(name, func, args, kwargs)
+    def _check(self, name: str, args: Any, kwargs: Any) -> Allowed | None:
+        what = _wait_of(name, args, kwargs)
         if not what or recording_graph():  # make_fx runs nothing
             return None
         return self._note(what, sys._getframe(2))
@@ -127,7 +117,7 @@ class DryCuda(TorchDispatchMode):
     def _note(self, what: str, frame: FrameType) -> Allowed:
         """Note a wait, and return what is allowed at its site."""
         site, in_step = _site(frame)
-        allowed = self.allowed.get(site, Allowed((), ""))
+        allowed = ALLOWED.get(site, Allowed((), ""))
         fits = what in allowed.what and (allowed.in_step or not in_step)
         self.waits.append(Wait(what, site, allowed.why if fits else ""))
         return allowed
@@ -142,12 +132,7 @@ class DryCuda(TorchDispatchMode):
         return out
 
 
-def _is_on_cuda(out: Any) -> bool:
-    first = out[0] if isinstance(out, (tuple, list)) else out
-    return isinstance(first, torch.Tensor) and first.is_cuda
-
-
-def _wait_of(name: str, func: Any, args: Any, kwargs: Any) -> str:
+def _wait_of(name: str, args: Any, kwargs: Any) -> str:
     """Return a name for the wait that an operation means for the host; ``""`` if it means none."""
     if name in _COPIES:
         source = args[1] if name == "copy_" else args[0]
@@ -195,9 +180,7 @@ def _collective(func: Any, args: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.device.type != "cuda":
             raise RuntimeError(f"{name} over NCCL takes tensors on CUDA; found {leaf.device.type}")
     work = FakeWork().boxed()
-    if name in ("_allgather_base_", "_reduce_scatter_base_"):
-        return args[0], work
-    if name in ("allreduce_", "broadcast_"):
+    if name in ("_allgather_base_", "_reduce_scatter_base_", "allreduce_", "broadcast_"):
         return args[0], work
     assert name in ("alltoall_base_", "barrier"), f"the library runs no collective {name}"
     return work
@@ -214,14 +197,84 @@ def current_mode(kind: type[_Mode]) -> _Mode:
 
 
 @contextlib.contextmanager
-def dry_cuda(allowed: Mapping[str, Allowed] = ALLOWED, *, fake: FakeTensorMode | None = None) -> Iterator[DryCuda]:
+def dry_cuda(fake: FakeTensorMode | None = None) -> Iterator[DryCuda]:
     """Make the tensors of the ``with`` block fake, and yield the mode that notes waits.
 
     Arguments:
-        allowed: the waits that may be, by site.
         fake: the mode of the tensors, for ranks of one simulation, which share it.
     """
-    mode = DryCuda(allowed)
-    with warnings.catch_warnings(), stand_ins(mode.generator, mode.note_wait), fake or FakeTensorMode(), mode:
+    mode = DryCuda()
+    with warnings.catch_warnings(), stand_ins(mode.note_wait), fake or FakeTensorMode(), mode:
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # it is 0, and aligned
         yield mode
+
+
+# --- stand-ins for functions of torch.cuda, in a dry run, in which there is no device --------------
+
+
+def _order() -> StreamOrder | None:
+    return next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, StreamOrder)), None)
+
+
+class Event(NamedTuple):
+    """An event of a ``Stream``: what the stream had been given; ``None`` where no order is recorded."""
+
+    clock: dict[str, int] | None
+    note_wait: Callable[[], None]
+
+    def synchronize(self) -> None:
+        """Make the host wait."""
+        self.note_wait()
+        if (order := _order()) and self.clock is not None:
+            order.synchronize(self.clock)
+
+
+class Stream(NamedTuple):
+    """A stream, by its name in ``StreamOrder``."""
+
+    name: str
+    note_wait: Callable[[], None]
+
+    def record_event(self) -> Event:
+        """Return an event after all that the stream has been given."""
+        return Event(order.event(self.name) if (order := _order()) else None, self.note_wait)
+
+    def wait_stream(self, other: Stream) -> None:
+        """Make this stream wait for another one."""
+        if order := _order():
+            order.wait(self.name, other.name)
+
+    def synchronize(self) -> None:
+        """Make the host wait."""
+        self.note_wait()
+        if order := _order():
+            order.synchronize(order.event(self.name))
+
+
+@contextlib.contextmanager
+def stand_ins(note_wait: Callable[[], None]) -> Iterator[None]:
+    """Let functions of ``torch.cuda`` answer for one device, of compute capability 9.0.
+
+    Arguments:
+        note_wait: is called when the host waits for a stream or an event.
+    """
+    streams = itertools.count(1)
+    functions: dict[str, Any] = {
+        # Why for the library alone: torch's fake tensors then ask for a device.
+        "is_available": lambda: sys._getframe(1).f_code.co_filename.startswith(_LIBRARY),
+        "is_initialized": lambda: True,
+        "_initialized": True,
+        "_exchange_device": lambda *_: 0,
+        "_maybe_exchange_device": lambda *_: 0,
+        "current_device": lambda: 0,
+        "get_device_capability": lambda *_: (9, 0),
+        "current_stream": lambda *_: Stream(order.current if (order := _order()) else "", note_wait),
+        "Stream": lambda *_: Stream(f"stream {next(streams)}", note_wait),
+        "stream": lambda stream: order.stream(stream.name) if (order := _order()) else contextlib.nullcontext(),
+        "is_bf16_supported": lambda *_: True,
+        "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda *_: None,
+    }
+    autocast = unittest.mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False)
+    with unittest.mock.patch.multiple("torch.cuda", **functions), autocast:
+        yield

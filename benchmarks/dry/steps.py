@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +17,6 @@ from benchmarks.dry.mode import is_dry
 from funcshard.comm import DesyncDetector, WrappedGroup
 from funcshard.comm.native import Native
 from funcshard.comm.torch_group import TorchGroup
-
-__all__ = ["BATCH", "WIDTH", "Made", "Net", "batch_of", "check_placed", "check_state", "dry_mesh", "made", "train"]
 
 BATCH, WIDTH, WORDS = 4, 8, 16
 
@@ -39,16 +38,11 @@ class _DryGroup(WrappedGroup):
 def dry_mesh(shape: Mapping[str, int]) -> fs.Mesh:
     """Return the mesh of rank 0 on CUDA; collectives go through the library's code for NCCL.
 
-    Its process groups are torch's "fake" ones, two for each axis, as on NCCL.
-
-    Arguments:
-        shape: the size of each axis; the process groups stay until the process ends.
+    Its process groups are torch's "fake" ones, two for each axis, as on NCCL. They stay until the
+    process ends.
     """
-    world = 1
-    for size in shape.values():
-        world *= size
     groups: dict[str, Any] = {}
-    stride = world
+    stride = math.prod(shape.values())
     for axis, size in shape.items():
         stride //= size
         if size > 1:
@@ -86,11 +80,10 @@ class Net(nn.Module):
         x = self.embed(x).flatten(0, 1)
         for block in self.blocks:
             x = block(x)
-        found: torch.Tensor = self.head(self.norm(x))
-        return found
+        return self.head(self.norm(x))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
     """A step and all that it was made of; ``losses`` are those of ``train``."""
 
@@ -132,9 +125,7 @@ def made(
     sharded = fs.fully_shard(apply, cut, mesh, remat=remat, schedule=order)
 
     def loss_fn(shards: Any, buffers: Any, batch: torch.Tensor) -> Any:
-        with torch.autocast(
-            mesh.device.type, torch.bfloat16 if autocast == "bfloat16" else torch.float16, enabled=bool(autocast)
-        ):
+        with torch.autocast(mesh.device.type, getattr(torch, autocast or "bfloat16"), enabled=bool(autocast)):
             out = sharded(shards, buffers, batch)
         out, new = out if mutable else (out, None)
         loss = F.cross_entropy(out.float(), batch.flatten())
@@ -142,7 +133,8 @@ def made(
 
     run = optimizer(cut, mesh)
     step = fs.make_train_step(loss_fn, run, cut, mesh, weighted=weighted, mutable=mutable, **options)
-    return Made(step, step.init(fs.shard(params, cut, mesh), buffers), cut, mesh, run, sharded)
+    state = step.init(fs.shard(params, cut, mesh), buffers)
+    return Made(step=step, state=state, plan=cut, mesh=mesh, optimizer=run, sharded=sharded)
 
 
 def batch_of(mesh: fs.Mesh) -> torch.Tensor:

@@ -28,40 +28,18 @@ import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["StreamOrder", "Unordered"]
-
 HOST = "host"
 _Clock = dict[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Unordered:
-    """Two accesses of one storage that nothing orders.
-
-    Attributes:
-        first, second: the operations and their streams, such as ``"mul on compute"``.
-        writes: which of them writes: ``"first"``, ``"second"`` or ``"both"``.
-        bytes: size of the storage.
-    """
-
-    first: str
-    second: str
-    writes: str
-    bytes: int
-
-    def __str__(self) -> str:
-        return f"{self.second} is not ordered after {self.first}, and one of them writes ({self.bytes} bytes)"
-
-
-@dataclass(frozen=True, slots=True)
-class _Access:
+class _Access(NamedTuple):
     actor: str
     time: int
     what: str
@@ -74,7 +52,6 @@ class _Memory:
     stream: str
     bytes: int
     host: bool
-    pinned: bool = False
     written: _Access | None = None
     read: dict[str, _Access] = field(default_factory=dict)
     recorded: set[str] = field(default_factory=set)
@@ -83,22 +60,15 @@ class _Memory:
 class StreamOrder(TorchDispatchMode):
     """Record what runs on which stream while the mode is active, around a dry run.
 
-    Arguments:
-        starts_after: whether collectives wait for the current stream, as torch's do; ``False``
-            plants the fault of those that start too early.
-        keeps: whether a work keeps its tensors alive, as torch's does; ``False`` plants the fault of
-            those that do not.
-
     Attributes:
-        unordered: the pairs that were found.
+        unordered: the pairs of accesses that were found, in words.
         accesses: number of accesses that were checked.
     """
 
-    def __init__(self, *, starts_after: bool = True, keeps: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.unordered: list[Unordered] = []
+        self.unordered: list[str] = []
         self.accesses = 0
-        self._starts_after, self._keeps = starts_after, keeps
         self._clocks: dict[str, _Clock] = {HOST: {HOST: 0}}
         self._memories: dict[int, _Memory] = {}
         self._stream = "compute"
@@ -125,14 +95,9 @@ class StreamOrder(TorchDispatchMode):
             del self._of_thread.stream
 
     @property
-    def _current(self) -> str:
-        """The stream that operations of this thread are issued to."""
-        return getattr(self._of_thread, "stream", self._stream)
-
-    @property
     def current(self) -> str:
         """Name of the stream that operations of this thread are issued to."""
-        return self._current
+        return getattr(self._of_thread, "stream", self._stream)
 
     def event(self, stream: str) -> _Clock:
         """Return an event of a stream: all that it has been given so far."""
@@ -159,7 +124,7 @@ class StreamOrder(TorchDispatchMode):
         out = func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
         if name == "record_stream":
-            self._memory(args[0]).recorded.add(self._current)
+            self._memory(args[0]).recorded.add(self.current)
             return out
         self._operation(name, func, args, kwargs, out)
         return out
@@ -175,7 +140,7 @@ class StreamOrder(TorchDispatchMode):
         if not (writes or reads or made):
             return
         on_device = any(_device(tensor) == "cuda" for tensor in (*writes, *reads, *made))
-        actor = self._current if on_device else HOST
+        actor = self.current if on_device else HOST
         if on_device:
             self._see(actor, self._clock(HOST))
         for tensor in reads:
@@ -191,13 +156,12 @@ class StreamOrder(TorchDispatchMode):
         name = func._schema.name.partition("::")[2].strip("_")
         out, given, stream, returns = _of_collective(name, args)
         self._see(stream, self._clock(HOST))
-        if self._starts_after:
-            self._see(stream, self._clock(self._current))
+        self._see(stream, self._clock(self.current))
         for tensor in given:
             self._access(stream, tensor, name, write=False)
         for tensor in out:
             self._access(stream, tensor, name, write=True)
-        work = _Work(self, dict(self._clock(stream)), [*given, *out] if self._keeps else [])
+        work = _Work(self, dict(self._clock(stream)), [*given, *out])
         self._works.append(work)
         boxed = work.boxed()
         return boxed if returns is None else (returns, boxed)
@@ -226,12 +190,10 @@ class StreamOrder(TorchDispatchMode):
 
     def _check(self, memory: _Memory, clock: _Clock, what: str, *, write: bool) -> None:
         """Note each earlier access that ``clock`` has not seen, if one of the two writes."""
-        earlier = [("both" if write else "first", memory.written)] if memory.written else []
-        earlier += [("second", access) for access in memory.read.values()] if write else []
-        for writes, access in earlier:
-            assert access is not None, "only accesses are listed"
+        for access in [*[memory.written] * (memory.written is not None), *(memory.read.values() if write else ())]:
             if clock.get(access.actor, 0) < access.time and not (what == "free" and access.actor in memory.recorded):
-                self.unordered.append(Unordered(access.what, what, writes, memory.bytes))
+                words = f"{what} is not ordered after {access.what}, and one of them writes ({memory.bytes} bytes)"
+                self.unordered.append(words)
 
     def _memory(self, tensor: torch.Tensor) -> _Memory:
         storage = tensor.untyped_storage()
@@ -239,7 +201,7 @@ class StreamOrder(TorchDispatchMode):
         found = self._memories.get(key)
         if found is None:
             host = _device(tensor) != "cuda"
-            found = self._memories[key] = _Memory(HOST if host else self._current, storage.nbytes(), host)
+            found = self._memories[key] = _Memory(HOST if host else self.current, storage.nbytes(), host)
             weakref.finalize(storage, self._free, key).atexit = False
         return found
 
@@ -263,7 +225,7 @@ class _Work(dist._Work):
         self._order, self._end, self._held = order, end, held
 
     def wait(self, timeout: Any = None) -> bool:
-        self._order._see(self._order._current, self._end)
+        self._order._see(self._order.current, self._end)
         self._held = []
         return True
 

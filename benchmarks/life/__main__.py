@@ -10,19 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.life.racing import race
-from benchmarks.life.report import HEADER, as_json, row
-from benchmarks.life.rows import cases
-from benchmarks.results import markdown
-from benchmarks.show import show
-from benchmarks.step import machine
-
-__all__ = ["main"]
+from benchmarks import results
+from benchmarks.life.racing import FILES, HEADER, cases_of, race
+from benchmarks.step import listed
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run the races of the command line, print the table, and return everything measured."""
-    known = cases()
+def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Run the races of the command line, print the table, and return everything measured, row by row."""
+    known = {name: (file, case) for file in FILES for name, case in cases_of(file).items()}
     parser = argparse.ArgumentParser(prog="python -m benchmarks.life", description=__doc__)
     parser.add_argument("--rows", default="", help=f"of {', '.join(known)}, with commas between (default: all)")
     parser.add_argument("--ranks", default="", help="numbers of ranks, of those that the rows name (default: all of them)")
@@ -31,40 +26,33 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--json", type=Path, help="file for everything measured")
     parser.add_argument("--markdown", type=Path, help="file for the table")
     options = parser.parse_args(arguments)
-    names = [name for name in options.rows.split(",") if name] or list(known)
-    for name in names:
-        if name not in known:
-            parser.error(f"there is no row {name!r}; there are {', '.join(known)}")
-    if options.rounds < 1:
-        parser.error(f"--rounds must be at least 1; found {options.rounds}")
-    asked = [int(each) for each in options.ranks.split(",") if each]
+    asked = [int(ranks) for ranks in options.ranks.split(",") if ranks]
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the ranks
-    results, rows = [], []
+    measured, rows = [], []
     shared: dict[int, Any] = {}
     try:
-        for name in names:
+        for name in listed(options.rows, known, "--rows") or known:
             file, case = known[name]
             for ranks in (each for each in case.ranks if not asked or each in asked):
                 print(f"{case.title}, {ranks} ranks …", file=sys.stderr, flush=True)
-                result = race(file, case, ranks, rounds=options.rounds, tiny=options.tiny, shared=shared)
+                result = race(file, case, ranks, rounds=max(options.rounds, 1), tiny=options.tiny, shared=shared)
                 if result.error:
                     print(result.error, file=sys.stderr, flush=True)
-                results.append(as_json(result))
-                rows.append(row(result))
+                measured.append(result.as_json())
+                rows.append(result.row())
                 print("    " + " · ".join(rows[-1][3:]), file=sys.stderr, flush=True)
     finally:
         for group in shared.values():
             group.close()
     title = f"Everything but the step; {options.rounds} rounds{', tiny' if options.tiny else ''}"
-    show(title, HEADER, rows)
-    found = {"machine": machine(), "rows": results, "table": {"title": title, "header": HEADER, "rows": rows}}
+    table = results.Table(title, HEADER, rows)
+    table.show()
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+        options.json.write_text(json.dumps({"machine": results.machine(), "rows": measured}, indent=1))
     if options.markdown:
-        about = ", ".join(f"{key} {value}" for key, value in machine().items())
-        options.markdown.write_text(f"Measured on {about}.\n\n**{title}**\n\n{markdown(HEADER, rows)}\n")
-    return found
+        options.markdown.write_text(f"Measured on {results.about()}.\n\n{table.page()}")
+    return measured
 
 
 if __name__ == "__main__":
-    sys.exit(int(any(each["error"] for each in main()["rows"])))
+    sys.exit(int(any(row["error"] for row in main())))

@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from benchmarks import memory
-
-__all__ = ["Case", "Place", "Turn"]
 
 # Does its part once, within ``place.timed()``, and returns a fingerprint of the result: floats,
 # strings, or lists and tuples of them, or ``None`` if the two sides' results cannot be compared.
@@ -24,20 +21,15 @@ class Place:
     """A rank, as the sides of a case see it.
 
     Attributes:
-        rank: number of the rank.
-        size: number of ranks.
+        rank, size: number of the rank, and of ranks.
         directory: an empty folder on disk that all ranks and both sides of the case share.
         tiny: whether the case has to be tiny, for a test or to load code.
-        round: number of the round; negative while turns are not measured.
-        seconds: wall time of the turn's timed part.
-        processor: processor time of that part, of all threads of the process.
+        seconds, processor: wall time and processor time of the turn's timed part.
         bytes: peak of resident memory above that at the start of that part, if it is measured.
     """
 
-    def __init__(self, rank: int, size: int, directory: Path, *, tiny: bool = False) -> None:
-        self.rank, self.size, self.directory, self.tiny = rank, size, directory, tiny
-        self.round = 0
-        self.weighs = False
+    def __init__(self, rank: int, size: int, directory: Path, *, tiny: bool = False, weighs: bool = False) -> None:
+        self.rank, self.size, self.directory, self.tiny, self.weighs = rank, size, directory, tiny, weighs
         self._peak: memory.Peak | None = None
         self.reset()
 
@@ -49,16 +41,15 @@ class Place:
     def timed(self) -> Iterator[None]:
         """Measure the block, which every rank has to enter; several blocks of a turn add up."""
         with contextlib.ExitStack() as stack:
-            peak = stack.enter_context(memory.measured(give_back=True)) if self.weighs else None
+            self._peak = stack.enter_context(memory.measured()) if self.weighs else None
             dist.barrier()
-            self._peak = peak
             self.forget_peak()
             start, worked = time.perf_counter(), time.process_time()
             yield
             self.record(time.perf_counter() - start, time.process_time() - worked)
             dist.barrier()
-        if peak is not None:
-            self.bytes = max(self.bytes, peak.bytes or 0)
+        if self._peak is not None:
+            self.bytes = max(self.bytes, self._peak.bytes or 0)
 
     def forget_peak(self) -> None:
         """Forget the peak of memory so far, within the timed part."""
@@ -70,18 +61,25 @@ class Place:
         self.seconds += seconds
         self.processor += processor
 
+    def turn(self, run: Callable[[], Any], check: Callable[[Any], Any] = lambda result: None) -> Turn:
+        """Return the turn that times ``run``, and whose fingerprint is ``check`` of its result."""
 
-@dataclass(frozen=True, slots=True)
-class Case:
+        def turn() -> Any:
+            with self.timed():
+                result = run()
+            return check(result)
+
+        return turn
+
+
+class Case(NamedTuple):
     """One row of the table.
 
     Attributes:
-        name: its stable name, for ``--rows``.
-        title: the words for it in the table.
-        peer: the words for the other side.
+        name: its name, for ``--rows``.
+        title, peer: the words for it, and for the other side, in the table.
         goal: the largest ratio of ours and theirs; ``None`` if the row is there to compare with.
-        ours: makes what funcshard needs, once on every rank, and returns the turn.
-        theirs: the same for the peer.
+        ours, theirs: make what a side needs, once on every rank, and return the turn.
         ranks: the numbers of ranks; each is a row.
         fresh: whether every turn runs in new processes, which have imported torch alone.
         measure: ``"seconds"``, or ``"bytes"`` for the peak of resident memory, which is fresh.
@@ -102,11 +100,3 @@ class Case:
     before: Callable[[Place], object] | None = None
     before_ranks: int = 0
     most_rounds: int = 100
-
-    def __post_init__(self) -> None:
-        if self.measure not in ("seconds", "bytes"):
-            raise ValueError(f"measure must be 'seconds' or 'bytes'; found {self.measure!r} in case {self.name!r}")
-        if not self.ranks or min(self.ranks) < 1:
-            raise ValueError(
-                f"ranks must name at least one number of ranks from 1; found {self.ranks} in case {self.name!r}"
-            )

@@ -1,4 +1,4 @@
-"""Checkpoints of parameters and AdamW's state: saved, restored, and saved while training goes on.
+"""State dicts and checkpoints of parameters and AdamW: taken, saved, restored, saved beside training.
 
 Both sides sync every file to the disk before a save counts as done. Ours also syncs folders, checks
 that ranks agree, writes checksums, and publishes the checkpoint with one rename; DCP does none of
@@ -12,79 +12,75 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
+import funcshard as fs
+from benchmarks.life import sides
 from benchmarks.life.case import Case, Place, Turn
-from benchmarks.life.models import adamw, adamw_by_fsdp2, adamw_by_funcshard, sample
-
-__all__ = ["CASES"]
 
 _MILLIONS = 51
 _LEAST_STEPS = 3  # beside a background save, and without one
+_Make = Callable[[Place], Any]
 
 
-@dataclass(slots=True)
-class _Ours:
-    """A model that is sharded by funcshard, with AdamW's state."""
+class _Ours(sides.Ours):
+    """The model after an update with gradients of one."""
 
-    mesh: Any
-    plan: Any
-    step: Any
-    state: Any
-    batch: Any
+    def __init__(self, place: Place) -> None:
+        super().__init__(sides.gpt(place, _MILLIONS, batch=2))
+        self.prepare(ones=True)
+
+    def take(self, optimizer: bool, sharded: bool) -> dict[str, Any]:
+        options: dict[str, Any] = {"sharded": True} if sharded else {"rank0_only": True, "offload": True}
+        if optimizer:
+            return fs.optimizer_to_state_dict(self.state.opt_state, self.optimizer, self.plan, self.mesh, **options)
+        return fs.to_state_dict(self.state.shards, self.plan, self.mesh, **options)
 
     def save(self, path: Path, **options: Any) -> Any:
-        import funcshard as fs
-
         return fs.save(path, self.state, self.plan, self.mesh, **options)
 
     def restore(self, path: Path) -> None:
-        import funcshard as fs
-
         self.state = fs.restore(path, self.plan, self.mesh)
-
-    def train(self) -> None:
-        self.state, _ = self.step(self.state, self.batch)
 
     def clear(self) -> None:
         """Forget the state, as a new process has none."""
         self.state = None
 
     def tensors(self) -> list[torch.Tensor]:
-        import optree
-
-        leaves = optree.tree_leaves((self.state.shards, self.state.opt_state))  # type: ignore[arg-type]
-        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.numel() > 1]
+        tensors = torch.utils._pytree.tree_leaves((self.state.shards, self.state.opt_state))
+        return [leaf for leaf in tensors if isinstance(leaf, torch.Tensor) and leaf.numel() > 1]
 
 
-def _ours(place: Place) -> _Ours:
-    import funcshard as fs
-
-    own = adamw_by_funcshard(_MILLIONS, place)
-    sharded = fs.fully_shard(own.apply, own.plan, own.mesh)
-    loss_fn = lambda shards, buffers, batch: _loss(sharded(shards, buffers, batch[0]), batch[1])  # noqa: E731
-    step = fs.make_train_step(loss_fn, own.optimizer, own.plan, own.mesh)
-    state = step.init(own.shards, own.buffers)._replace(opt_state=own.opt_state)
-    return _Ours(own.mesh, own.plan, step, state, sample(_MILLIONS, place, 2))
-
-
-@dataclass(slots=True)
-class _Theirs:
+class _Theirs(sides.Theirs):
     """The same model, sharded by FSDP2."""
 
-    module: Any
-    optimizer: Any
-    batch: Any
-    group: Any
-    stager: Any
+    def __init__(self, place: Place) -> None:
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-    def state_dict(self) -> dict[str, Any]:
+        super().__init__(sides.gpt(place, _MILLIONS, batch=2))
+        self.update_with_ones()
+        # A group of its own, because its collectives run beside those of training; and a stager
+        # that is kept, because it uses its memory again.
+        self.group = dist.new_group()
+        self.stager = DefaultStager(StagingOptions(False, False, False, False))  # the others need CUDA
+
+    def take(self, optimizer: bool, sharded: bool) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            get_model_state_dict,
+            get_optimizer_state_dict,
+        )
+
+        options = StateDictOptions() if sharded else StateDictOptions(full_state_dict=True, cpu_offload=True)
+        if optimizer:
+            return get_optimizer_state_dict(self.module, self.optimizer, options=options)
+        return get_model_state_dict(self.module, options=options)
+
+    def _state_dict(self) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         model, optimizer = get_state_dict(self.module, self.optimizer)
@@ -94,58 +90,60 @@ class _Theirs:
         import torch.distributed.checkpoint as dcp
 
         if wait:
-            return dcp.save(self.state_dict(), checkpoint_id=path)
-        # A group of its own, because its collectives run beside those of training; and a stager
-        # that is kept, because it uses its memory again.
-        return dcp.async_save(self.state_dict(), checkpoint_id=path, process_group=self.group, async_stager=self.stager)
+            return dcp.save(self._state_dict(), checkpoint_id=path)
+        options: dict[str, Any] = {"process_group": self.group, "async_stager": self.stager}
+        return dcp.async_save(self._state_dict(), checkpoint_id=path, **options)
 
     def restore(self, path: Path) -> None:
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
-        found = self.state_dict()
+        found = self._state_dict()
         dcp.load(found, checkpoint_id=path)
         set_state_dict(self.module, self.optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
-
-    def train(self) -> None:
-        _loss(self.module(self.batch[0]), self.batch[1]).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
     def clear(self) -> None:
         """Clear the parameters, and forget the optimizer's state, as a new process has none."""
         with torch.no_grad():
-            for parameter in self.module.parameters():
+            for parameter in self.params:
                 parameter.zero_()
-        self.optimizer = adamw(self.module)
+        self.optimizer = self.new_optimizer()
 
     def tensors(self) -> list[torch.Tensor]:
-        states = [self.optimizer.state[parameter] for parameter in self.module.parameters()]
-        found = [*self.module.parameters(), *(state[name] for state in states for name in ("exp_avg", "exp_avg_sq"))]
+        states = [self.optimizer.state[parameter] for parameter in self.params]
+        found = [*self.params, *(state[name] for state in states for name in ("exp_avg", "exp_avg_sq"))]
         return [tensor.to_local() for tensor in found]
 
 
-def _theirs(place: Place) -> _Theirs:
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-    module, optimizer = adamw_by_fsdp2(_MILLIONS, place)
-    stager = DefaultStager(StagingOptions(False, False, False, False))  # the others need CUDA
-    return _Theirs(module, optimizer, sample(_MILLIONS, place, 2), dist.new_group(), stager)
+_SIDES: dict[str, _Make] = {"ours": _Ours, "theirs": _Theirs}
 
 
-def _loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(output.flatten(0, 1), targets.flatten())
+# --- state dicts ----------------------------------------------------------------------------------
 
 
-def _bits(side: _Ours | _Theirs) -> int:
+def _taking(optimizer: bool, sharded: bool) -> Callable[[str], _Make]:
+    def check(found: dict[str, Any]) -> float | None:
+        if sharded:  # the two sides cut leaves in different places
+            return None
+        tensors = {f"{name}.{key}": value for name, own in found.get("state", {}).items() for key, value in own.items()}
+        tensors = tensors or {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+        return sum(float(value.double().norm()) for name, value in tensors.items() if "head." not in name)
+
+    def make(name: str, place: Place) -> Turn:
+        side = _SIDES[name](place)
+        return place.turn(lambda: side.take(optimizer, sharded), check)
+
+    return lambda name: lambda place: make(name, place)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def _bits(side: Any) -> int:
     """Return a sum over the bits of parameters and optimizer state, which no cut changes."""
     total = torch.tensor(sum(int(tensor.detach().view(torch.int32).sum(dtype=torch.int64)) for tensor in side.tensors()))
     dist.all_reduce(total)
     return int(total)
-
-
-_Make = Callable[[Place], Any]
-_SIDES: dict[str, _Make] = {"ours": _ours, "theirs": _theirs}
 
 
 def _end(saving: Any) -> None:
@@ -161,21 +159,18 @@ def _remove(place: Place, path: Path) -> None:
     dist.barrier()
 
 
-def _saving(name: str, wait: bool) -> _Make:
+def _saving(name: str, **options: Any) -> _Make:
     def make(place: Place) -> Turn:
-        side, last = _SIDES[name](place), None
+        side, path = _SIDES[name](place), place.directory / f"{name}-saved"
+        further = dict(options)
 
         def turn() -> int:
-            nonlocal last
-            path = place.directory / f"{name}-saved"
-            options = {} if wait else {"wait": False}
-            if name == "ours" and last is not None:
-                options["after"] = last
             with place.timed():
-                saving = side.save(path, **options)
-            if not wait:
+                saving = side.save(path, **further)
+            if options:
                 _end(saving)
-                last = saving
+                if name == "ours":
+                    further["after"] = saving
             _remove(place, path)
             return _bits(side)
 
@@ -186,12 +181,15 @@ def _saving(name: str, wait: bool) -> _Make:
 
 def _restoring(name: str) -> _Make:
     def make(place: Place) -> Turn:
-        side = _SIDES[name](place)
+        side, path = _SIDES[name](place), place.directory / name
 
         def turn() -> int:
             side.clear()
-            path = place.directory / name
-            _forget_pages(path)
+            for part in path.iterdir():  # take it out of the page cache
+                file = os.open(part, os.O_RDONLY)
+                with contextlib.suppress(AttributeError):
+                    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(file)
             with place.timed():
                 side.restore(path)
             return _bits(side)
@@ -201,35 +199,28 @@ def _restoring(name: str) -> _Make:
     return make
 
 
-def _forget_pages(folder: Path) -> None:
-    """Take the files of a folder out of the page cache."""
-    for path in folder.iterdir():
-        file = os.open(path, os.O_RDONLY)
-        with contextlib.suppress(AttributeError):
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(file)
-
-
 def _save_both(place: Place) -> None:
     for name, make in _SIDES.items():
         make(place).save(place.directory / name)
 
 
-def _stepping(name: str, beside: bool) -> _Make:
+def _stepping(beside: bool) -> _Make:
+    """Take steps of ours while a save runs in the background, or without one."""
+
     def make(place: Place) -> Turn:
-        side = _SIDES[name](place)
+        side, path = _Ours(place), place.directory / f"ours-{beside}"
+        batch = side.shape.batches(place.rank)[0]
 
         def turn() -> None:
-            path = place.directory / f"{name}-{beside}"
             saving = side.save(path, wait=False) if beside else None
             done, steps = False, 0
             while not done:
                 dist.barrier()
                 start, worked = time.perf_counter(), time.process_time()
-                side.train()
+                side.train(batch)
                 place.record(time.perf_counter() - start, time.process_time() - worked)
                 steps += 1
-                going = torch.tensor(int(saving is not None and not _done(saving)))
+                going = torch.tensor(int(saving is not None and not saving.done))
                 dist.all_reduce(going)
                 done = not going if beside else steps == _LEAST_STEPS
             place.record(place.seconds / steps - place.seconds, place.processor / steps - place.processor)
@@ -242,26 +233,22 @@ def _stepping(name: str, beside: bool) -> _Make:
     return make
 
 
-def _done(saving: Any) -> bool:
-    return bool(saving.done() if callable(saving.done) else saving.done)
-
-
-def _race(name: str, title: str, make: Callable[[str], _Make], **options: Any) -> Case:
-    return Case(name, title, "DCP on FSDP2", 0.7, make("ours"), make("theirs"), **options)
+def _race(name: str, title: str, make: Callable[[str], _Make], peer: str = "DCP on FSDP2", **options: Any) -> Case:
+    return Case(name, title, peer, 0.7, make("ours"), make("theirs"), **options)
 
 
 CASES = (
-    _race("save", "save parameters and AdamW, 51 M", lambda name: _saving(name, True)),
-    _race("save-async", "save in the background, until training goes on", lambda name: _saving(name, False)),
+    _race("state", "full state dict on rank 0, GPT, 51 M", _taking(False, False), "FSDP2"),
+    _race("state-sharded", "sharded state dict, GPT, 51 M", _taking(False, True), "FSDP2"),
+    _race("optimizer-state", "AdamW's state by name on rank 0, GPT, 51 M", _taking(True, False), "FSDP2"),
+    _race("optimizer-state-sharded", "AdamW's state by name, sharded, GPT, 51 M", _taking(True, True), "FSDP2"),
+    _race("save", "save parameters and AdamW, 51 M", _saving),
+    _race("save-async", "save in the background, until training goes on", lambda name: _saving(name, wait=False)),
     _race("restore", "restore", _restoring, before=_save_both),
     _race("restore-fewer", "restore on 2 ranks from 4", _restoring, before=_save_both, before_ranks=4),
     _race("restore-more", "restore on 4 ranks from 2", _restoring, ranks=(4,), before=_save_both, before_ranks=2),
     Case(
         "step-beside-save", "a step beside a save in the background", "the same step without a save", 1.1,
-        _stepping("ours", True), _stepping("ours", False), most_rounds=4,
-    ),
-    Case(
-        "step-beside-dcp", "FSDP2's step beside DCP's save in the background", "the same step without a save", None,
-        _stepping("theirs", True), _stepping("theirs", False), most_rounds=4,
+        _stepping(True), _stepping(False), most_rounds=4,
     ),
 )  # fmt: skip

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from benchmarks.life.case import Case, Place, Turn
-from benchmarks.life.rows import find
 from benchmarks.rank_processes import FailedError, RankProcesses
 
-__all__ = ["SIDES", "Measured", "Result", "race"]
-
 SIDES = ("ours", "theirs")
+# Files of this package with a tuple CASES. Why names: a fresh rank imports the file of its case and
+# no other, because libraries that other cases import would count as loaded.
+FILES = ("start", "building", "checkpoints", "helpers", "transforms")
 TIMEOUT = 300.0  # seconds for one turn
 # What the ranks of a case that is not fresh have imported when they start. Why Dynamo: the first
 # step of torch.optim imports it.
 PRELOAD = ["benchmarks.life.racing", "funcshard", "torch.distributed.fsdp", "torch._dynamo"]
 EQUAL = 1e-4  # accepted relative difference of floats in fingerprints
+HEADER = ["what", "ranks", "peer", "ours", "theirs", "ratio (quartiles)", "of processor time", "goal", ""]
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+def cases_of(file: str) -> dict[str, Case]:
+    """Return the cases of a file by name."""
+    return {case.name: case for case in importlib.import_module(f"benchmarks.life.{file}").CASES}
+
+
+class Measured(NamedTuple):
     """The slowest rank's seconds in one turn, the processor time of all ranks, and the highest peak."""
 
     seconds: float
@@ -46,26 +52,46 @@ class Result:
     turns: dict[str, list[Measured]] = field(default_factory=lambda: {side: [] for side in SIDES})
     error: str = ""
 
+    def row(self) -> list[str]:
+        """Return the row of the table."""
+        from benchmarks.results import ratio, spread
+
+        case = self.case
+        start = [case.title, str(self.ranks), case.peer]
+        goal = "" if case.goal is None else f"≤ {case.goal:.2f}"
+        if self.error:
+            last = self.error.strip().splitlines()[-1].replace("|", "/")[:200]
+            return [*start, "", "", "", "", goal, f"failed: {last}"]
+        ours, theirs = ([getattr(turn, case.measure) for turn in self.turns[side]] for side in SIDES)
+        worked = [[turn.processor for turn in self.turns[side]] for side in SIDES]
+        if not all(theirs):  # nothing was measured
+            return [*start, "", "", "", "", goal, "not measured"]
+        found = ratio(ours, theirs)
+        processor = f"{ratio(*worked).median:.2f}" if case.measure == "seconds" and all(worked[1]) else ""
+        reached = "" if case.goal is None else "met" if found.median <= case.goal else "missed"
+        unit, factor = ("MiB", 2**-20) if case.measure == "bytes" else ("ms", 1000)
+        amounts = [f"{factor * spread(values).median:.1f} {unit}" for values in (ours, theirs)]
+        return [*start, *amounts, found.text(2), processor, goal, reached]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything measured."""
+        turns = {side: [list(turn[:3]) for turn in self.turns[side]] for side in SIDES}
+        return {"name": self.case.name, "ranks": self.ranks, "goal": self.case.goal, "error": self.error, **turns}
+
 
 def race(file: str, case: Case, ranks: int, *, rounds: int, tiny: bool = False, shared: Any = None) -> Result:
-    """Race the two sides of a case; an error becomes part of the result.
+    """Race the two sides of a case of a file; an error becomes part of the result.
 
-    Arguments:
-        file: file of the case.
-        case: the case.
-        ranks: number of ranks.
-        rounds: turns of each side.
-        tiny: whether to run the tiny variant, once warm, with no fresh processes.
-        shared: a dictionary that keeps groups of processes for the next tiny case.
+    Tiny variants run in no fresh processes; ``shared`` keeps groups of processes for the next tiny case.
     """
     result = Result(case, ranks)
     rounds = min(rounds, case.most_rounds)
     fresh = (case.fresh or case.measure == "bytes") and not tiny
     groups: dict[int, RankProcesses] = {} if shared is None else shared
     try:
-        with tempfile.TemporaryDirectory(prefix="life-", dir=_disk()) as folder:
-            (here := Path(folder) / "files").mkdir()
-            asked = (file, case.name, str(here), tiny, case.measure == "bytes")
+        # Why a variable: the usual folder may be in memory, and checkpoints belong on a disk.
+        with tempfile.TemporaryDirectory(prefix="life-", dir=os.environ.get("LIFE_DIRECTORY")) as folder:
+            asked = (file, case.name, folder, tiny, case.measure == "bytes")
             if case.before is not None:
                 with _group(case.before_ranks or ranks, groups if tiny else None) as group:
                     group.call("before", *asked)
@@ -75,7 +101,7 @@ def race(file: str, case: Case, ranks: int, *, rounds: int, tiny: bool = False, 
                     lasting.call("make", *asked)
                 for i in range(0 if fresh or tiny else -1, rounds):
                     for side in SIDES if i % 2 else SIDES[::-1]:
-                        measured = _fresh_turn(asked, ranks, side, i) if lasting is None else _turn(lasting, side, i)
+                        measured = _fresh_turn(asked, ranks, side) if lasting is None else _turn(lasting, side)
                         if i >= 0:
                             result.turns[side].append(measured)
         _check(result)
@@ -87,14 +113,14 @@ def race(file: str, case: Case, ranks: int, *, rounds: int, tiny: bool = False, 
     return result
 
 
-def _fresh_turn(asked: tuple[Any, ...], ranks: int, side: str, number: int) -> Measured:
+def _fresh_turn(asked: tuple[Any, ...], ranks: int, side: str) -> Measured:
     with _start(ranks, fresh=True) as group:
         group.call("make", *asked, (side,))
-        return _turn(group, side, number)
+        return _turn(group, side)
 
 
-def _turn(group: RankProcesses, side: str, number: int) -> Measured:
-    seconds, processor, peaks, prints = zip(*group.call("turn", side, number), strict=True)
+def _turn(group: RankProcesses, side: str) -> Measured:
+    seconds, processor, peaks, prints = zip(*group.call("turn", side), strict=True)
     return Measured(max(seconds), sum(processor), max(peaks), prints)
 
 
@@ -112,11 +138,6 @@ def _alike(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(_alike, a, b))
     return a is None or b is None or a == b
-
-
-def _disk() -> str | None:
-    """Return a folder on a disk for checkpoints, if the usual folder is in memory and it is named."""
-    return os.environ.get("LIFE_DIRECTORY") or None
 
 
 # --- the group of processes -----------------------------------------------------------------------
@@ -146,13 +167,13 @@ class _Rank:
         self.sides: dict[str, Turn] = {}
 
     def before(self, file: str, name: str, directory: str, tiny: bool, weighs: bool) -> None:
-        before = find(file, name).before
+        before = cases_of(file)[name].before
         assert before is not None
         before(Place(self.rank, self.size, Path(directory), tiny=tiny))
 
     def make(self, file: str, name: str, directory: str, tiny: bool, weighs: bool, sides: tuple[str, ...] = SIDES) -> None:
         self.sides = {}
-        case = find(file, name)
+        case = cases_of(file)[name]
         if weighs and not tiny:  # load the code, which does not count
             loading = Path(directory) / "loading"
             place, is_new = Place(self.rank, self.size, loading, tiny=True), not loading.exists()
@@ -163,14 +184,12 @@ class _Rank:
             dist.barrier()
             for side in sides:
                 getattr(case, side)(place)()
-        self.place = Place(self.rank, self.size, Path(directory), tiny=tiny)
-        self.place.weighs = weighs
+        self.place = Place(self.rank, self.size, Path(directory), tiny=tiny, weighs=weighs)
         self.sides = {side: getattr(case, side)(self.place) for side in sides}
 
-    def turn(self, side: str, number: int) -> tuple[float, float, int, Any]:
+    def turn(self, side: str) -> tuple[float, float, int, Any]:
         place = self.place
         place.reset()
-        place.round = number
         dist.barrier()
         prints = self.sides[side]()
         return place.seconds, place.processor, place.bytes, prints

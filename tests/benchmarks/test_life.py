@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.life import racing, report
+from benchmarks.life import racing
 from benchmarks.life.__main__ import main
 from benchmarks.life.case import Case, Place, Turn
-from benchmarks.life.rows import cases
 from benchmarks.rank_processes import FailedError
 
 pytestmark = pytest.mark.usefixtures("server_of_forks")
@@ -21,9 +20,10 @@ pytestmark = pytest.mark.usefixtures("server_of_forks")
 @pytest.mark.slow
 def test_every_row_runs(tmp_path: Path) -> None:
     found = main(["--tiny", "--rounds", "1", "--json", str(tmp_path / "out.json"), "--markdown", str(tmp_path / "out.md")])
-    assert {each["name"]: each["error"] for each in found["rows"]} == dict.fromkeys(cases(), "")
-    assert all(each[side][0]["seconds"] > 0 for each in found["rows"] for side in racing.SIDES)
-    assert json.loads((tmp_path / "out.json").read_text()) == found
+    names = [name for file in racing.FILES for name in racing.cases_of(file)]
+    assert {row["name"]: row["error"] for row in found} == dict.fromkeys(names, "")
+    assert all(row[side][0][0] > 0 for row in found for side in racing.SIDES)
+    assert json.loads((tmp_path / "out.json").read_text())["rows"] == found
     assert "| what | ranks | peer |" in (tmp_path / "out.md").read_text()
 
 
@@ -67,7 +67,7 @@ def test_a_row_says_whether_its_goal_is_met_or_how_it_failed(
     result = racing.race("", case, 1, rounds=2)
     assert error in result.error
     assert bool(error) == bool(result.error)
-    shown = report.row(result)
+    shown = result.row()
     assert shown[-1].startswith(last)
     assert bool(shown[-2]) == (case.goal is not None)
     assert bool(shown[-1]) == bool(last)

@@ -11,7 +11,7 @@ from torch import nn
 
 import funcshard as fs
 from benchmarks.fake_ranks import fake_mesh
-from benchmarks.storages import Storages
+from benchmarks.storages import GATHERED, Storages
 from tests.module.law import Runs
 
 SHARD = {"shard": 4}
@@ -38,19 +38,11 @@ def made(
 def measured(step: Any, state: fs.TrainState, batch: torch.Tensor) -> tuple[int, int]:
     """Return the peak of the second step, and the most that gathered units hold, in bytes."""
     state, _ = step(state, batch)
-    most = now = 0
-
-    def on_change(what: str, category: str, size: int, device: str) -> None:
-        nonlocal most, now
-        if category == "gathered":
-            now += size
-            most = max(most, now)
-
-    with Storages(on_change) as storages:
-        storages.hold("state", (state.shards, state.buffers, state.opt_state, batch))
+    with Storages() as storages:
+        storages.hold((state.shards, state.buffers, state.opt_state, batch))
         storages.reset()
         step(state, batch)
-    return storages.peak("cpu").bytes, most
+    return storages.peak["cpu"], storages.peak[GATHERED]
 
 
 @pytest.mark.slow
