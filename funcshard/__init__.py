@@ -28,6 +28,7 @@ from funcshard.checkpoint import (
 from funcshard.comm import Mesh, init_mesh, simulate, with_collectives
 from funcshard.core import (
     accumulate,
+    agree,
     all_gather,
     all_to_all,
     axis_index,
@@ -35,6 +36,11 @@ from funcshard.core import (
     broadcast_object,
     broadcast_to_shards,
     gather,
+    gnvp,
+    grad,
+    hvp,
+    jvp,
+    linearize,
     norm,
     pmax,
     pmean,
@@ -48,6 +54,7 @@ from funcshard.core import (
     unshard,
     value_and_grad,
     vdot,
+    vjp,
 )
 from funcshard.estimate import auto_plan, compare, estimate, profile
 from funcshard.graph import load_traced, passes, trace
@@ -104,6 +111,7 @@ __all__ = [
     "Schedule",
     "TrainState",
     "accumulate",
+    "agree",
     "all_gather",
     "all_to_all",
     "assign_owners",
@@ -122,6 +130,9 @@ __all__ = [
     "fully_shard",
     "gather",
     "global_norm",
+    "gnvp",
+    "grad",
+    "hvp",
     "import_dcp",
     "export_dcp",
     "import_safetensors",
@@ -129,8 +140,10 @@ __all__ = [
     "init_mesh",
     "init_module",
     "init_shards",
+    "jvp",
     "latest",
     "linalg",
+    "linearize",
     "load_traced",
     "make_functional",
     "make_meter",
@@ -170,6 +183,7 @@ __all__ = [
     "unstack",
     "value_and_grad",
     "vdot",
+    "vjp",
     "with_collectives",
     "wrap",
 ]

@@ -14,7 +14,7 @@ from tests.ranks import run_simulated
 
 __all__ = [
     "CUTS", "WHOLE", "batch", "cuts_on", "forward", "loss_of", "make_params", "meshes", "plan_on", "ranks", "setup",
-    "slice_of", "slices_at", "whole",
+    "slice_of", "slices_at", "whole", "whole_forward",
 ]  # fmt: skip
 
 WIDTH, HIDDEN = 4, 8
@@ -81,6 +81,21 @@ def plan_on(shape: Mapping[str, int], params: dict[str, Any], **options: Any) ->
     return fs.make_plan(first, shape, **{"units": ["blocks.*"], "local": cuts_on(shape), **options})
 
 
+def _block(leaves: dict[str, torch.Tensor], x: torch.Tensor, total: Callable[..., torch.Tensor]) -> torch.Tensor:
+    hidden = torch.tanh(x @ leaves["up"].T + leaves["bias"])
+    y = total(hidden @ leaves["down"].T, "tensor") * leaves["scale"]
+    mixed = torch.einsum("...c,hkc->...", torch.sin(x), torch.tanh(leaves["experts"]))
+    return torch.tanh(x + y) * (1 + 0.1 * total(mixed, "expert", "tensor").unsqueeze(-1))
+
+
+def whole_forward(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Run the model on its whole parameters, by path."""
+    for number in range(2):
+        leaves = {name: params[f"blocks.{number}.{name}"] for name in ("up", "bias", "down", "scale", "experts")}
+        x = _block(leaves, x, lambda y, *_: y)
+    return x @ params["head"].T
+
+
 def forward(plan: fs.Plan, mesh: fs.Mesh, shards: fs.TrainState | Any, x: torch.Tensor) -> torch.Tensor:
     """Run the model on this rank's shards."""
     axes = tuple(axis for axis in ("expert", "tensor") if axis in mesh.shape)
@@ -89,15 +104,10 @@ def forward(plan: fs.Plan, mesh: fs.Mesh, shards: fs.TrainState | Any, x: torch.
         along = tuple(axis for axis in names if axis in axes)
         return fs.psum(y, mesh, axis=along) if along else y
 
-    def block(leaves: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(x @ leaves["up"].T + leaves["bias"])
-        y = total(hidden @ leaves["down"].T, "tensor") * leaves["scale"]
-        mixed = torch.einsum("...c,hkc->...", torch.sin(x), torch.tanh(leaves["experts"]))
-        return torch.tanh(x + y) * (1 + 0.1 * total(mixed, "expert", "tensor").unsqueeze(-1))
-
     for name in plan.units:
         if name:
-            x = fs.reshard(fs.unshard(block, plan.units[name], mesh))(shards[name], x)
+            run = lambda leaves, x: _block(leaves, x, total)  # noqa: E731
+            x = fs.reshard(fs.unshard(run, plan.units[name], mesh))(shards[name], x)
     head = lambda leaves, x: x @ leaves["head"].T  # noqa: E731
     return fs.unshard(head, plan.units[""], mesh)(shards[""], x)
 

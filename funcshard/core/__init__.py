@@ -21,10 +21,12 @@ order:
 - ``sharding``: ``shard`` and ``gather``, the whole tree to shards and back.
 - ``shard_broadcast``: values that all ranks hold, for arithmetic on shards. ``leaf_blocks``: random
   numbers of which a rank draws those that it keeps. ``vectors``: inner products and random vectors.
-- ``objects``: ``broadcast_object``, a small value of one rank for all ranks.
+- ``objects``: ``broadcast_object`` and ``agree``, a small value for all ranks.
 - ``gradients``: ``value_and_grad`` and ``accumulate``, which take the mean over ranks.
   ``accumulation``: how a batch is split. ``gradient_options``: their options and hooks.
   ``recompute``: ``remat``.
+- ``derivatives``: ``grad``, ``hvp`` and others by ``torch.func``, with the same mean.
+  ``shard_use``: what the mean has to know of a function that a transform differentiates.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ from funcshard.core.collectives import (
     psum_world,
 )
 from funcshard.core.combinators import reshard, unit_comms, unshard, unshard_with
+from funcshard.core.derivatives import gnvp, grad, hvp, jvp, linearize, vjp
 from funcshard.core.flat_buffer import all_gather_flat, all_reduce_flat, views
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
 from funcshard.core.gradient_options import GradientOptions, OnGrads, OnReduceScattered
@@ -67,7 +70,7 @@ from funcshard.core.gradients import (
     value_and_grad,
 )
 from funcshard.core.leaf_blocks import LeafBlocks, block_count
-from funcshard.core.objects import broadcast_object
+from funcshard.core.objects import agree, broadcast_object
 from funcshard.core.plain_collectives import (
     broadcast,
     join_slices,
@@ -103,13 +106,14 @@ from funcshard.core.vectors import axpy, norm, randn_like, vdot
 __all__ = [
     "BufferComm", "Gathered", "GradReducer", "GradientFunction", "GradientOptions", "LeafBlocks",
     "LeafChecksums", "OnGrads", "OnReduceScattered", "Prefetcher", "RecomputeParams", "ScheduleLearner",
-    "Shards", "Unshard", "accumulate", "accumulating_function", "activate", "all_gather", "all_gather_flat",
+    "Shards", "Unshard", "accumulate", "accumulating_function", "activate", "agree", "all_gather", "all_gather_flat",
     "all_reduce_flat", "all_to_all", "axis_index", "axpy", "block_count", "broadcast", "broadcast_object",
     "broadcast_to_shards", "can_cast", "cast_inputs", "cast_outputs", "check_callable", "check_cut",
     "check_fits", "check_leaf", "check_mesh", "check_shards", "check_source", "check_tie", "check_weight",
-    "current_reducer", "current_unit", "cut", "cut_from_rank", "detached", "empty_shard", "gather", "grad_mode",
-    "gradient_function", "hooks_allowed", "join_slices", "loss_value", "modified_leaf", "norm", "pmax", "pmean",
-    "ppermute", "psum", "psum_scatter", "psum_world", "put_whole", "raise_on_every_rank", "randn_like", "remat",
-    "reshard", "run_in_full_precision", "shard", "slice_from_rank", "start_gather", "start_reduce",
-    "start_unit", "unit_comms", "unshard", "unshard_with", "value_and_grad", "vdot", "views", "zero_shard",
+    "current_reducer", "current_unit", "cut", "cut_from_rank", "detached", "empty_shard", "gather", "gnvp",
+    "grad", "grad_mode", "gradient_function", "hooks_allowed", "hvp", "join_slices", "jvp", "linearize",
+    "loss_value", "modified_leaf", "norm", "pmax", "pmean", "ppermute", "psum", "psum_scatter", "psum_world",
+    "put_whole", "raise_on_every_rank", "randn_like", "remat", "reshard", "run_in_full_precision", "shard",
+    "slice_from_rank", "start_gather", "start_reduce", "start_unit", "unit_comms", "unshard", "unshard_with",
+    "value_and_grad", "vdot", "views", "vjp", "zero_shard",
 ]  # fmt: skip

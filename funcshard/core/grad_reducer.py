@@ -30,6 +30,7 @@ from funcshard.core.buffer_comm import (
     UnitShard,
     start_reduce_parts,
 )
+from funcshard.core.shard_use import ShardUse, note_mesh
 from funcshard.plan import BufferPlan, Reduce, UnitPlan, buffer_mode, unit_mode
 
 _log = logging.getLogger("funcshard.core")
@@ -128,6 +129,8 @@ class GradReducer:
         received: whether a gradient has arrived since ``pre_backward``.
         has_gathered: whether units gather nothing.
         at_end: functions to call at the end of the backward that runs.
+        transformed: the shards that units gathered and that are no leaves, such as leaves that a
+            transform inside the loss has wrapped.
     """
 
     def __init__(
@@ -146,6 +149,7 @@ class GradReducer:
         self.received = False
         self.has_gathered = bool(gathered)
         self.at_end: list[Callable[[], None]] = []
+        self.transformed = ShardUse()
         # Why by id: the tree may hold the shards of several models, so unit and buffer name no
         # leaf; and a shard that ``loss_fn`` computes from a leaf has the leaf's unit and buffer,
         # and is another.
@@ -172,6 +176,7 @@ class GradReducer:
         leaf = self.leaf_by_id.get(id(shard))
         if leaf is None:
             self._check_computed(shard, comm)
+            self.transformed.note(shard, comm)
             return None
         leaf.comm = leaf.comm or comm
         return leaf.gathered
@@ -415,7 +420,8 @@ def current_reducer() -> GradReducer | None:
 
 
 def note_collective(mesh: Mesh) -> None:
-    """Tell the active ``value_and_grad`` that its loss function communicates over ``mesh``."""
+    """Tell active functions that take a mean that their loss communicates over ``mesh``."""
+    note_mesh(mesh)
     reducer = _current.get()
     if reducer is not None and reducer.mesh is None:
         reducer.worlds[mesh.world_size] = mesh

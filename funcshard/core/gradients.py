@@ -219,9 +219,11 @@ def accumulate(
     return GradientFunction(loss_fn, options, micro_batches)
 
 
-def check_callable(caller: str, loss_fn: Any) -> None:
+def check_callable(
+    caller: str, loss_fn: Any, form: str = "loss_fn(shards, ...) that returns a loss"
+) -> None:
     """Raise ``TypeError`` unless ``loss_fn`` is a function, and no module."""
-    call_rule = f"{caller} takes a function loss_fn(shards, ...) that returns a loss"
+    call_rule = f"{caller} takes a function {form}"
     if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
         raise TypeError(
             f"{call_rule}; found a module with parameters of its own, {type(loss_fn).__name__}, "
@@ -318,8 +320,7 @@ def evaluate(
     if transforms_active():
         raise RuntimeError(
             "value_and_grad uses torch.autograd.grad, and cannot run inside a torch.func "
-            "transform; use torch.func.grad there, which adds gradients over ranks, and divide "
-            "them by mesh.world_size"
+            "transform; use fs.grad there, which returns the same gradient"
         )
     shard_leaves, unflatten = tree.flatten(shards)
     local_leaves = [
@@ -344,14 +345,14 @@ def evaluate(
     aux_values, own_weight = [], 0.0
     with activate(reducer), torch.enable_grad():
         for batch_index, call in enumerate(calls):
-            loss, weight, aux = _check_result(call(unflatten(local_leaves)), options)
+            loss, weight, aux = check_result(call(unflatten(local_leaves)), options)
             # The loss is multiplied, and not the gradient, so that hooks see the weighted gradient.
             factor = weight if weighted else 1 / len(calls)
             reducer.pre_backward(accumulating=batch_index + 1 < len(calls), zero_weight=factor == 0)
             reached = _backward(loss if factor == 1 else loss * factor, local_leaves, reducer)
             # Zeros would hide that the loss uses other tensors than the shards.
             if not reached and not options.allow_constant:
-                raise ValueError(_CONSTANT)
+                raise ValueError(f"{CONSTANT}, or pass allow_constant=True for zeros")
             loss_term = loss.detach().reshape(())
             # Why not in the loss's dtype: a mean over micro-batches would be rounded at each sum.
             if weighted or len(calls) > 1:
@@ -363,7 +364,7 @@ def evaluate(
             aux_values.append(tree.map(detached, aux))
             del loss  # frees the graph before the next forward
     total_loss = functools.reduce(operator.add, loss_values)
-    mesh = _world(reducer)
+    mesh = world_of(reducer.worlds, reducer.mesh)
     # A value_and_grad around this one differentiates a loss that is computed from this gradient.
     note_collective(mesh)
     # Why here, and not in the reductions: a sum is the exact adjoint of an all-gather, so gradients
@@ -380,6 +381,8 @@ def evaluate(
         # No rank has data: the loss and the gradients are zero.
         divisor = torch.where(world_sums[1] > 0, world_sums[1], 1.0)
         total_loss, world_weight = (world_sums[0] / divisor).to(total_loss.dtype), world_sums[1]
+    for shard, leaf in zip(local_leaves, reducer.leaves, strict=True):
+        leaf.comm = leaf.comm or reducer.transformed.comm(shard)
     local_axes = [_local_axes(leaf) for leaf in reducer.leaves]
     axes_divisors: dict[Any, float | torch.Tensor] = {}
     if options.divisor is not None:
@@ -389,7 +392,7 @@ def evaluate(
         # order.
         axes_key = lambda axes: ([*axes[0].shape.items()], axes[1])  # noqa: E731
         for axes in sorted({axes for axes in local_axes if axes is not None}, key=axes_key):
-            axes_divisors[axes] = _local_divisor(
+            axes_divisors[axes] = local_divisor(
                 *axes, own_weight if weighted else None, total_loss.device
             )
 
@@ -452,11 +455,11 @@ def _backward(loss: torch.Tensor, local: Sequence[torch.Tensor], reducer: GradRe
     return reached or reducer.received or not trained_pairs
 
 
-_CONSTANT = (
+CONSTANT = (
     "loss_fn must return a loss that depends on a trainable shard of its argument; found a loss "
     "that no gradient leaves: it was computed under no_grad, from detached tensors, from frozen "
     "leaves only, or from a module or shards that are not in the argument; compute it from the "
-    "shards that loss_fn is called with, or pass allow_constant=True for zeros"
+    "shards that loss_fn is called with"
 )
 
 
@@ -489,33 +492,37 @@ def _gradient(
     return reduced_grad if is_undivided else reduced_grad.div_(divisor)
 
 
-def _world(reducer: GradReducer) -> Mesh:
-    """Return the mesh that the mean runs over."""
-    world_sizes = set(reducer.worlds)
-    if reducer.mesh is not None:
-        world_sizes.add(reducer.mesh.world_size)
+def world_of(worlds: Mapping[int, Mesh], mesh: Mesh | None, caller: str = "value_and_grad") -> Mesh:
+    """Return the mesh that the mean runs over.
+
+    Arguments:
+        worlds: the meshes that the loss function communicated over, by world size.
+        mesh: the mesh that the user passed, if any.
+        caller: the function that takes the mean, for errors.
+    """
+    world_sizes = {*worlds, *([] if mesh is None else [mesh.world_size])}
     if len(world_sizes) > 1:
         mesh_text = "meshes"
-        if reducer.mesh is not None:
+        if mesh is not None:
             mesh_text = "units of other meshes than mesh=,"
         raise ValueError(
-            "value_and_grad takes the mean over one mesh, to which the units inside loss_fn "
+            f"{caller} takes the mean over one mesh, to which the units inside loss_fn "
             f"belong; found {mesh_text} of {sorted(world_sizes)} ranks: run the units of another "
             "mesh outside loss_fn and pass their results in, or, if only psum or pmean runs over "
             "a part of the ranks, pass mesh="
         )
-    if reducer.mesh is not None:
-        return reducer.mesh
+    if mesh is not None:
+        return mesh
     # Without a collective the ranks may be unrelated, or copies of one model: only the user knows.
     job_ranks = ranks_of_job()
     if not world_sizes and job_ranks > 1:
         raise ValueError(
-            "value_and_grad takes the mean over a mesh, but loss_fn ran no unit and no collective "
+            f"{caller} takes the mean over a mesh, but loss_fn ran no unit and no collective "
             f"that tells which, and this is a job of {job_ranks} ranks: if these are copies of one "
             "model, shard them, with strategy='no_shard' for copies; pass mesh=mesh if each "
             "rank's tensors are variables of their own, mesh=fs.Mesh() for this rank alone"
         )
-    return next(iter(reducer.worlds.values()), Mesh())
+    return next(iter(worlds.values()), Mesh())
 
 
 def _local_axes(leaf: LeafGradient) -> tuple[Mesh, tuple[str, ...]] | None:
@@ -525,7 +532,7 @@ def _local_axes(leaf: LeafGradient) -> tuple[Mesh, tuple[str, ...]] | None:
     return leaf.comm.mesh, leaf.comm.plan.local
 
 
-def _local_divisor(
+def local_divisor(
     mesh: Mesh, local: tuple[str, ...], own_weight: float | None, device: torch.device
 ) -> float | torch.Tensor:
     """Return the divisor for leaves that are local along the axes ``local``."""
@@ -545,7 +552,7 @@ def _local_divisor(
 # --- the values that loss_fn returns --------------------------------------------------------------
 
 
-def _check_result(result: Any, options: GradientOptions) -> tuple[torch.Tensor, float, Any]:
+def check_result(result: Any, options: GradientOptions) -> tuple[torch.Tensor, float, Any]:
     """Return the loss, the weight and the aux of a ``loss_fn`` result."""
     value_names = ["loss", *["weight"] * options.weighted, *["aux"] * options.has_aux]
     is_single = len(value_names) == 1

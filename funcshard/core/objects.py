@@ -1,12 +1,18 @@
-"""``broadcast_object``: a small value of one rank for all ranks, as JSON, so no code runs."""
+"""Small values that all ranks get: ``broadcast_object``, of one rank, and ``agree``, of all."""
 
 from __future__ import annotations
 
 import json
+import numbers
 from typing import Any
 
+import torch
+
+from funcshard._utils.options import outline
+from funcshard._utils.torch_private import unwrapped
 from funcshard.comm import Mesh, all_gather_texts
 from funcshard.core.checks import raise_on_every_rank
+from funcshard.core.collectives import pmax
 from funcshard.core.sharding import check_source
 
 
@@ -50,6 +56,51 @@ def broadcast_object(value: Any, mesh: Mesh, src: int = 0) -> Any:
             fault = error
     raise_on_every_rank(mesh, fault)
     return json.loads(all_gather_texts(mesh, json_text, "an object")[src])
+
+
+def agree(value: Any, mesh: Mesh) -> Any:
+    """Return one value for all ranks: whether it's true on every rank, or the largest number.
+
+    A loop whose length depends on data has to end on all ranks at once, because ranks that call
+    collectives wait for each other: ``while not fs.agree(error < tolerance, mesh)``. Every rank has
+    to call.
+
+    Arguments:
+        value: this rank's bool or real number, or a tensor of one.
+        mesh: the ranks.
+
+    Returns:
+        A bool: whether ``value`` is true on every rank. Or a float: the largest of the ranks'
+        numbers, NaN if one is NaN. For the smallest, or for any, negate before and after.
+
+    Raises:
+        TypeError: ``value`` is no bool, no real number and no tensor of one.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> def main(mesh):
+        ...     x, steps = torch.tensor(10.0 * (1 + mesh.rank)), 0
+        ...     while not fs.agree(x < 1, mesh):
+        ...         x, steps = x / 2, steps + 1
+        ...     return steps, fs.agree(x, mesh)
+        >>> fs.simulate(main, world_size=2)
+        [(5, 0.625), (5, 0.625)]
+
+    Source: ``jax.lax.pmax``, and ``psum`` of a condition.
+    """
+    number = value
+    # Why unwrapped: the loop may run inside a transform, which does not see its number of steps.
+    if isinstance(value, torch.Tensor) and unwrapped(value).numel() == 1:
+        number = unwrapped(value).item()
+    if not isinstance(number, bool | numbers.Real):
+        raise TypeError(
+            f"agree takes a bool, a real number, or a tensor of one; found {outline(value)}: take "
+            "its norm, or .all() of conditions"
+        )
+    is_bool = isinstance(number, bool)
+    own = torch.tensor(float(not number if is_bool else number), dtype=torch.float64)
+    largest = pmax(own.to(mesh.device), mesh, axis=tuple(mesh.groups)).item()
+    return largest == 0.0 if is_bool else largest
 
 
 def _check(value: Any, path: str) -> None:

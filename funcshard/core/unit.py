@@ -57,6 +57,7 @@ from funcshard.core.prefetcher import (
     recomputing_unit,
 )
 from funcshard.core.recompute import remat
+from funcshard.core.shard_use import note_shard
 from funcshard.plan import BufferPlan, MixedPrecision, UnitPlan, dtype_of
 
 _log = logging.getLogger("funcshard.core")
@@ -153,6 +154,7 @@ class Unshard:
         # Without handles, the Function starts each gather itself, so that transforms see it.
         for comm, handle in zip(self.comms, handles or itertools.repeat(None), strict=False):
             local_shard = shard[comm.buffer]
+            note_shard(local_shard, comm)
             # per_sample_grad differentiates by leaves that it gathered itself.
             leaves: Any = reducer and reducer.note_gather(local_shard, comm)
             if leaves is None:

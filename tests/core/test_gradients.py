@@ -67,7 +67,7 @@ def test_an_inner_gradient_inside_the_loss_is_not_mistaken_for_the_reducers_own(
 
 
 def test_transforms_around_are_refused():
-    with pytest.raises(RuntimeError, match=r"cannot run inside a torch.func transform; use torch.func.grad there"):
+    with pytest.raises(RuntimeError, match=r"cannot run inside a torch.func transform; use fs.grad there"):
         torch.func.grad(lambda x: fs.value_and_grad(lambda s: s.sum())(x)[0])(torch.ones(3))
 
 

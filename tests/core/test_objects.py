@@ -1,4 +1,4 @@
-"""``broadcast_object`` sends what JSON holds exactly, and says what it doesn't hold on every rank."""
+"""``broadcast_object`` sends what JSON holds exactly, and says what it does not hold; ``agree`` gives one value."""
 
 from __future__ import annotations
 
@@ -48,3 +48,26 @@ def test_the_source_is_a_rank() -> None:
         fs.broadcast_object(1, fs.Mesh(), 1)
     with pytest.raises(TypeError, match="mesh must be a Mesh"):
         fs.broadcast_object(1, None)  # type: ignore[arg-type]
+
+
+def agreed(mesh: fs.Mesh) -> list[Any]:
+    own = float(mesh.rank)
+    values = [own < 9, own < 1, torch.tensor([own > 0]), own, -mesh.rank, torch.tensor(own).bfloat16(), 2**60, math.inf]
+    inside = torch.func.grad_and_value(lambda x: x * fs.agree(x > 1, mesh) + fs.agree(x + own, mesh))(torch.tensor(2.0))
+    return [fs.agree(value, mesh) for value in values] + [x.item() for x in inside]
+
+
+def test_all_ranks_agree_on_a_condition_and_on_the_largest_number() -> None:
+    for world, last in (({"replicate": 2, "tensor": 2}, 3.0), ({"shard": 1}, 0.0)):
+        rest = [last, 0.0, last, 2.0**60, math.inf, 1.0, 4.0 + last]
+        for found in fs.simulate(agreed, world):
+            assert found == [True, last < 1, last < 1 and False, *rest]
+            assert [type(x) for x in found[:4]] == [bool, bool, bool, float]
+    assert run_ranks(agreed, 2) == [[True, False, False, 1.0, 0.0, 1.0, 2.0**60, math.inf, 1.0, 5.0]] * 2
+    assert math.isnan(fs.simulate(lambda mesh: fs.agree(math.nan if mesh.rank else 1, mesh), 2)[0])
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), None, "yes", 1j])
+def test_ranks_agree_on_bools_and_real_numbers_only(value: Any) -> None:
+    with pytest.raises(TypeError, match="agree takes a bool, a real number, or a tensor of one; found"):
+        fs.agree(value, fs.Mesh())

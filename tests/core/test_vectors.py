@@ -43,7 +43,12 @@ def vectors(mesh, strategy):
     plan, shards, _ = setup(mesh, strategy)
     generator = torch.Generator().manual_seed(5)
     a, b = (fs.randn_like(shards, plan, mesh, generator=generator) for _ in range(2))
-    loss_fn = lambda a: fs.vdot(a, b, plan, mesh) * fs.norm(a, plan, mesh)  # noqa: E731
+
+    def loss_fn(a):
+        along = fs.vdot(a, b, plan, mesh)
+        moved = fs.axpy(fs.broadcast_to_shards(along, plan, mesh), b, a)  # a number that acts on shards
+        return along * fs.norm(moved, plan, mesh)
+
     loss, grads = fs.value_and_grad(loss_fn)(a)
     _, product = torch.func.jvp(torch.func.grad(loss_fn), (a,), (b,))
     product = fs.axpy(1 / mesh.world_size - 1, product, product)
@@ -56,7 +61,12 @@ def vectors(mesh, strategy):
 @pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
 def test_a_vector_of_shards_is_the_whole_vector_on_every_mesh(shape, strategy):
     ((_, (a, b, *_)),) = ranks(vectors, WHOLE, "full_shard")
-    loss_fn = lambda a: product(a, b) * product(a, a).sqrt()  # noqa: E731
+
+    def loss_fn(a):
+        along = product(a, b)
+        moved = {name: along * b[name] + a[name] for name in a}
+        return along * product(moved, moved).sqrt()
+
     _, hessian_product = torch.func.jvp(torch.func.grad(loss_fn), (a,), (b,))
     loss, slope = torch.func.jvp(loss_fn, (a,), (b,))
     sums = {name: 0.5 * a[name] + b[name] for name in a}

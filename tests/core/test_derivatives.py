@@ -1,0 +1,301 @@
+"""The operators on every mesh, against torch.func on the whole parameters and the whole batch."""
+
+import functools
+import math
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import funcshard as fs
+from funcshard._utils import tree
+from tests import slices
+from tests.core.units import by_hand, forward_mode, recorded, same_bits
+from tests.models import SUBJECTS, cast, part
+from tests.ranks import on_ranks, run_ranks, run_simulated
+
+pytestmark = forward_mode
+
+HYBRID = {"replicate": 2, "shard": 2}
+TENSOR = {"shard": 2, "tensor": 2}
+SAMPLES = 12
+WORLDS = {
+    "mlp": ({"shard": 1}, {"shard": 2}, {"shard": 4}, HYBRID),
+    "gpt": ({"shard": 2}, HYBRID, TENSOR),
+    "slices": ({"shard": 3}, TENSOR, {"expert": 2, "tensor": 2}),
+}
+QUICK = {("mlp", "full_shard", 4), ("gpt", "no_shard", 2), ("slices", "full_shard", 4)}
+CASES = [
+    pytest.param(
+        subject, world, strategy, id=f"{subject}-{world}-{strategy}",
+        marks=() if (subject, strategy, math.prod(world.values())) in QUICK else pytest.mark.slow,
+    )
+    for subject, worlds in WORLDS.items()
+    for world in worlds
+    for strategy in ("full_shard", "shard_grad_op", "no_shard")
+]  # fmt: skip
+
+
+def random(seed, *shape):
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@functools.cache
+def subject_of(name):
+    """Return the whole parameters, and outputs and loss of a part of the batch, of ``number`` parts."""
+    if name == "slices":
+        params = slices.make_params()
+        x = slices.batch({}, {})
+        out = lambda p, i, number: slices.whole_forward(p, x.chunk(number)[i])  # noqa: E731
+        by_path = dict(zip(tree.paths(params), tree.leaves(params), strict=True))
+        return SimpleNamespace(params=by_path, out=out, loss=lambda y, i, number: slices.loss_of(y))
+    subject = SUBJECTS[name]
+    module = subject.build().double()
+    if name == "mlp":
+        module.head.bias.requires_grad_(False)
+    apply, params, buffers = fs.make_functional(module)
+    batch = cast(subject.make_batch(SAMPLES, 0), torch.float64)
+    own = lambda i, number: part(batch, i, number)  # noqa: E731
+    return SimpleNamespace(
+        apply=apply, params=params, units=subject.units, buffers=buffers, inputs=lambda i, n: own(i, n)["inputs"],
+        out=lambda p, i, n: apply(p, buffers, **own(i, n)["inputs"]), loss=lambda y, i, n: subject.loss(y, own(i, n)),
+    )  # fmt: skip
+
+
+def setup(name, mesh, strategy):
+    """Return plan, shards, this rank's function of shards, its loss of outputs, and its part of the batch."""
+    subject = subject_of(name)
+    axes = [axis for axis in ("replicate", "shard") if axis in mesh.shape]
+    number = math.prod(mesh.shape[axis] for axis in axes)
+    index = fs.axis_index(mesh)
+    if name == "slices":
+        plan, shards, _ = slices.setup(mesh, strategy)
+        x = slices.batch(mesh.position, mesh.shape)
+        out = lambda s: slices.forward(plan, mesh, s, x)  # noqa: E731
+    else:
+        plan = fs.make_plan(subject.params, mesh, units=subject.units, strategy=strategy)
+        shards = fs.shard(subject.params, plan, mesh)
+        run = fs.fully_shard(subject.apply, plan, mesh)
+        out = lambda s: run(s, subject.buffers, **subject.inputs(index, number))  # noqa: E731
+    return plan, shards, out, lambda y: subject.loss(y, index, number), (index, number)
+
+
+def operators(ops, out, loss_of, p, v, product, mean):
+    """Return own tensors, numbers and trees that operators give, composed in several ways."""
+    loss = lambda p: loss_of(out(p))  # noqa: E731
+    outputs, tangents = ops.jvp(out, (p,), (v,))
+    pulled = ops.vjp(out, p)[1](tangents.cos() / tangents.numel())[0]
+    linear_outputs, push = ops.linearize(out, p)
+    gradient, multiply = ops.linearize(ops.grad(loss), p)
+    along = lambda f: lambda p: product(f(p), v)  # noqa: E731
+    third = ops.grad(along(ops.grad(along(ops.grad(loss)))))(p)
+    own = {"outputs": outputs, "tangents": tangents, "linear": linear_outputs, "pushed": push(v)}
+    numbers = {
+        "slope": mean(ops.jvp(loss, (p,), (v,))[1]),
+        "slope of the mean": ops.jvp(lambda p: mean(loss(p)), (p,), (v,))[1],
+        "curvature": product(ops.hvp(loss, (p,), (v,)), v),
+    }
+    trees = {
+        "gradient": ops.grad(loss)(p), "linear gradient": gradient, "product": ops.hvp(loss, (p,), (v,)),
+        "linear product": multiply(v), "pulled": pulled, "Gauss-Newton": ops.gnvp(out, loss_of, (p,), (v,)),
+        "third": third,
+        "slope of Gauss-Newton": ops.jvp(lambda p: ops.gnvp(out, loss_of, (p,), (v,)), (p,), (v,))[1],
+    }  # fmt: skip
+    return own, numbers, trees
+
+
+def plain_hvp(loss, primals, tangents):
+    return torch.func.jvp(torch.func.grad(loss), primals, tangents)[1]
+
+
+def plain_gnvp(out, loss_of, primals, tangents):
+    outputs, slopes = torch.func.jvp(out, primals, tangents)
+    curved = plain_hvp(loss_of, (outputs,), (slopes,))
+    return torch.func.vjp(out, *primals)[1](curved)[0]
+
+
+# torch.func.linearize does not nest, and jvp is what it computes.
+PLAIN = SimpleNamespace(
+    grad=torch.func.grad, jvp=torch.func.jvp, vjp=torch.func.vjp, hvp=plain_hvp, gnvp=plain_gnvp,
+    linearize=lambda f, p: (f(p), lambda v: torch.func.jvp(f, (p,), (v,))[1]),
+)  # fmt: skip
+
+
+@functools.cache
+def expected(name):
+    """Return what ``operators`` returns for one rank that has the whole batch; and the vector."""
+    subject = subject_of(name)
+    plan, shards, _, loss_of, _ = setup(name, fs.Mesh(), "full_shard")
+    drawn = fs.randn_like(shards, plan, fs.Mesh(), generator=torch.Generator().manual_seed(3))
+    drawn = whole(name, drawn, plan, fs.Mesh())
+    v = {path: drawn[path] for path in subject.params if path in drawn}
+    frozen = {path: p for path, p in subject.params.items() if path not in v}
+    product = lambda a, b: sum((a[path] * b[path]).sum() for path in v)  # noqa: E731
+    out = lambda p: subject.out({**p, **frozen}, 0, 1)  # noqa: E731
+    with sdpa_kernel(SDPBackend.MATH):
+        params = {path: subject.params[path] for path in v}
+        return operators(PLAIN, out, loss_of, params, v, product, lambda x: x)
+
+
+def whole(name, vector, plan, mesh):
+    """Return the whole tensors of a tree like shards, by path."""
+    if name == "slices":
+        return slices.whole(vector, plan, mesh)
+    return {path: value for path, value in fs.gather(vector, plan, mesh).items() if value is not None}
+
+
+def found(mesh, name, strategy):
+    plan, shards, out, loss_of, at = setup(name, mesh, strategy)
+    v = fs.randn_like(shards, plan, mesh, generator=torch.Generator().manual_seed(3))
+    product = lambda a, b: fs.vdot(a, b, plan, mesh)  # noqa: E731
+    with sdpa_kernel(SDPBackend.MATH):
+        own, numbers, trees = operators(fs, out, loss_of, shards, v, product, lambda x: fs.pmean(x, mesh))
+    return own, numbers, {key: whole(name, vector, plan, mesh) for key, vector in trees.items()}, at
+
+
+def check(results, name):
+    own, numbers, trees = expected(name)
+    for found_own, found_numbers, found_trees, (index, number) in results:
+        parts = {key: value.chunk(number)[index] for key, value in own.items()}
+        pairs = (found_own, parts), (found_numbers, numbers), (found_trees, trees)
+        for actual, wanted in pairs:
+            for key in wanted:
+                torch.testing.assert_close(
+                    actual[key], wanted[key], rtol=1e-10, atol=1e-10, msg=lambda m, key=key: f"{key}: {m}"
+                )
+
+
+@pytest.mark.parametrize(("name", "world", "strategy"), CASES)
+def test_operators_are_those_of_the_whole_model_on_the_whole_batch(name, world, strategy):
+    with sdpa_kernel(SDPBackend.MATH):
+        check(run_simulated(found, math.prod(world.values()), name, strategy, shape=world), name)
+
+
+def found_on_gloo(mesh):
+    warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+    return found(mesh, "mlp", "full_shard")
+
+
+def test_operators_on_gloo_processes():
+    check(run_ranks(found_on_gloo, 2), "mlp")
+
+
+def mlp(mesh, units=("layers.0", "layers.3"), how=None, dtype=torch.float64, **options):
+    """Return plan, shards, random shards, and outputs and loss of the model on this rank's part of the batch."""
+    subject = subject_of("mlp")
+    params = cast(subject.params, dtype)
+    plan = fs.make_plan(params, mesh, units=units, **options)
+    shards = fs.shard(params, plan, mesh)
+    at = fs.axis_index(mesh), mesh.shape["replicate"] * mesh.shape["shard"]
+    run = fs.fully_shard(subject.apply, plan, mesh, **(how or {}))
+    out = lambda s: run(s, {}, **cast(subject.inputs(*at), dtype))  # noqa: E731
+    loss = lambda s: subject.loss(out(s), *at)  # noqa: E731
+    return plan, shards, fs.randn_like(shards, plan, mesh), out, loss
+
+
+# Gathers and reductions of each unit in a call.
+COSTS = {
+    "grad": (1, 1, lambda s, v, out, loss: lambda: fs.grad(loss)(s)),
+    "jvp": (2, 0, lambda s, v, out, loss: lambda: fs.jvp(out, (s,), (v,))),
+    "vjp": (1, 0, lambda s, v, out, loss: lambda: fs.vjp(out, s)),
+    "pullback": (0, 1, lambda s, v, out, loss: functools.partial(fs.vjp(out, s)[1], torch.ones_like(out(s)))),
+    "hvp": (2, 2, lambda s, v, out, loss: lambda: fs.hvp(loss, (s,), (v,))),
+    "gnvp": (2, 1, lambda s, v, out, loss: lambda: fs.gnvp(out, lambda y: y.exp().mean(), (s,), (v,))),
+    "linear outputs": (1, 0, lambda s, v, out, loss: functools.partial(fs.linearize(out, s)[1], v)),
+    "linear gradient": (1, 1, lambda s, v, out, loss: functools.partial(fs.linearize(fs.grad(loss), s)[1], v)),
+}
+
+
+@pytest.mark.parametrize(("gathers", "reductions", "prepare"), COSTS.values(), ids=COSTS)
+@on_ranks(2)
+def test_an_operator_communicates_each_unit_as_often_as_documented(mesh, gathers, reductions, prepare):
+    _, shards, v, out, loss = mlp(mesh)
+    _, events = recorded(prepare(shards, v, out, loss))
+    of_unit = {name: {"all_gather": gathers, "reduce_scatter": reductions} for name in ("layers.0", "layers.3")}
+    counted = {name: dict.fromkeys(kinds, 0) for name, kinds in of_unit.items()}
+    for event in events:
+        if event.unit in counted:
+            counted[event.unit][event.kind] += 1
+    assert counted == of_unit
+    assert all(event.unit is not None for event in events)
+
+
+SETTINGS = {
+    "remat": {"how": {"remat": True}},
+    "a group": {"units": [["layers.0", "layers.3"]]},
+    "bfloat16": {"dtype": torch.float32, "precision": fs.MixedPrecision(torch.bfloat16, torch.float32)},
+    "a local leaf": {"local": {"head.weight": "shard"}},
+}
+
+
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@on_ranks(HYBRID)
+def test_a_gradient_is_that_of_value_and_grad_and_a_product_its_derivative(mesh, strategy, options):
+    plan, shards, v, _, loss = mlp(mesh, strategy=strategy, **options)
+    grads = fs.grad(loss, mesh=mesh)(shards)
+    same_bits(grads, fs.value_and_grad(loss)(shards)[1])
+    assert grads[""][next(key for key in grads[""] if "frozen" in key)] is None
+    if "precision" in options:
+        return
+    product = fs.hvp(loss, (shards,), (v,))
+    torch.testing.assert_close(product, fs.linearize(fs.grad(loss), shards)[1](v))
+    ends = [fs.value_and_grad(loss)(fs.axpy(step, v, shards))[1] for step in (1e-5, -1e-5)]
+    differences = fs.axpy(5e4 - 1, ends[0], fs.axpy(-5e4, ends[1], ends[0]))
+    torch.testing.assert_close(product, differences, rtol=1e-6, atol=1e-7)
+    # value_and_grad of a penalty on the gradient, which gathers the shards inside transforms alone.
+    if "local" not in options:
+        penalty = lambda s: 0.5 * fs.norm(fs.grad(loss)(s), plan, mesh).square()  # noqa: E731
+        torch.testing.assert_close(fs.value_and_grad(penalty)(shards)[1], fs.hvp(loss, (shards,), (grads,)))
+
+
+@on_ranks(2)
+def test_trees_may_lack_leaves_and_have_their_keys_in_any_order(mesh):
+    _, shards, v, out, loss = mlp(mesh)
+    turned = {unit: dict(reversed(v[unit].items())) for unit in reversed(v)}
+    whole_product = fs.hvp(loss, (shards,), (v,))
+    assert list(whole_product) == list(shards)
+    torch.testing.assert_close(fs.hvp(loss, (shards,), (turned,)), whole_product)
+    parts = [{unit: v[unit] if unit == kept else dict.fromkeys(v[unit]) for unit in v} for kept in v]
+    torch.testing.assert_close(
+        functools.reduce(functools.partial(fs.axpy, 1.0), [fs.hvp(loss, (shards,), (part,)) for part in parts]),
+        whole_product,
+    )
+    aux_of = lambda s: (out(s), {"n": 1, "loss": loss(s)})  # noqa: E731
+    for aux in (fs.jvp(aux_of, (shards,), (v,), has_aux=True)[2], fs.vjp(aux_of, shards, has_aux=True)[2]):
+        torch.testing.assert_close(aux, {"n": 1, "loss": loss(shards)})
+    grads, aux = fs.grad(lambda s: (loss(s), {"n": None, "out": out(s)}), has_aux=True)(shards)
+    torch.testing.assert_close((grads, aux["out"]), (fs.grad(loss)(shards), out(shards)))
+
+
+@on_ranks(2)
+def test_stacked_models_have_a_gradient_each(mesh):
+    _, f, shards = by_hand(mesh, {"w": random(0, 5)}, lambda leaves: leaves["w"].sin().sum())
+    stack = tree.map(lambda x: torch.stack([x, 2 * x]), shards)[""]
+    grads = torch.vmap(fs.grad(f))(stack)
+    for row, scale in enumerate((1, 2)):
+        own = fs.grad(f)({key: scale * x for key, x in shards[""].items()})
+        torch.testing.assert_close({key: x[row] for key, x in grads.items()}, own)
+
+
+ERRORS = {
+    "no units": (lambda s: fs.grad(lambda s: s["w"].sum())(s), "takes the mean over a mesh, but loss_fn ran no unit"),
+    "a constant": (lambda s: fs.grad(lambda _: torch.zeros(()))(s), "found a loss that no gradient leaves"),
+    "no tuple": (lambda s: fs.jvp(torch.sum, s, s), r"pass \(shards,\) for one tree"),
+    "another tree": (
+        lambda s: fs.jvp(lambda s: s["w"].sum(), (s,), ({"b": s["w"]},)),
+        "tangents must be trees like the primals",
+    ),
+    "another shape": (lambda s: fs.jvp(lambda s: s["w"].sum(), (s,), ({"w": torch.ones(3)},)), "a tangent must be a tensor"),
+    "no aux": (lambda s: fs.vjp(lambda s: s["w"], s, has_aux=True), "must return"),
+    "no loss": (lambda s: fs.hvp(lambda s: s["w"], (s,), (s,)), "loss_fn must return a floating-point scalar"),
+}
+
+
+@pytest.mark.parametrize(("call", "words"), ERRORS.values(), ids=ERRORS)
+@on_ranks(2)
+def test_a_wrong_call_says_what_to_do(mesh, call, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        call({"w": torch.ones(2)})
