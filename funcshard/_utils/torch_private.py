@@ -110,6 +110,15 @@ def belongs_to_transform_above(tensor: torch.Tensor) -> bool:
 # call of that imports all decompositions of torch, which takes a second.
 _nested_jvp: Any = private("torch._functorch.eager_transforms.jvp_increment_nesting", _FUNC, None)
 
+_eager_transforms: Any = private("torch._functorch.eager_transforms", _FUNC, None)
+
+
+def dual_level_active() -> bool:
+    """Return whether a ``forward_ad.dual_level`` is open that no ``torch.func.jvp`` opened."""
+    is_open = getattr(forward_ad, "_current_level", -1) >= 0
+    # Why: one_forward_level opens one too, which only jvp uses.
+    return is_open and getattr(_eager_transforms, "JVP_NESTING", 0) == 0
+
 
 @contextlib.contextmanager
 def one_forward_level() -> Iterator[None]:
@@ -629,6 +638,11 @@ def recording_or_transforming() -> bool:
     """Return whether a dispatch mode or a ``torch.func`` transform is active here."""
     return dispatch_modes() > 0 or bool(transforms_active())
 
+
+# Return the modes of this thread that see calls of torch's functions.
+function_modes: Callable[[], list[Any]] = private(
+    "torch.overrides._get_current_function_mode_stack", "fs.any_order", list
+)
 
 _DYNAMO = "torch.compile around sharded functions"
 

@@ -24,6 +24,7 @@ from funcshard._utils.tensors import is_dtensor
 from funcshard._utils.torch_private import transforms_active, untraced
 from funcshard.comm import Mesh, current_recording, ranks_of_job
 from funcshard.core.accumulation import micro_batch_calls
+from funcshard.core.any_order import check_derivatives
 from funcshard.core.collectives import psum_world
 from funcshard.core.flat_buffer import all_reduce_flat
 from funcshard.core.grad_reducer import GradReducer, LeafGradient, activate, note_collective
@@ -440,6 +441,7 @@ def _backward(loss: torch.Tensor, local: Sequence[torch.Tensor], reducer: GradRe
                     "If loss_fn calls loss.backward(), leave that out: value_and_grad computes "
                     "the gradients of the loss that loss_fn returns"
                 )
+            check_derivatives(error)
             raise
         finally:
             begin_hook.remove()

@@ -32,6 +32,7 @@ from funcshard._utils.torch_private import (
     transform_level,
     transforms_active,
 )
+from funcshard.core.any_order import repeating_any_order
 from funcshard.core.basis import (
     Loops,
     acting_for,
@@ -91,8 +92,9 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return f(*args, **kwargs)
+        repeated_f = repeating_any_order(f)
         if hooks_allowed():
-            repeatable_call = _repeatable(functools.partial(f, **kwargs), kwargs)
+            repeatable_call = _repeatable(functools.partial(repeated_f, **kwargs), kwargs)
             # torch's checkpoint would set the generator in the recording, and not in the graph.
             draws_again = not recording_graph()
             return checkpoint(
@@ -104,7 +106,7 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
 
         def of_tensors(*tensors: torch.Tensor) -> Any:
             args, kwargs = build(tensors)
-            return f(*args, **kwargs)
+            return repeated_f(*args, **kwargs)
 
         return _apply(of_tensors, tensors)
 

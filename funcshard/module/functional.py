@@ -14,6 +14,7 @@ from funcshard._utils.garbage import without_collection
 from funcshard._utils.options import check_flag, is_tree_of_shards, module_remedy
 from funcshard._utils.torch_kernels import LARGE, late_copy
 from funcshard._utils.torch_private import recording_or_transforming
+from funcshard.core import run_any_order
 from funcshard.module.changes import DiscardedChanges, LateChanges, unchanged
 from funcshard.module.checks import absent_attribute
 from funcshard.module.copying import NamedTensors, Tensors
@@ -249,11 +250,11 @@ class Functional:
         """Run the method on ``module``, the root of a call's modules."""
         method_name = self.method_name
         if callable(method_name):
-            out = method_name(module, *args, **kwargs)
+            out = run_any_order(method_name, module, *args, **kwargs)
         else:
             # Why the module itself: its hooks run only then.
             method = module if method_name == "forward" else getattr(module, method_name)
-            out = method(*args, **kwargs)
+            out = run_any_order(method, *args, **kwargs)
         if not self.mutable:
             return out
         buffers_after = dict(module.named_buffers(remove_duplicate=False))

@@ -18,6 +18,7 @@ from torch import nn
 from funcshard._utils import tree
 from funcshard._utils.options import outline
 from funcshard._utils.torch_private import check_thread, recording_graph, transforms_active
+from funcshard.core import any_order_active
 from funcshard.module.copying import NamedTensors, Tensors
 from funcshard.module.functional import Functional
 from funcshard.module.skeleton import Skeleton
@@ -183,7 +184,7 @@ def _compile_forward(forward: Method, compiler: Compiler) -> Method:
         )
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if transforms_active() or recording_graph():
+        if transforms_active() or any_order_active() or recording_graph():
             # Why not compiled: a torch.func transform makes Dynamo give up the function's code, for
             # later calls too. A graph records the operations of the forward itself.
             return forward(module, *args, **kwargs)

@@ -1,0 +1,129 @@
+"""Where operators of torch that lack derivatives are replaced by those that have all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch.nn import functional
+
+from funcshard._utils.tensors import is_dtensor
+from funcshard._utils.torch_private import dual_level_active, function_modes, transforms_active
+from funcshard.core.attention import attention
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def any_order() -> Iterator[None]:
+    """Give attention derivatives of any order inside the ``with`` block.
+
+    The kernels of ``torch.nn.functional.scaled_dot_product_attention`` have a first derivative in
+    reverse mode, and no other. Under a transform of ``torch.func``, or with a dual level of
+    ``torch.autograd.forward_ad`` open, functions of ``make_functional`` and ``fully_shard`` replace
+    them by themselves. Nothing tells that you'll differentiate a gradient of
+    ``torch.autograd.grad(..., create_graph=True)``, so run the forward inside this block then. The
+    replacement has the same arguments, and memory linear in the length of the sequence.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> apply, params, _ = fs.make_functional(torch.nn.MultiheadAttention(4, 2))
+        >>> x = torch.ones(3, 1, 4, requires_grad=True)
+        >>> with fs.any_order():
+        ...     out, _ = apply(params, {}, x, x, x, need_weights=False)
+        >>> (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        >>> grad.square().sum().backward()  # a gradient penalty
+
+    Source: ``torch.nn.attention.sdpa_kernel``, which chooses among torch's kernels.
+    """
+    with _AnyOrder():
+        yield
+
+
+def run_any_order(f: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Return ``f(*args, **kwargs)``; inside a transform or a dual level, with ``any_order``."""
+    if torch.compiler.is_compiling():
+        return f(*args, **kwargs)
+    if not (transforms_active() or dual_level_active()):
+        try:
+            return f(*args, **kwargs)
+        except RuntimeError as error:
+            check_derivatives(error)
+            raise
+    with _AnyOrder():
+        return f(*args, **kwargs)
+
+
+def check_derivatives(error: RuntimeError) -> None:
+    """Raise an error that names ``any_order`` if ``error`` is torch's about attention."""
+    if _MISSING.search(str(error)):
+        raise RuntimeError(
+            "torch's attention kernels have a first derivative in reverse mode, and another one was "
+            "taken of them: run the forward inside `with fs.any_order():`, which replaces them"
+        ) from error
+
+
+# As in "derivative for aten::_scaled_dot_product_flash_attention_for_cpu_backward is not
+# implemented", and "Trying to use forward AD with aten::_native_multi_head_attention".
+_MISSING = re.compile(
+    r"(derivative for|forward AD with) (aten::)?_\w*(attention|transformer_encoder_layer)\w*"
+)
+
+
+def any_order_active() -> bool:
+    """Return whether ``any_order`` is on here."""
+    return any(isinstance(mode, _AnyOrder) for mode in function_modes())
+
+
+def repeating_any_order(f: Callable[..., T]) -> Callable[..., T]:
+    """Return ``f`` such that calls elsewhere run with ``any_order`` if it is on here."""
+    if not any_order_active():
+        return f
+
+    @functools.wraps(f)
+    def run(*args: Any, **kwargs: Any) -> T:
+        with _AnyOrder():
+            return f(*args, **kwargs)
+
+    return run
+
+
+class _AnyOrder(torch.overrides.TorchFunctionMode):
+    """Calls the replacements in place of torch's functions."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        replacement = _REPLACEMENTS.get(func)
+        if replacement is None or _only_math() or any(map(is_dtensor, args)):
+            return func(*args, **kwargs)
+        return replacement(*args, **kwargs)
+
+
+def _only_math() -> bool:
+    """Return whether ``sdpa_kernel(SDPBackend.MATH)`` is on, which has all derivatives too."""
+    kernels = torch.backends.cuda
+    return not (kernels.flash_sdp_enabled() or kernels.mem_efficient_sdp_enabled())
+
+
+def _copied(function: Any, **names: Any) -> Any:
+    """Return a copy of a Python function in which some global names have other values."""
+    all_names = {**function.__globals__, **names}
+    copy = types.FunctionType(function.__code__, all_names, argdefs=function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
+    functional.scaled_dot_product_attention: attention,
+    # Why a copy: torch turns the mode off while this function runs, which calls attention.
+    functional.multi_head_attention_forward: _copied(
+        functional.multi_head_attention_forward,
+        has_torch_function=lambda _: False,
+        scaled_dot_product_attention=attention,
+    ),
+}

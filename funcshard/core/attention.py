@@ -1,0 +1,393 @@
+"""Attention with derivatives of any order, in memory linear in the length of the sequence.
+
+torch's attention kernels have one derivative, in reverse mode. ``attention`` returns their values,
+and has every derivative. It takes a chunk of queries at a time, with all keys that they see, and
+keeps no scores. This is a ``ChunkMap``: a function of a chunk's tensors, whose results by query are
+joined, and whose results by key are added up. The derivative of a map, in either mode, is the map
+of its function's derivative. So the autograd Function ``_Mapped`` calls itself in its derivatives,
+to any order.
+
+The functions of the first two orders are written out, because torch's rules for a composition
+compute more than is needed. The derivatives of the others are torch's.
+
+Source: Rabe and Staats, "Self-attention does not need O(n^2) memory", arXiv:2112.05682.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from funcshard._utils.random_state import RandomState
+from funcshard._utils.torch_private import transforms_active
+
+# A chunk has so many scores, over all samples and heads, if it has more queries than the least.
+CHUNK_SCORES = 2**19
+LEAST_QUERIES = 64
+
+Results = Sequence[Any]  # tensors; None for a derivative that is zero
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Return ``torch.nn.functional.scaled_dot_product_attention`` of the same arguments."""
+    if is_causal and attn_mask is not None:  # torch raises
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, True)
+    device_type, out_dtype = query.device.type, query.dtype
+    if torch.is_autocast_enabled(device_type) and out_dtype != torch.float64:
+        out_dtype = torch.get_autocast_dtype(device_type)
+    # Why at least float32: so computes torch's composition of plain operations.
+    dtype = torch.promote_types(out_dtype, torch.float32)
+    query, key, value = (tensor.to(out_dtype).to(dtype) for tensor in (query, key, value))
+    query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if enable_gqa:
+        queries_per_key = query.shape[-3] // key.shape[-3]
+        key = key.repeat_interleave(queries_per_key, -3)
+        value = value.repeat_interleave(queries_per_key, -3)
+    bias = unseeing = None
+    if attn_mask is not None:
+        bias = attn_mask
+        if bias.dtype == torch.bool:
+            bias = query.new_zeros(bias.shape).masked_fill(~bias, -math.inf)
+        # Note: a query that sees no key gets zeros, and not the 0 / 0 of softmax.
+        unseeing = (bias == -math.inf).all(-1, keepdim=True)
+        bias = bias.to(dtype).masked_fill(unseeing, 0.0)
+    batches = torch.broadcast_shapes(
+        *(tensor.shape[:-2] for tensor in (query, key, value, bias) if tensor is not None)
+    )
+    if bias is not None:
+        bias = bias.expand(*batches, query.shape[-2], key.shape[-2])
+    # Why contiguous: else each chunk would copy all of its keys.
+    query, key, value = (
+        tensor.expand(*batches, *tensor.shape[-2:]).contiguous() for tensor in (query, key, value)
+    )
+    dropout = Dropout(dropout_p, RandomState.take(), batches) if dropout_p > 0.0 else None
+    with torch.autocast(device_type, enabled=False):
+        chunk_map = ChunkMap(f=_outputs, is_causal=is_causal, dropout=dropout)
+        (out,) = _Mapped.apply(chunk_map, query, key, value, bias)
+    if unseeing is not None:
+        out = out.masked_fill(unseeing, 0.0)
+    return out.to(out_dtype)
+
+
+# --- functions of a chunk -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What a chunk of queries needs besides tensors that are differentiated.
+
+    Attributes:
+        causal_bias: of its scores with the last keys that it sees; ``None`` without causality.
+        kept: the factors of dropout, by which probabilities are multiplied; ``None`` without.
+    """
+
+    causal_bias: torch.Tensor | None
+    kept: torch.Tensor | None
+
+    def probs(self, query: torch.Tensor, key: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        """Return the probabilities before dropout."""
+        scores = _sum(query @ key.mT, bias)
+        if self.causal_bias is not None:
+            scores[..., scores.shape[-1] - self.causal_bias.shape[-1] :] += self.causal_bias
+        return scores.softmax(-1)
+
+    def drop(self, probs: Any) -> Any:
+        """Return probabilities after dropout, or what is linear in them."""
+        return probs if probs is None or self.kept is None else probs * self.kept
+
+
+def _outputs(chunk: Chunk, query: Any, key: Any, value: Any, bias: Any) -> Results:
+    return (chunk.drop(chunk.probs(query, key, bias)) @ value,)
+
+
+def _outputs_jvp(chunk: Chunk, *inputs: Any) -> Results:
+    """Return the tangent of ``_outputs``, from its inputs and their tangents."""
+    query, key, value, bias, query_dot, key_dot, value_dot, bias_dot = inputs
+    probs = chunk.probs(query, key, bias)
+    out_dot = _product(chunk.drop(probs), value_dot)
+    score_dot = _sum(_product(query_dot, key.mT), _product(query, _turned(key_dot)), bias_dot)
+    if score_dot is not None:
+        out_dot = _sum(chunk.drop(probs * _centred(score_dot, probs)) @ value, out_dot)
+    return (out_dot,)
+
+
+def _grads(chunk: Chunk, *inputs: Any) -> Results:
+    """Return the gradients by the inputs of ``_outputs``, from these and the output's gradient."""
+    query, key, value, bias, out_grad = inputs
+    probs = chunk.probs(query, key, bias)
+    value_grad = chunk.drop(probs).mT @ out_grad
+    score_grad = probs * _centred(chunk.drop(out_grad @ value.mT), probs)
+    return score_grad @ key, score_grad.mT @ query, value_grad, score_grad
+
+
+def _grads_jvp(chunk: Chunk, *inputs: Any) -> Results:
+    """Return the tangents of ``_grads``, from its inputs and their tangents."""
+    query, key, value, bias, out_grad, query_dot, key_dot, value_dot, bias_dot, out_grad_dot = (
+        inputs
+    )
+    probs = chunk.probs(query, key, bias)
+    value_grad_dot = _product(chunk.drop(probs).mT, out_grad_dot)
+    prob_grad = _centred(chunk.drop(out_grad @ value.mT), probs)
+    # Note: tangents of prob_grad are meant up to what is equal for all keys.
+    prob_grad_dot = chunk.drop(
+        _sum(_product(out_grad_dot, value.mT), _product(out_grad, _turned(value_dot)))
+    )
+    score_dot = _sum(_product(query_dot, key.mT), _product(query, _turned(key_dot)), bias_dot)
+    if score_dot is not None:
+        log_prob_dot = _centred(score_dot, probs)
+        value_grad_dot = _sum(chunk.drop(probs * log_prob_dot).mT @ out_grad, value_grad_dot)
+        prob_grad_dot = _sum(log_prob_dot * prob_grad, prob_grad_dot)
+    if prob_grad_dot is None:
+        prob_grad_dot = torch.zeros_like(probs)
+    if value_grad_dot is None:
+        value_grad_dot = torch.zeros_like(value)
+    score_grad = probs * prob_grad
+    score_grad_dot = probs * _centred(prob_grad_dot, probs)
+    query_grad_dot = _sum(score_grad_dot @ key, _product(score_grad, key_dot))
+    key_grad_dot = _sum(score_grad_dot.mT @ query, _product(score_grad.mT, query_dot))
+    return query_grad_dot, key_grad_dot, value_grad_dot, score_grad_dot
+
+
+def _grads_vjp(chunk: Chunk, *inputs: Any) -> Results:
+    """Return the gradients by the inputs of ``_grads``, from these and gradients of its results."""
+    *primals, out_grad, query_dot, key_dot, value_dot, bias_dot = inputs
+    # Why: second derivatives are symmetric, and _grads is linear in out_grad.
+    tangents = query_dot, key_dot, value_dot, bias_dot
+    second = _grads_jvp(chunk, *primals, out_grad, *tangents, None)
+    return *second, *_outputs_jvp(chunk, *primals, *tangents)
+
+
+_VJP: dict[Any, Any] = {_outputs: _grads, _grads: _grads_vjp}
+_JVP: dict[Any, Any] = {_outputs: _outputs_jvp, _grads: _grads_jvp}
+
+
+def _centred(values: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """Return values less their mean over keys: the Jacobian of softmax, divided by ``probs``."""
+    return values - (probs * values).sum(-1, keepdim=True)
+
+
+def _product(first: Any, second: Any) -> Any:
+    return None if first is None or second is None else first @ second
+
+
+def _turned(tensor: Any) -> Any:
+    return None if tensor is None else tensor.mT
+
+
+def _sum(*terms: Any) -> Any:
+    """Return the sum of the terms that are not ``None``, of which the first is a new tensor."""
+    total, *others = [term for term in terms if term is not None] or [None]
+    # Why not under transforms: the first term may belong to an outer one.
+    in_place = not (torch.is_grad_enabled() or transforms_active())
+    for term in others:
+        total = total.add_(term) if in_place else total + term
+    return total
+
+
+# --- maps over chunks -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Dropout:
+    """Dropout that draws the same numbers in derivatives.
+
+    Attributes:
+        p: the share of probabilities that is dropped.
+        state: of the random number generators before the values are computed.
+        batches: the dimensions before queries and keys that are drawn; others repeat them.
+    """
+
+    p: float
+    state: RandomState
+    batches: tuple[int, ...]
+
+    @contextlib.contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Draw what the values have drawn."""
+        current_state = RandomState.take()
+        self.state.put()
+        try:
+            yield
+        finally:
+            current_state.put()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkMap:
+    """A function of chunks as a function of whole tensors, of shape ``[*batches, length, size]``.
+
+    Attributes:
+        f: a function of a ``Chunk`` and its part of each tensor.
+        is_causal: whether a query sees no later key.
+        dropout: ``None`` if nothing is dropped.
+        inputs: whether each tensor goes by query, and not by key.
+        outputs: the same of each result of ``f``.
+        wanted: the indices of the results that the map returns.
+    """
+
+    f: Callable[..., Results]
+    is_causal: bool
+    dropout: Dropout | None
+    inputs: tuple[bool, ...] = (True, False, False, True)
+    outputs: tuple[bool, ...] = (True,)
+    wanted: tuple[int, ...] = (0,)
+
+    def run(self, *tensors: Any) -> tuple[torch.Tensor, ...]:
+        """Return the wanted results of whole tensors."""
+        num_keys = tensors[1].shape[-2]
+        parts: dict[int, list[torch.Tensor]] = {i: [] for i in self.wanted}
+        sums: dict[int, torch.Tensor] = {}
+        # Why not the values: they draw first.
+        dropout = self.dropout if self.f is not _outputs else None
+        with dropout.repeated() if dropout else contextlib.nullcontext():
+            for queries, keys, chunk in self._chunks(tensors[0], num_keys):
+                pieces = [
+                    None if tensor is None else tensor[..., queries if by_query else keys, :]
+                    for tensor, by_query in zip(tensors, self.inputs, strict=True)
+                ]
+                results = self.f(chunk, *pieces)
+                for i in self.wanted:
+                    result = results[i]
+                    if self.outputs[i]:
+                        parts[i].append(result)
+                    elif i in sums or keys.stop < num_keys:
+                        if i not in sums:
+                            shape = *result.shape[:-2], num_keys, result.shape[-1]
+                            sums[i] = result.new_zeros(shape)
+                        sums[i][..., keys, :] += result
+                    else:
+                        sums[i] = result
+        return tuple(torch.cat(parts[i], -2) if self.outputs[i] else sums[i] for i in self.wanted)
+
+    def _chunks(self, query: torch.Tensor, num_keys: int) -> Iterator[tuple[slice, slice, Chunk]]:
+        num_queries, num_batches = query.shape[-2], math.prod(query.shape[:-2])
+        step = max(LEAST_QUERIES, CHUNK_SCORES // max(1, num_batches * num_keys))
+        for start in range(0, max(1, num_queries), step):
+            stop = min(start + step, num_queries)
+            num_seen = min(stop, num_keys) if self.is_causal else num_keys
+            causal_bias = kept = None
+            if self.is_causal:
+                # Why no more keys: all queries of the chunk see those before it.
+                shape = stop - start, max(0, num_seen - start)
+                causal_bias = query.new_full(shape, -math.inf).triu(1)
+            if self.dropout is not None:
+                ones = query.new_ones((*self.dropout.batches, stop - start, num_seen))
+                kept = functional.dropout(ones, self.dropout.p)
+            yield slice(start, stop), slice(0, num_seen), Chunk(causal_bias, kept)
+
+    def vjp(self, needed: tuple[int, ...]) -> ChunkMap:
+        """Return the map from inputs and gradients of all outputs to gradients of some inputs."""
+        f, num_inputs = _VJP.get(self.f), len(self.inputs)
+
+        def derived(chunk: Chunk, *tensors: Any) -> Results:
+            inputs, grads = tensors[:num_inputs], tensors[num_inputs:]
+            known = _present(grads)
+
+            def of_needed(*some: Any) -> tuple[Any, ...]:
+                results = self.f(chunk, *_replaced(inputs, needed, some))
+                return tuple(results[i] for i in known)
+
+            pullback = torch.func.vjp(of_needed, *(inputs[i] for i in needed))[1]
+            return _replaced([None] * num_inputs, needed, pullback(tuple(grads[i] for i in known)))
+
+        return dataclasses.replace(
+            self,
+            f=f or derived,
+            inputs=self.inputs + self.outputs,
+            outputs=self.inputs,
+            wanted=needed,
+        )
+
+    def jvp(self) -> ChunkMap:
+        """Return the map from inputs and their tangents to the tangents of the outputs."""
+        f, num_inputs = _JVP.get(self.f), len(self.inputs)
+
+        def derived(chunk: Chunk, *tensors: Any) -> Results:
+            inputs, tangents = tensors[:num_inputs], tensors[num_inputs:]
+            known = _present(tangents)
+
+            def of_known(*some: Any) -> tuple[Any, ...]:
+                results = self.f(chunk, *_replaced(inputs, known, some))
+                return tuple(results[i] for i in self.wanted)
+
+            primals = tuple(inputs[i] for i in known)
+            out = torch.func.jvp(of_known, primals, tuple(tangents[i] for i in known))[1]
+            return _replaced([None] * len(self.outputs), self.wanted, out)
+
+        return dataclasses.replace(self, f=f or derived, inputs=self.inputs * 2)
+
+
+def _replaced(values: Sequence[Any], indices: Sequence[int], by: Sequence[Any]) -> list[Any]:
+    new_values = dict(enumerate(values)) | dict(zip(indices, by, strict=True))
+    return list(new_values.values())
+
+
+def _present(values: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(i for i, value in enumerate(values) if value is not None)
+
+
+class _Mapped(torch.autograd.Function):
+    """``_Mapped.apply(chunk_map, *tensors)``: return ``chunk_map.run(*tensors)``."""
+
+    @staticmethod
+    def forward(chunk_map: ChunkMap, *tensors: Any) -> tuple[torch.Tensor, ...]:
+        return chunk_map.run(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.map, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        # Why: the tangent of a mask would be as large as all scores.
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        needed = tuple(i for i, needs in enumerate(ctx.needs_input_grad[1:]) if needs)
+        out_grads = _replaced([None] * len(ctx.map.outputs), ctx.map.wanted, grads)
+        inputs = ctx.saved_tensors  # Why once: a checkpoint computes them for one look
+        in_grads = _Mapped.apply(ctx.map.vjp(needed), *inputs, *out_grads)
+        return None, *_replaced([None] * len(inputs), needed, in_grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> Any:
+        return _Mapped.apply(ctx.map.jvp(), *ctx.saved_tensors, *tangents)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, chunk_map: ChunkMap, *tensors: Any) -> Any:
+        size, dims = info.batch_size, in_dims[1:]
+        batched = [
+            tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            for tensor, dim in zip(tensors, dims, strict=True)
+            if tensor is not None
+        ]
+        batched = _replaced(tensors, _present(tensors), batched)
+        dropout = chunk_map.dropout
+        if dropout is not None:
+            if info.randomness == "error":
+                raise RuntimeError(
+                    "vmap maps over attention that has dropout: pass randomness='different' to "
+                    "vmap, or 'same'"
+                )
+            # Note: the values have drawn for each sample only if one of their inputs had samples.
+            has_samples = any(dim is not None for dim in dims[:4])
+            draws = size if info.randomness == "different" and has_samples else 1
+            dropout = dataclasses.replace(dropout, batches=(draws, *dropout.batches))
+        outs = _Mapped.apply(dataclasses.replace(chunk_map, dropout=dropout), *batched)
+        return outs, (0,) * len(outs)

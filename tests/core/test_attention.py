@@ -1,0 +1,232 @@
+"""Attention in chunks: every derivative is that of torch's MATH backend, and memory is linear."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.func import grad, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import funcshard as fs
+from funcshard._utils import tree
+from funcshard.core.attention import attention
+from tests.core.units import forward_mode
+
+pytestmark = forward_mode
+
+HEADS, QUERIES, KEYS, SIZE, VALUE = 4, 19, 21, 4, 3
+
+
+def made(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def inputs(seed: int, heads: int = HEADS) -> tuple[torch.Tensor, ...]:
+    return made(seed, 2, HEADS, QUERIES, SIZE), made(seed + 1, 2, heads, KEYS, SIZE), made(seed + 2, 2, heads, KEYS, VALUE)
+
+
+X, T, U = inputs(0), inputs(3), inputs(6)
+SEEN = made(9, 2, 1, QUERIES, KEYS) > -0.5
+BLIND = SEEN & (torch.arange(QUERIES) != 3)[:, None]  # the fourth query sees nothing
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "boolean": {"attn_mask": SEEN},
+    "a query that sees nothing": {"attn_mask": BLIND},
+    "keys": {"attn_mask": SEEN[:, :, :1]},
+    "added": {"attn_mask": made(10, HEADS, QUERIES, KEYS)},
+    "scale": {"scale": -0.3},
+}
+
+
+def loss(f: Any, x: Any) -> Any:
+    return f(*x).sin().sum()
+
+
+def dot(a: Any, b: Any) -> Any:
+    return sum((x * y).sum() for x, y in zip(a, b, strict=True))
+
+
+def stacked(x: Any) -> Any:
+    return tuple(torch.stack([tensor, 2 * tensor, tensor.cos()]) for tensor in x)
+
+
+def slope(f: Any, x: Any) -> Any:
+    return jvp(lambda x: loss(f, x), (x,), (T,))[1]
+
+
+def product(f: Any, x: Any, t: Any = T) -> Any:
+    return jvp(grad(lambda x: loss(f, x)), (x,), (t,))[1]
+
+
+def reverse_twice(f: Any, x: Any) -> Any:
+    return grad(lambda x: dot(grad(lambda x: loss(f, x))(x), T))(x)
+
+
+DERIVATIVES = {
+    "value": lambda f: f(*X),
+    "grad": lambda f: grad(lambda x: loss(f, x))(X),
+    "jvp": lambda f: jvp(f, X, T),
+    "jvp of grad": lambda f: product(f, X),
+    "by value alone": lambda f: jvp(grad(lambda x: loss(f, x)), (X,), ((0 * T[0], 0 * T[1], T[2]),))[1],
+    "grad of jvp": lambda f: grad(functools.partial(slope, f))(X),
+    "grad of grad": lambda f: reverse_twice(f, X),
+    "jvp of jvp": lambda f: jvp(lambda x: slope(f, x), (X,), (U,)),
+    "jvp of grad of grad": lambda f: jvp(lambda x: reverse_twice(f, x), (X,), (U,)),
+    "grad of jvp of grad": lambda f: grad(lambda x: dot(product(f, x), U))(X),
+    "vmap of value": lambda f: vmap(f)(*stacked(X)),
+    "vmap of one input": lambda f: vmap(lambda q: f(q, *X[1:]), in_dims=1, out_dims=1)(torch.stack([X[0], T[0]], 1)),
+    "vmap of grad": lambda f: vmap(grad(lambda x: loss(f, x)))(stacked(X)),
+    "vmap of jvp": lambda f: vmap(lambda x: slope(f, x))(stacked(X)),
+    "vmap of jvp of grad": lambda f: vmap(lambda x: product(f, x))(stacked(X)),
+    "vmap over tangents": lambda f: vmap(lambda t: product(f, X, t))(stacked(T)),
+    "grad of vmap": lambda f: grad(lambda x: vmap(lambda q: loss(f, (q, *x[1:])))(stacked(x)[0]).sin().sum())(X),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut these short sequences too, into chunks of eight queries."""
+    monkeypatch.setattr("funcshard.core.attention.LEAST_QUERIES", 8)
+    monkeypatch.setattr("funcshard.core.attention.CHUNK_SCORES", 1)
+
+
+def close(found: Any, expected: Any) -> None:
+    pairs = zip(tree.leaves(found), tree.leaves(expected), strict=True)
+    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in pairs)
+
+
+def oracle(*x: torch.Tensor, attn_mask: Any = None, **options: Any) -> torch.Tensor:
+    if attn_mask is BLIND:  # torch's reverse over forward is NaN
+        return sdpa(*x, SEEN).masked_fill(~BLIND.any(-1, keepdim=True), 0.0)
+    return sdpa(*x, attn_mask=attn_mask, **options)
+
+
+def same(derivative: Any, **options: Any) -> None:
+    found = derivative(functools.partial(attention, **options))
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = derivative(functools.partial(oracle, **options))
+    close(found, expected)
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_derivative_is_that_of_plain_operations(case: Any, derivative: Any) -> None:
+    same(derivative, **case)
+
+
+def test_a_mask_has_derivatives() -> None:
+    mask = CASES["added"]["attn_mask"]
+
+    def both_orders(f: Any) -> Any:
+        of_mask = lambda mask: jvp(lambda x: loss(functools.partial(f, attn_mask=mask), x), (X,), (T,))[1]  # noqa: E731
+        return jvp(grad(of_mask), (mask,), (mask.cos(),))
+
+    same(both_orders)
+    close(attention(*X, BLIND), sdpa(*X, BLIND))
+
+
+@pytest.mark.parametrize("queries", [0, 5, 40])
+def test_lengths_and_shared_keys(queries: int) -> None:
+    _, key, value = inputs(20, heads=2)
+    same(
+        lambda f: grad(lambda q: loss(f, (q, key, value)))(made(23, 2, HEADS, queries, SIZE)),
+        is_causal=True,
+        enable_gqa=True,
+    )
+    same(lambda f: f(X[0][0, 0], X[1][0, 0], X[2][0, 0]))  # without batch and heads
+
+
+def test_create_graph_and_dual_levels() -> None:
+    def reverse(f: Any) -> Any:
+        x = [tensor.clone().requires_grad_() for tensor in X]
+        grads = torch.autograd.grad(loss(f, x), x, create_graph=True)
+        second = torch.autograd.grad(dot(grads, T), x, create_graph=True)
+        return second, torch.autograd.grad(dot(second, U), x)
+
+    def forward(f: Any) -> Any:
+        with forward_ad.dual_level():
+            x = [forward_ad.make_dual(tensor.requires_grad_(), t) for tensor, t in zip(inputs(0), T, strict=True)]
+            out = loss(f, x)
+            grads = torch.autograd.grad(out, x)
+            return forward_ad.unpack_dual(out), [forward_ad.unpack_dual(g) for g in grads]
+
+    same(reverse, is_causal=True)
+    same(forward, is_causal=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_low_precision_is_within_its_rounding(dtype: torch.dtype) -> None:
+    x = tuple(tensor.to(dtype) for tensor in X)
+    found, exact = product(attention, x, tuple(t.to(dtype) for t in T)), product(attention, X)
+    for a, b in zip(found, exact, strict=True):
+        assert a.dtype == dtype
+        assert (a - b).abs().max() < 8 * torch.finfo(dtype).eps * b.abs().max()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(*(t.float() for t in X)).dtype == torch.bfloat16
+
+
+def test_dropout_draws_once() -> None:
+    f = functools.partial(attention, dropout_p=0.4, is_causal=True)
+
+    def drawn(derivative: Any) -> Any:
+        torch.manual_seed(0)
+        return derivative(f), torch.rand(())
+
+    def at(step: float) -> Any:
+        return drawn(lambda f: grad(lambda x: loss(f, x))(tuple(x + step * t for x, t in zip(X, T, strict=True))))
+
+    (found, after), (plus, after_grad), (minus, _) = drawn(lambda f: product(f, X)), at(1e-5), at(-1e-5)
+    assert after == after_grad
+    assert all(torch.allclose(a, (p - m) / 2e-5, atol=1e-6) for a, p, m in zip(found, plus, minus, strict=True))
+    share = (attention(*(torch.ones(1, 1, 200, 4),) * 2, torch.eye(200)[None, None], dropout_p=0.4) == 0).double().mean()
+    assert math.isclose(share, 0.4, abs_tol=0.02)
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_dropout_under_vmap(randomness: str) -> None:
+    f = functools.partial(attention, dropout_p=0.4)
+    x = tuple(tensor.expand(3, *tensor.shape) for tensor in X)
+    mapped = functools.partial(vmap, randomness=randomness)
+
+    def at(step: float) -> Any:
+        torch.manual_seed(0)
+        return mapped(lambda q, k, v: loss(f, (q, k, v)))(*(a + step * t for a, t in zip(x, T, strict=True)))
+
+    torch.manual_seed(0)
+    values, slopes = mapped(lambda q, k, v: jvp(lambda x: loss(f, x), ((q, k, v),), (T,)))(*x)
+    assert torch.allclose(slopes, (at(1e-5) - at(-1e-5)) / 2e-5, atol=1e-6)
+    assert (values[0] == values[1]) == (randomness == "same")
+    torch.manual_seed(0)
+    along = mapped(lambda t: jvp(lambda x: loss(f, x), (X,), (t,))[1])(stacked(T))
+    assert torch.allclose(along[1], 2 * along[0])
+    with pytest.raises(RuntimeError, match="pass randomness='different'"):
+        vmap(f)(*x)
+
+
+def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    sizes: list[int] = []
+
+    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(t.untyped_storage().nbytes() for t in tree.leaves(out) if isinstance(t, torch.Tensor))
+            return out
+
+    x = tuple(torch.randn(1, 1, 4096, 2) for _ in range(3))
+    with Largest():
+        product(functools.partial(attention, is_causal=True), x, x)
+        product(functools.partial(attention, attn_mask=torch.ones(4096, dtype=torch.bool)), x, x)
+    assert max(sizes) <= 4 * 2**19
+
+
+def test_torch_tells_of_a_mask_beside_causality() -> None:
+    with fs.any_order(), pytest.raises(RuntimeError, match="attn_mask"):
+        sdpa(*X, attn_mask=SEEN, is_causal=True)
