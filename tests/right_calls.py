@@ -218,6 +218,7 @@ RIGHT_CALLS: dict[str, Callable[[World], Call]] = {
     "export_safetensors": lambda w: (fs.export_safetensors, (w.folder / "new.safetensors", w.shards, w.plan, w.mesh), {
         "buffers": None, "max_shard_size": "5GB", "dtype": None,
     }),
+    "iter_params": lambda w: (fs.iter_params, (w.shards, w.plan, w.mesh), {"dtype": None}),
     "import_safetensors": lambda w: (fs.import_safetensors, (w.exported, w.plan, w.mesh), {"cast": False}),
     "from_pretrained": lambda w: (fs.from_pretrained, (w.exported, w.mesh), {
         "model": META, "plan": w.plan, "mutable": False,

@@ -27,6 +27,7 @@ Read the files in this order:
 - ``adapters``: the names of a model under peft's adapters, and their initial values.
 - ``hugging_face``: Hugging Face's models on meta, and their names in files.
 - ``pretrained``: ``from_pretrained`` and ``save_pretrained``.
+- ``whole_params``: ``iter_params``, whole parameters unit by unit.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from funcshard.checkpoint.save_restore import Saving, restore, save
 from funcshard.checkpoint.state_dict import from_state_dict, to_state_dict
 from funcshard.checkpoint.stored_state import PerRank
 from funcshard.checkpoint.unflatten_state import replan
+from funcshard.checkpoint.whole_params import iter_params
 
 __all__ = [
     "Contents",
@@ -57,6 +59,7 @@ __all__ = [
     "from_state_dict",
     "import_dcp",
     "import_safetensors",
+    "iter_params",
     "latest",
     "optimizer_from_state_dict",
     "optimizer_to_state_dict",

@@ -359,15 +359,7 @@ def save_pretrained(
 
     Source: ``transformers.PreTrainedModel.save_pretrained``.
     """
-    if not isinstance(apply, Functional) or not is_hugging_face(apply.skeleton.template):
-        apply_type = type(apply).__name__
-        remedy = "pass the apply of from_pretrained or make_functional, before the shards"
-        if isinstance(apply, Functional):
-            apply_type = type(apply.skeleton.template).__name__
-            remedy = "export_safetensors writes the parameters of any module"
-        raise TypeError(
-            f"save_pretrained takes the apply of a model of Hugging Face; found {apply_type}: {remedy}"
-        )
+    check_functional("save_pretrained", apply)
     folder, fault = check_path("path", path), ""
     most_bytes = check_bytes("max_shard_size", max_shard_size)
     check_floating("dtype", dtype)
@@ -377,7 +369,7 @@ def save_pretrained(
     check_no_leaf(extra_tensors, plan)
     # Note: on meta; it has the class, the config and the names of tied parameters.
     module = apply.skeleton.template
-    entry_groups = _stored_entries(module, plan)
+    entry_groups = stored_entries(module, plan)
     file_entries = [entry for group in entry_groups for entry in group]
     file_entries += headers_of(extra_tensors)
     file_tensors = _stored_tensors(module, shards, plan, mesh, entry_groups, extra_tensors)
@@ -393,7 +385,21 @@ def save_pretrained(
     return write_tensors(folder, file_entries, file_tensors, mesh, most_bytes, dtype)
 
 
-def _stored_entries(module: nn.Module, plan: Plan) -> list[list[Header]]:
+def check_functional(caller: str, apply: Any) -> None:
+    """Raise ``TypeError`` unless ``apply`` is the function of a model of Hugging Face."""
+    if isinstance(apply, Functional) and is_hugging_face(apply.skeleton.template):
+        return
+    apply_type = type(apply).__name__
+    remedy = "pass the apply of from_pretrained or make_functional, before the shards"
+    if isinstance(apply, Functional):
+        apply_type = type(apply.skeleton.template).__name__
+        remedy = "export_safetensors writes the parameters of any module"
+    raise TypeError(
+        f"{caller} takes the apply of a model of Hugging Face; found {apply_type}: {remedy}"
+    )
+
+
+def stored_entries(module: nn.Module, plan: Plan) -> list[list[Header]]:
     """Return the tensors that the files hold, for the leaves of each unit."""
     entry_groups: list[list[Header]] = []
     meta_leaves: dict[str, torch.Tensor] = {}

@@ -18,9 +18,9 @@ from funcshard.checkpoint.pieces import as_pieces, check_pieces, copy_pieces, ow
 from funcshard.checkpoint.stored_state import by_buffer, each_leaf, first_of, name_in
 from funcshard.comm import Mesh
 from funcshard.core import (
+    AllGatherHandle,
     LeafChecksums,
     Shards,
-    all_gather_flat,
     check_leaf,
     check_mesh,
     check_shards,
@@ -30,6 +30,7 @@ from funcshard.core import (
     join_slices,
     put_whole,
     slice_from_rank,
+    start_gather_flat,
     views,
     zero_shard,
 )
@@ -283,14 +284,7 @@ def leaves_for_this_rank(
     slice_axes = {leaf_cut.axis for leaf in buffer.leaves for leaf_cut in leaf.cuts}
     if not_first - slice_axes - {"shard"}:
         return []
-    full_buffer = all_gather_flat(
-        flat,
-        mesh,
-        unit=unit.name,
-        buffer=buffer.key,
-        sharded=buffer.shards > 1,
-        offload=unit.offload,
-    )
+    full_buffer = start_full_buffer(flat, unit, buffer, mesh).finish()
     rank_leaves = []
     for leaf, view in zip(buffer.leaves, views(full_buffer, buffer), strict=True):
         if not_first - {leaf_cut.axis for leaf_cut in leaf.cuts}:
@@ -301,6 +295,15 @@ def leaves_for_this_rank(
             rank_leaves.append((leaf, kept_copy(value, offload)))
         del value  # before the slices of the next leaf are joined
     return rank_leaves
+
+
+def start_full_buffer(
+    flat: torch.Tensor, unit: UnitPlan, buffer: BufferPlan, mesh: Mesh
+) -> AllGatherHandle:
+    """Start to gather a flat tensor that is cut like a buffer."""
+    return start_gather_flat(
+        flat, mesh, unit.name, buffer.key, sharded=buffer.shards > 1, offload=unit.offload
+    )
 
 
 def kept_copy(value: torch.Tensor, offload: bool) -> torch.Tensor:

@@ -34,7 +34,7 @@ order:
 from __future__ import annotations
 
 from funcshard.core.any_order import any_order, any_order_active, run_any_order
-from funcshard.core.buffer_comm import BufferComm, start_gather, start_reduce
+from funcshard.core.buffer_comm import AllGatherHandle, BufferComm, start_gather, start_reduce
 from funcshard.core.checks import (
     can_cast,
     check_cut,
@@ -58,7 +58,7 @@ from funcshard.core.collectives import (
 )
 from funcshard.core.combinators import reshard, unit_comms, unshard, unshard_with
 from funcshard.core.derivatives import gnvp, grad, hvp, jvp, linearize, vjp
-from funcshard.core.flat_buffer import all_gather_flat, all_reduce_flat, views
+from funcshard.core.flat_buffer import all_gather_flat, all_reduce_flat, start_gather_flat, views
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
 from funcshard.core.gradient_options import GradientOptions, OnGrads, OnReduceScattered
 from funcshard.core.gradients import (
@@ -107,18 +107,19 @@ from funcshard.core.unit import (
 from funcshard.core.vectors import axpy, norm, randn_like, vdot
 
 __all__ = [
-    "BufferComm", "Gathered", "GradReducer", "GradientFunction", "GradientOptions", "LeafBlocks",
-    "LeafChecksums", "OnGrads", "OnReduceScattered", "Prefetcher", "RecomputeParams",
-    "ScheduleLearner", "Shards", "Unshard", "accumulate", "accumulating_function", "activate",
-    "agree", "all_gather", "all_gather_flat", "all_reduce_flat", "all_to_all", "any_order",
-    "any_order_active", "axis_index", "axpy", "block_count", "broadcast", "broadcast_object",
-    "broadcast_to_shards", "can_cast", "cast_inputs", "cast_outputs", "check_callable", "check_cut",
-    "check_fits", "check_leaf", "check_mesh", "check_shards", "check_source", "check_tie",
-    "check_weight", "current_reducer", "current_unit", "cut", "cut_from_rank", "detached",
-    "empty_shard", "gather", "gnvp", "grad", "grad_mode", "gradient_function", "hooks_allowed",
-    "hvp", "join_slices", "jvp", "linearize", "loss_value", "modified_leaf", "norm", "pmax",
-    "pmean", "ppermute", "psum", "psum_scatter", "psum_world", "put_whole", "raise_on_every_rank",
-    "randn_like", "remat", "reshard", "run_any_order", "run_in_full_precision", "shard",
-    "slice_from_rank", "start_gather", "start_reduce", "start_unit", "unit_comms", "unshard",
-    "unshard_with", "value_and_grad", "vdot", "views", "vjp", "zero_shard",
+    "AllGatherHandle", "BufferComm", "Gathered", "GradReducer", "GradientFunction",
+    "GradientOptions", "LeafBlocks", "LeafChecksums", "OnGrads", "OnReduceScattered", "Prefetcher",
+    "RecomputeParams", "ScheduleLearner", "Shards", "Unshard", "accumulate",
+    "accumulating_function", "activate", "agree", "all_gather", "all_gather_flat",
+    "all_reduce_flat", "all_to_all", "any_order", "any_order_active", "axis_index", "axpy",
+    "block_count", "broadcast", "broadcast_object", "broadcast_to_shards", "can_cast",
+    "cast_inputs", "cast_outputs", "check_callable", "check_cut", "check_fits", "check_leaf",
+    "check_mesh", "check_shards", "check_source", "check_tie", "check_weight", "current_reducer",
+    "current_unit", "cut", "cut_from_rank", "detached", "empty_shard", "gather", "gnvp", "grad",
+    "grad_mode", "gradient_function", "hooks_allowed", "hvp", "join_slices", "jvp", "linearize",
+    "loss_value", "modified_leaf", "norm", "pmax", "pmean", "ppermute", "psum", "psum_scatter",
+    "psum_world", "put_whole", "raise_on_every_rank", "randn_like", "remat", "reshard",
+    "run_any_order", "run_in_full_precision", "shard", "slice_from_rank", "start_gather",
+    "start_gather_flat", "start_reduce", "start_unit", "unit_comms", "unshard", "unshard_with",
+    "value_and_grad", "vdot", "views", "vjp", "zero_shard",
 ]  # fmt: skip

@@ -264,10 +264,25 @@ def all_gather_flat(
     Returns:
         The whole ``[n * ranks]``.
     """
+    gather_handle = start_gather_flat(flat, mesh, unit, buffer, sharded=sharded, offload=offload)
+    with torch.no_grad():
+        return gather_handle.finish()
+
+
+def start_gather_flat(
+    flat: torch.Tensor,
+    mesh: Mesh,
+    unit: str | None,
+    buffer: str,
+    *,
+    sharded: bool,
+    offload: bool,
+) -> AllGatherHandle:
+    """Start ``all_gather_flat``; the handle's ``finish`` waits, and returns the result."""
     note_collective(mesh)
     comm = BufferComm(Topology(mesh, sharded), unit, buffer, offload=offload)
     with torch.no_grad():
-        return start_gather(flat.detach(), comm).finish()
+        return start_gather(flat.detach(), comm)
 
 
 def all_reduce_flat(
