@@ -4,10 +4,11 @@ import optree
 import torch
 
 import funcshard as fs
-from tests.misuse import BUFFERS, DATA, DESYNC, EVERYWHERE, GRID, PARAMS, Table, right, set_up, untold, whole_grads
+from tests.misuse import BUFFERS, DATA, DESYNC, EVERYWHERE, GRID, NET, PARAMS, Table, right, set_up, untold, whole_grads
 
 CASES = Table()
 MISTAKES = "docs/mistakes.md"
+OPERATORS = "docs/operators.md"
 SUM = "Return the mean over samples, not the sum."
 PARTS = "Nobody checks whether the ranks' parts of the batch overlap, are missing or differ in size."
 AGAIN = "Don't divide, clip or scale gradients a second time."
@@ -170,6 +171,48 @@ CASES += [
         torch.tensor(0.1)),
      lambda s: ([grads := s.grads(), fs.clip_by_global_norm(grads, s.plan, s.mesh, 0.1)] and
         fs.global_norm(grads, s.plan, s.mesh))),
+]  # fmt: skip
+
+
+# --- operators ------------------------------------------------------------------------------------
+
+
+def slope(s, f):
+    """Return the derivative of ``f`` at the shards, along the shards."""
+    return fs.jvp(f, (s.shards,), (s.shards,))[1]
+
+
+def whole_slope():
+    return sum((grad * PARAMS[path]).sum() for path, grad in whole_grads().items()).detach()
+
+
+def whole_product():
+    params = {path: p.detach() for path, p in PARAMS.items()}
+    loss = lambda p: torch.func.functional_call(NET, p, DATA).square().mean()  # noqa: E731
+    return torch.func.jvp(torch.func.grad(loss), (params,), (params,))[1]
+
+
+CASES += [
+    ("jvp", "the slope of this rank's loss for that of the mean",
+     untold(OPERATORS, "If you want an output of the whole batch, put `fs.pmean` into the function.", whole_slope),
+     lambda s: slope(s, lambda shards: s.loss(shards, s.x))),
+    ("jvp pmean", "the slope of the mean loss", right(whole_slope),
+     lambda s: slope(s, lambda shards: fs.pmean(s.loss(shards, s.x), s.mesh))),
+    ("hvp", "on one rank only", DESYNC,
+     lambda s: s.mesh.rank or fs.hvp(lambda shards: s.loss(shards, s.x), (s.shards,), (s.shards,))),
+    ("vjp grad", "the pullback of a gradient",
+     untold(OPERATORS, "`fs.vjp` is for functions whose outputs are this rank's.", whole_product),
+     lambda s: s.whole(fs.vjp(fs.grad(lambda shards: s.loss(shards, s.x)), s.shards)[1](s.shards)[0])),
+    ("linearize grad", "the Hessian as a linear function", right(whole_product),
+     lambda s: s.whole(fs.linearize(fs.grad(lambda shards: s.loss(shards, s.x)), s.shards)[1](s.shards))),
+    ("vdot", "whole parameters", ValueError("these are whole parameters"),
+     lambda s: fs.vdot(PARAMS, PARAMS, s.plan, s.mesh)),
+    ("axpy", "trees of two plans", ValueError("two trees with the same keys"),
+     lambda s: fs.axpy(1.0, s.shards, fs.shard(PARAMS, fs.make_plan(PARAMS, s.mesh), s.mesh))),
+    ("randn_like", "a generator of each rank's own", ValueError("the state of the generator of randn_like"),
+     lambda s: fs.randn_like(s.shards, s.plan, s.mesh, generator=torch.Generator().manual_seed(s.mesh.rank)), EVERYWHERE),
+    ("agree", "a loop whose length is this rank's", DESYNC,
+     lambda s: [s.loss(s.shards, s.x) for _ in range(3 + s.mesh.rank)]),
 ]  # fmt: skip
 
 
