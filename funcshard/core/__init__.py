@@ -16,8 +16,8 @@ order:
 - ``checksum``: whether ranks that each pass full leaves pass the same ones.
 - ``unit``: ``Unshard``, which ``unshard`` and ``reshard`` of ``combinators`` return, and
   ``Gathered``, in which a function of the leaves runs.
-- ``attention``: attention with derivatives of any order. ``any_order``: where it takes the place
-  of torch's kernels.
+- ``attention``: attention with derivatives of any order. ``replaced_attention``: where it takes
+  the place of torch's kernels.
 - ``plain_collectives``: collectives along mesh axes and their adjoints, without autograd.
   ``collectives``: ``psum``, ``all_gather`` and others, differentiable, along named axes.
 - ``sharding``: ``shard`` and ``gather``, the whole tree to shards and back.
@@ -33,7 +33,6 @@ order:
 
 from __future__ import annotations
 
-from funcshard.core.any_order import any_order, any_order_active, run_any_order
 from funcshard.core.buffer_comm import AllGatherHandle, BufferComm, start_gather, start_reduce
 from funcshard.core.checks import (
     can_cast,
@@ -81,6 +80,7 @@ from funcshard.core.plain_collectives import (
 )
 from funcshard.core.prefetcher import Prefetcher, ScheduleLearner, current_unit, hooks_allowed
 from funcshard.core.recompute import remat
+from funcshard.core.replaced_attention import any_order, any_order_active, run_any_order
 from funcshard.core.shard_broadcast import broadcast_to_shards
 from funcshard.core.sharding import (
     Shards,

@@ -24,7 +24,6 @@ from funcshard._utils.tensors import is_dtensor
 from funcshard._utils.torch_private import transforms_active, untraced
 from funcshard.comm import Mesh, current_recording, ranks_of_job
 from funcshard.core.accumulation import micro_batch_calls
-from funcshard.core.any_order import check_derivatives
 from funcshard.core.collectives import psum_world
 from funcshard.core.flat_buffer import all_reduce_flat
 from funcshard.core.grad_reducer import GradReducer, LeafGradient, activate, note_collective
@@ -35,6 +34,7 @@ from funcshard.core.gradient_options import (
     gradient_hook,
     scattered_hook,
 )
+from funcshard.core.replaced_attention import check_derivatives
 from funcshard.plan import AXES, Reduce, check_reduce
 
 

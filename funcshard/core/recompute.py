@@ -32,7 +32,6 @@ from funcshard._utils.torch_private import (
     transform_level,
     transforms_active,
 )
-from funcshard.core.any_order import repeating_any_order
 from funcshard.core.basis import (
     Loops,
     acting_for,
@@ -43,6 +42,7 @@ from funcshard.core.basis import (
 )
 from funcshard.core.buffer_comm import write_count
 from funcshard.core.prefetcher import hooks_allowed
+from funcshard.core.replaced_attention import repeating_any_order
 
 Tensors = Sequence[torch.Tensor]
 
