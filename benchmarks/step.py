@@ -18,6 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import funcshard as fs
 from benchmarks import results
 from benchmarks.jaxed import Jax, has_jax
 from benchmarks.peers import COMPILED, PLANS, TITLES, TRACED, planned
@@ -30,7 +33,7 @@ REST = 0.3  # seconds of rest after the turn of JAX
 REPLICATED = ("none", "ddp", "none_compiled", "ddp_compiled")
 # Peers that a race leaves out, in this order, if memory is short.
 DISPENSABLE = ("fsdp1_kept", "fsdp1", "full_shard_gloo", "shard_grad_op_gloo", "none", "jax")
-# The first two show what shared memory gains; the third needs a C++ compiler; the last is DDP's work.
+# The first two show what shared memory gains; the third needs a C++ compiler.
 NOT_BY_DEFAULT = (
     "full_shard_gloo", "shard_grad_op_gloo", "full_shard_compiled", "no_shard",
     "none_compiled", "ddp_compiled", "fsdp2_compiled", *TRACED,
@@ -51,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--rounds", type=int, default=20, help="turns of every peer (default %(default)s)")
     parser.add_argument("--steps", type=int, default=1, help="steps a turn (default %(default)s)")
     parser.add_argument("--jax-python", default=sys.executable, help="an interpreter that has JAX (default: this one)")
+    parser.add_argument("--hardware", help="a file that calibrate wrote: adds the estimates of funcshard's times")
     parser.add_argument("--json", type=Path, help="file for everything measured")
     parser.add_argument("--markdown", type=Path, help="a page with markers for the tables")
     options = parser.parse_args(arguments)
@@ -107,12 +111,30 @@ def _race(shape: str, ranks: int, peers: list[str], options: Any) -> dict[str, A
                 if i >= 0:
                     seconds[peer].append(took / number)
     check_losses(losses)
-    table = Table(f"{title}{without}; {options.rounds} rounds{jax}", *race_table(seconds))
+    header, rows = race_table(seconds)
+    if options.hardware:
+        header.append("estimated ms")
+        for row, peer in zip(rows, peers, strict=True):
+            row.append(estimated(shape, peer, ranks, options.hardware, spread(seconds[peer]).median))
+    table = Table(f"{title}{without}; {options.rounds} rounds{jax}", header, rows)
     table.show()
     return {
         "shape": shape, "ranks": ranks, "numel": numel, "seconds": seconds, "losses": losses,
         "table": list(table),
     }  # fmt: skip
+
+
+def estimated(shape: str, peer: str, ranks: int, hardware: str, measured: float) -> str:
+    """Return the estimated time of a step of one of funcshard's peers, with its error; of another, nothing."""
+    if peer not in PLANS or peer in COMPILED:
+        return ""
+    with torch.device("meta"):
+        apply, params, buffers = fs.make_functional(SHAPES[shape].build())
+    inputs, targets = SHAPES[shape].batches(0)[0]
+    profile = fs.profile(apply, params, buffers, inputs, loss=SHAPES[shape].loss, targets=targets)
+    plan = planned(SHAPES[shape], peer, ranks)
+    step_time = fs.estimate(profile, plan, hardware=hardware, optimizer="adamw_fused").step_time
+    return f"{1e3 * step_time:.1f} ({step_time / measured - 1:+.0%})"
 
 
 def distinct(peers: Iterable[str], shape: str, ranks: int) -> list[str]:

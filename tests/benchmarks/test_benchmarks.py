@@ -25,7 +25,7 @@ def test_race_runs_end_to_end(tmp_path, capfd):
     args = ["--ranks", "2", "--rounds", "2", "--shapes", "tiny", "--peers", "none,ddp,fsdp2,full_shard,full_shard_bucketed"]
     files = ["--json", str(tmp_path / "out.json"), "--markdown", str(tmp_path / "out.md")]
     (tmp_path / "out.md").write_text("<!-- results -->\nold\n<!-- end of results -->\nafter\n")
-    found = step.main([*args, *files])
+    found = step.main([*args, *files, "--hardware", "cpu"])
     assert json.loads((tmp_path / "out.json").read_text()) == found
     (race,) = found["races"]
     assert (race["shape"], race["ranks"], race["numel"]) == ("tiny", 2, 1880)
@@ -37,7 +37,8 @@ def test_race_runs_end_to_end(tmp_path, capfd):
     assert race["losses"]["full_shard_bucketed"] == race["losses"]["full_shard"]
     page = (tmp_path / "out.md").read_text()
     assert "    python -m benchmarks.step --ranks 2 --rounds 2 --shapes tiny" in page
-    assert "| peer | ms a step (quartiles) | ÷ DDP | ÷ FSDP2 |" in page
+    assert "| peer | ms a step (quartiles) | ÷ DDP | ÷ FSDP2 | estimated ms |" in page
+    assert [bool(row[-1]) for row in race["table"][2]] == [False, False, False, True, True]
     assert "funcshard full_shard" in capfd.readouterr().out
 
 
