@@ -1,6 +1,6 @@
 """Compare estimates with the memory and the throughput that others have published.
 
-python -m benchmarks.published --markdown docs/estimates.md
+python -m benchmarks.published --markdown docs/dev/estimates.md
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import results
-from benchmarks.published_cases import Case, cases, report_of, rows, tokens_per_second, unseen
+from benchmarks.published_cases import UNSEEN, Case, cases, report_of, rows, tokens_per_second
 from benchmarks.results import markdown
 from funcshard.estimate import load_hardware
 
@@ -61,7 +61,7 @@ def compare(case: Case, kind: str = "known") -> Iterator[Compared]:
 def page() -> str:
     """Return the table of all runs as Markdown, after medians of its parts."""
     compared = [each for case in cases() for each in compare(case)]
-    compared += [each for case in unseen() for each in compare(case, "unseen")]
+    compared += [each for case in cases(UNSEEN) for each in compare(case, "unseen")]
     parts: dict[tuple[str, ...], list[float]] = {}
     for each in compared:
         part = (each.case.kind, "tokens/s", each.kind) if each.figure == "tokens/s" else ("", "memory", each.kind)

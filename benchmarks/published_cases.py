@@ -100,11 +100,6 @@ def cases(path: Path = ROWS) -> tuple[Case, ...]:
     return tuple(Case(row=row, **row["case"]) for row in rows(path) if "case" in row)
 
 
-def unseen() -> tuple[Case, ...]:
-    """Return the cases of llm-foundry's other rows, on which nothing was fitted or chosen."""
-    return cases(UNSEEN)
-
-
 def fitted_rows(kind: str) -> tuple[list[Case], list[Case]]:
     """Return the cases with a throughput that a kind was fitted on, and the other ones of the kind."""
     fast = [case for case in cases() if case.kind == kind and case.row["tps_per_gpu"]]

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import published_cases
 from benchmarks.published import END, HEADER, START, compare
-from benchmarks.published_cases import KINDS, Case, cases, fitted_rows, rows, tokens_per_second, unseen
+from benchmarks.published_cases import KINDS, UNSEEN, Case, cases, fitted_rows, rows, tokens_per_second
 from benchmarks.results import put
 from funcshard.estimate import load_hardware
 from funcshard.estimate.machine import RESERVED_RUNS
@@ -55,8 +55,8 @@ def test_every_row_names_its_source_and_rows_of_the_blind_test_are_no_others():
         return (case.model, case.shards, case.batch, case.length, case.hardware, case.checkpoints, case.row["tps_per_gpu"])
 
     assert all(row["source"] and row["url_or_path"] and ("case" in row) != ("left_out" in row) for row in rows())
-    assert len(unseen()) == 104
-    assert not {facts(case) for case in unseen()} & {facts(case) for case in cases()}
+    assert len(cases(UNSEEN)) == 104
+    assert not {facts(case) for case in cases(UNSEEN)} & {facts(case) for case in cases()}
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def errors(found: list[dict[str, str]]) -> list[float]:
     return [abs(float(row["error"].removesuffix(" %"))) for row in found]
 
 
-# The run that took far longer than estimated; docs/estimates.md has its neighbours.
+# The run that took far longer than estimated; docs/dev/estimates.md has its neighbours.
 SLOWER = {"MPT-70b, 64 ranks, 2 × 2048, full, FSDP1"}
 
 
@@ -146,7 +146,7 @@ def test_the_page_has_every_run_and_keeps_its_limits():
         assert {row["run"] for row, error in zip(found, errors(found), strict=True) if error > 25} <= SLOWER
     for kind in ("A100", "H100"):
         found = page_rows(GPU=kind, row="unseen")
-        assert [row["run"] for row in found] == [case.title for case in unseen() if case.kind == kind]
+        assert [row["run"] for row in found] == [case.title for case in cases(UNSEEN) if case.kind == kind]
         assert statistics.median(errors(found)) <= 10
 
 
