@@ -43,11 +43,9 @@ class Race:
 
     Attributes:
         peers: the peers; times are divided by those of the first one.
-        dtype: the dtype of parameters and computation.
         remat: whether all layers are computed again in backward.
         offload: whether parameters, gradients and the optimizer are on the CPU.
         compiled: whether the layers are compiled; ours as one traced step.
-        rounds: number of steps that are measured.
         batch: number of samples, and of tokens in each.
     """
 

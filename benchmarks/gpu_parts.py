@@ -34,10 +34,8 @@ class Part(NamedTuple):
     """A part of the battery.
 
     Attributes:
-        title: a heading for its tables.
         expected: seconds that it is expected to take on an H100.
         seconds: the time after which it is stopped.
-        run: ``run(out, dry)``.
         dry: whether it can run without a GPU.
     """
 

@@ -1,9 +1,8 @@
 """The JAX peer: the same model with sharded parameters on virtual CPU devices, compiled by XLA.
 
 It is FSDP as JAX users write it. Parameters, optimizer state and batches are sharded over the
-devices. Sharding constraints in the model say that parameters are used whole and that activations
-stay split by samples. Without them XLA carries the row sharding of the parameters over to the
-activations, and sends activations between devices. The step is compiled once, before it is timed.
+devices. Constraints say that parameters are used whole and that activations stay split by samples;
+without them XLA sends activations between devices. The step is compiled once, before it is timed.
 
 The script runs under an interpreter that has JAX and need not have torch. It reads a file of
 parameters and batches, and then lines with a number of steps, each of which it answers with seconds

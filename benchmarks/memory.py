@@ -7,9 +7,8 @@ that share instead of all its shared memory. The kernel keeps a high-water mark 
 which misses no peak. It keeps none of shared memory, so the overcount is taken before and after the
 measured time, and the smaller of the two is subtracted.
 
-The C library keeps much of the freed memory, so that a process has more memory than its tensors. So
-that the memory in use is measured, it has to return freed blocks to the system at once, all but small
-ones.
+The C library keeps much of the freed memory. So that the memory in use is measured, it has to return
+freed blocks to the system at once, all but small ones.
 """
 
 from __future__ import annotations

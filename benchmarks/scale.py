@@ -94,7 +94,6 @@ class Scale(NamedTuple):
     """The measurements of one rank.
 
     Attributes:
-        ranks, units: their numbers.
         seconds: processor time of each phase.
         heap: bytes of Python objects that are held after two steps.
         heap_torch: those of them that files of torch allocated.

@@ -41,7 +41,6 @@ class CheckpointScale(NamedTuple):
     """The measurements of one rank.
 
     Attributes:
-        seconds: processor time of each phase, for one rank.
         heap: most bytes of Python objects while it restores.
         index: bytes of the index.
         table: bytes of one rank's table.

@@ -200,8 +200,7 @@ def current_mode(kind: type[_Mode]) -> _Mode:
 def dry_cuda(fake: FakeTensorMode | None = None) -> Iterator[DryCuda]:
     """Make the tensors of the ``with`` block fake, and yield the mode that notes waits.
 
-    Arguments:
-        fake: the mode of the tensors, for ranks of one simulation, which share it.
+    Ranks of one simulation share the mode of the tensors, ``fake``.
     """
     mode = DryCuda()
     with warnings.catch_warnings(), stand_ins(mode.note_wait), fake or FakeTensorMode(), mode:
@@ -253,11 +252,7 @@ class Stream(NamedTuple):
 
 @contextlib.contextmanager
 def stand_ins(note_wait: Callable[[], None]) -> Iterator[None]:
-    """Let functions of ``torch.cuda`` answer for one device, of compute capability 9.0.
-
-    Arguments:
-        note_wait: is called when the host waits for a stream or an event.
-    """
+    """Let functions of ``torch.cuda`` answer for one device, and note waits for streams and events."""
     streams = itertools.count(1)
     functions: dict[str, Any] = {
         # Why for the library alone: torch's fake tensors then ask for a device.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 import traceback
@@ -34,10 +35,7 @@ def run_case(name: str, mesh: fs.Mesh, fault: str = "") -> dict[str, Any]:
     fake = recording_tensors() if CASES[name].records else None
     with dry_cuda(fake) as mode, order:
         try:
-            if fault:
-                with FAULTS[fault].plant(order):
-                    CASES[name].run(mesh)
-            else:
+            with FAULTS[fault].plant(order) if fault else contextlib.nullcontext():
                 CASES[name].run(mesh)
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]

@@ -85,7 +85,6 @@ class Case(NamedTuple):
         measure: ``"seconds"``, or ``"bytes"`` for the peak of resident memory, which is fresh.
         before: runs once before the race, in a group of its own, such as to save what is restored.
         before_ranks: number of ranks of that group; 0 for that of the race.
-        most_rounds: rounds at most, for a case that takes long.
     """
 
     name: str

@@ -12,6 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def _taking(optimizer: bool, sharded: bool) -> Callable[[str], _Make]:
         side = _SIDES[name](place)
         return place.turn(lambda: side.take(optimizer, sharded), check)
 
-    return lambda name: lambda place: make(name, place)
+    return lambda name: partial(make, name)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
