@@ -17,7 +17,7 @@ import torch
 
 from funcshard._utils import tree
 from funcshard._utils.torch_private import no_torch_function, wrapper_subclass
-from funcshard.core import block_count
+from funcshard.core import LeafBlocks, block_count
 from funcshard.module.resets import blank_tensor
 
 _aten = torch.ops.aten
@@ -121,10 +121,18 @@ class DrawnValues:
         if drawn is not self:
             self.whole, self.steps = values.detach() if drawn is None else drawn.make_whole(), []
 
-            # Note: all ranks note the same operations, so they count alike without a message.
-            # Successive seeds give different streams for 2**32 blocks: torch's CPU generator reads
-            # the lower 32 bits.
-            self.draws.next_seed += block_count(prod(self.shape))
+    def fill(self, values: torch.Tensor, block: int, generator: torch.Generator) -> None:
+        """Write the values of one block."""
+        for func, args, kwargs, seed in self.steps:
+            if seed is None:
+                func(values, *args, **kwargs)
+            else:
+                func(values, *args, **kwargs, generator=generator.manual_seed(seed + block))
+
+    @property
+    def blocks(self) -> LeafBlocks:
+        """The tensor's blocks."""
+        return LeafBlocks(self.shape, self.dtype, self.draws.device, self.fill)
 
     def digest(self) -> torch.Tensor:
         """Return a tensor that differs on two ranks if their values do."""
