@@ -23,12 +23,27 @@ TWO_DIMENSIONS = ROOT / "examples" / "two_dimensions.py"
 # Options that make an example short, the numbers that it prints, and how far those of two ranks
 # may be from those of one: printed digits, or bfloat16.
 AS_ONE_RANK = {
+    "deq": ("--steps 1", r"loss ([\d.]+), (\d+) steps forward", 1e-3),
     "distill": ("--steps 21", r"loss ([\d.]+)", 1e-3),
     "functional_params": ("--steps 11 --out OUT", r"loss ([\d.]+), gradient norm ([\d.]+)", 2e-3),
+    "hessian_spectrum": ("--steps 0 --out OUT/spectrum.svg", r"eigenvalue ([\d.]+), mean ([\d.e-]+)", 2e-3),
+    "hypergradients": ("--steps 2", r"loss on other data ([\d.]+)", 1e-3),
+    "influence": ("--steps 2", r"influence ([\d.]+) of", 2e-3),
     "lora": ("--steps 3 --out OUT", r"loss ([\d.]+)", 3e-2),
     "maml": ("--steps 3", r"loss after adapting ([\d.]+)", 1e-3),
+    "mean_flow": ("--steps 3", r"(?:loss|data) ([\d.]+)", 1e-3),
     "moe": ("--steps 11 --experts-over RANKS", r"loss ([\d.]+), (\d+)%", 1e-3),
+    "natural_gradient": ("--steps 2", r"loss ([\d.]+)", 1e-3),
+    "pinn": ("--steps 3", r"(?:loss|solution) ([\d.]+)", 1e-3),
+    "sam": ("--steps 3", r"(?:loss|Hessian) ([\d.]+)", 2e-3),
+    "score_matching": ("--steps 3", r"(?:loss|score) ([\d.-]+)", 1e-3),
+    "wgan_gp": ("--steps 2 --penalty first", r"critic ([\d.-]+)", 1e-3),
 }
+# Examples of derivatives, with the steps of the comparison in float64.
+DERIVATIVES = {
+    "deq": 3, "hessian_spectrum": 0, "hypergradients": 2, "influence": 2, "mean_flow": 3, "natural_gradient": 2,
+    "pinn": 3, "sam": 3, "score_matching": 3, "wgan_gp": 2,
+}  # fmt: skip
 # Examples whose result depends on the number of ranks: statistics of a rank's own batch, samples
 # drawn on each rank. They have to learn their task.
 LEARNS = {"dp_sgd": ("--steps 12", 80.0), "vision": ("--steps 50", 80.0)}
@@ -50,6 +65,8 @@ def run_as_a_program(mesh, name="two_dimensions", options="--steps 3"):
     ):
         # peft 0.21 reads an attribute that transformers 5.23 deprecates
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        # torch 2.13 uses it for forward mode
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
         patch.setattr(sys, "argv", [f"{name}.py", *options.replace("RANKS", str(mesh.world_size)).split()])
         patch.setenv("WORLD_SIZE", str(mesh.world_size))
         load(ROOT / "examples" / f"{name}.py").main()
@@ -80,6 +97,30 @@ def test_an_example_prints_the_same_numbers_on_two_processes_as_on_one_rank(name
     assert other == ""
     assert len(printed(pattern, out)) >= 2
     torch.testing.assert_close(printed(pattern, out), printed(pattern, alone), rtol=atol, atol=atol)
+
+
+def plain(apply, plan, mesh):
+    """Return the module's function itself, of the whole parameters."""
+    return lambda shards, buffers, *args, **options: apply(fs.gather(shards, plan, mesh), buffers, *args, **options)
+
+
+def in_float64(mesh, name, steps):
+    return load(ROOT / "examples" / f"{name}.py").train(mesh, steps)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_an_example_of_derivatives_has_the_numbers_of_its_plain_modules_in_float64(name):
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fs, "fully_shard", plain)
+            alone = in_float64(fs.Mesh(), name, DERIVATIVES[name])
+        for numbers in run_simulated(in_float64, 4, name, DERIVATIVES[name], shape={"replicate": 2, "shard": 2}):
+            torch.testing.assert_close(numbers, alone, rtol=1e-10, atol=1e-10)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.slow

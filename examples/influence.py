@@ -1,0 +1,137 @@
+"""torchrun --nproc-per-node 2 examples/influence.py --steps 20
+
+Which training documents explain what a language model does? Influence functions, by Koh and Liang,
+"Understanding black-box predictions via influence functions", 2017, with the Gauss-Newton matrix of
+Grosse et al., "Studying large language model generalization with influence functions", 2023. The
+example shows:
+
+- `fs.gnvp`, a product with the Gauss-Newton matrix of a sharded GPT: no rank holds a whole vector;
+- `fs.linalg.cg`, which solves with that matrix, and stops at the same step on all ranks;
+- `torch.func.jvp` of the losses of all documents: one forward gives all of their influences.
+
+The documents are of several kinds, each with its own step from a letter to the next. A document of
+the same kind as the query should explain it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import funcshard as fs
+
+LETTERS, LENGTH, KINDS, DOCUMENTS, WIDTH, HEADS = 11, 12, 4, 64, 32, 2
+
+
+class Block(nn.Module):
+    """Attention and two linear layers; the attention is written out, so it has all derivatives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        scores = q @ k.transpose(-2, -1) / (WIDTH // HEADS) ** 0.5
+        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        mixed = scores.masked_fill(later, -torch.inf).softmax(-1) @ v
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+class GPT(nn.Module):
+    """A language model from letters to the logits of the next letter."""
+
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(LETTERS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, LETTERS)
+
+    def forward(self, letters: torch.Tensor) -> torch.Tensor:
+        x = self.token(letters) + self.position.weight[: letters.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def make_documents() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return documents of letters, and the kind of each; none begins with letter 0."""
+    generator = torch.Generator().manual_seed(1)
+    kinds = torch.randint(KINDS, (DOCUMENTS, 1), generator=generator)
+    starts = torch.randint(1, LETTERS, (DOCUMENTS, 1), generator=generator)
+    return (starts + (kinds + 1) * torch.arange(LENGTH)) % LETTERS, kinds[:, 0]
+
+
+def losses_of(logits: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss of each document."""
+    return F.cross_entropy(logits.transpose(1, 2), documents[:, 1:], reduction="none").mean(1)
+
+
+def train(mesh: fs.Mesh, steps: int, damping: float = 0.1) -> dict[str, Any]:
+    """Train, and return the influence of each training document on the loss of a query."""
+    torch.manual_seed(0)  # every rank makes the same model
+    apply, params, buffers = fs.make_functional(GPT())
+    plan = fs.make_plan(params, mesh, units=["blocks.*"])
+    sharded = fs.fully_shard(apply, plan, mesh)
+    documents, kinds = make_documents()
+    own = documents.chunk(mesh.world_size)[mesh.rank].to(mesh.device)
+
+    def outputs(shards: Any, documents: torch.Tensor) -> torch.Tensor:
+        return sharded(shards, buffers, documents[:, :-1])
+
+    def loss_fn(shards: Any, _buffers: Any, documents: torch.Tensor) -> torch.Tensor:
+        return losses_of(outputs(shards, documents), documents).mean()
+
+    step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.AdamW, lr=1e-2), plan, mesh)
+    state = step.init(fs.shard(params, plan, mesh), buffers)
+    for number in range(steps):
+        state, metrics = step(state, own)
+        if mesh.rank == 0 and (number % 10 == 0 or number == steps - 1):
+            print(f"step {number}: loss {metrics['loss'].item():.3f}")
+    shards = state.shards
+
+    # All ranks ask about the same document, of kind 1; it is not a training document.
+    query = 2 * torch.arange(LENGTH)[None] % LETTERS
+    _, gradient = fs.value_and_grad(loss_fn, mesh=mesh)(shards, buffers, query.to(mesh.device))
+
+    def multiply(v: Any) -> Any:
+        """Return (G + damping) v, with the Gauss-Newton matrix G of all training documents."""
+        product = fs.gnvp(
+            lambda shards: outputs(shards, own), lambda logits: losses_of(logits, own).mean(), (shards,), (v,), mesh=mesh
+        )
+        return fs.axpy(damping, v, product)
+
+    # What the parameters would become if the query were a training document.
+    answer, info = fs.linalg.cg(multiply, gradient, plan, mesh, rtol=1e-3, maxiter=200)
+    _, influences = torch.func.jvp(lambda shards: losses_of(outputs(shards, own), own), (shards,), (answer,))
+    influences = fs.all_gather(influences, mesh, tiled=True)  # each rank has those of its documents
+    best = influences.argsort(descending=True)[:10].cpu()
+    same = (kinds[best] == 1).sum().item()
+    if mesh.rank == 0:
+        print(f"conjugate gradients {'converged' if info == 0 else 'did not converge'}")
+        print(f"query {query[0].tolist()}")
+        for index in best[:3].tolist():
+            print(f"influence {influences[index].item():.3f} of {documents[index].tolist()}")
+        print(f"{same} of the 10 most influential documents are of the query's kind")
+    return {"influences": influences, "same": same}
+
+
+def main() -> None:
+    """Read the options, join torchrun's ranks and train."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args()
+    train(fs.init_mesh(), options.steps)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
