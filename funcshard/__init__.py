@@ -88,6 +88,7 @@ from funcshard.train import (
     make_train_step,
     muon,
     per_sample_grad,
+    per_sample_norms,
     torch_optimizer,
     torch_schedule,
 )
@@ -160,6 +161,7 @@ __all__ = [
     "optimizer_to_state_dict",
     "passes",
     "per_sample_grad",
+    "per_sample_norms",
     "pmax",
     "pmean",
     "ppermute",

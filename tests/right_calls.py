@@ -171,6 +171,7 @@ RIGHT_CALLS: dict[str, Callable[[World], Call]] = {
     "per_sample_grad": lambda w: (fs.per_sample_grad, (w.loss, w.plan, w.mesh), {
         "max_norm": 1.0, "noise_multiplier": 0.0, "generator": torch.Generator(), "batch_size": None, "chunk_size": None,
     }),
+    "per_sample_norms": lambda w: (fs.per_sample_norms, (w.loss, w.plan, w.mesh), {"chunk_size": None}),
     "global_norm": lambda w: (fs.global_norm, (w.shards, w.plan, w.mesh), {"norm_type": 2.0}),
     "clip_by_global_norm": lambda w: (fs.clip_by_global_norm, (w.shards, w.plan, w.mesh, 1.0), {
         "norm_type": 2.0, "donate": False,

@@ -17,6 +17,7 @@ Read the files in this order:
 - ``muon_assignment``: ``assign_owners``, which rank computes the update of which matrix.
 - ``sample_sums``: sums of single samples' clipped gradients on one rank.
 - ``per_sample``: ``per_sample_grad``, which adds noise to these sums and reduces them.
+- ``sample_norms``: ``per_sample_norms``, the norms of these gradients without the gradients.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from funcshard.train.optimizer_pair import TorchOptimizer, check_optimizer
 from funcshard.train.optimizers import TorchStep, torch_optimizer
 from funcshard.train.param_groups import ParamGroupLayout, trainable_buffers
 from funcshard.train.per_sample import per_sample_grad
+from funcshard.train.sample_norms import per_sample_norms
 from funcshard.train.scaler import GradScaler, ScalerState
 from funcshard.train.state_checks import KnownEntries, learn_entries
 from funcshard.train.train_state import TrainState, copy
@@ -56,6 +58,7 @@ __all__ = [
     "make_train_step",
     "muon",
     "per_sample_grad",
+    "per_sample_norms",
     "torch_optimizer",
     "torch_schedule",
     "trainable_buffers",

@@ -47,7 +47,7 @@ def buffers_of(unit: UnitPlan, mesh: Mesh) -> list[UnitBuffer]:
     return [UnitBuffer(unit, *pair) for pair in zip(unit.buffers, comms, strict=True)]
 
 
-class _Gathered(NamedTuple):
+class GatheredBuffer(NamedTuple):
     """A buffer that was gathered for one call.
 
     Attributes:
@@ -92,9 +92,9 @@ def sum_of_samples(
         on_grads: see there.
     """
     samples, unflatten_sample = tree.flatten(batch)
-    count = _count(samples)
-    _check_samples(count, chunk_size, mesh)
-    gathered = [_gather(source, shards) for source in buffers]
+    count = sample_count(samples)
+    check_samples(count, chunk_size, mesh)
+    gathered = [gather_buffer(source, shards) for source in buffers]
     traced_shards = {name: dict(unit_shards) for name, unit_shards in shards.items()}
     for entry in gathered:
         traced_shards[entry.source.unit.name][entry.source.buffer.key] = entry.shard
@@ -126,18 +126,10 @@ def sum_of_samples(
         sample_chunk = [sample[begin : begin + (chunk_size or count)] for sample in samples]
         with torch.enable_grad():
             grads, chunk_losses = of_samples([entry.leaves for entry in trained], sample_chunk)
-        for entry in gathered:
-            # A write in place would change the leaf for all samples, and no gradient would tell.
-            if version(entry.whole) != entry.writes:
-                raise modified_leaf(entry.source.unit, entry.source.buffer)
-        _check_direct(trained, chunk_losses)
+        check_unwritten(gathered)
+        check_direct("per_sample_grad", trained, chunk_losses)
         if not loss_depends:
-            raise ValueError(
-                "loss_fn must return a loss that depends on a trainable shard of its argument; "
-                "found a loss that no gradient leaves, as from no_grad, detached tensors, frozen "
-                "leaves only, or shards that loss_fn did not get as its argument: compute it from "
-                "the shards that loss_fn is called with"
-            )
+            raise ValueError(CONSTANT)
         grads = [
             _over_model_axes(buffer_grads, entry.source, mesh)
             for entry, buffer_grads in zip(trained, grads, strict=True)
@@ -153,13 +145,30 @@ def sum_of_samples(
     return torch.cat(losses or nothing), torch.cat(norms or nothing), sums
 
 
-def _gather(source: UnitBuffer, shards: Shards) -> _Gathered:
+CONSTANT = (
+    "loss_fn must return a loss that depends on a trainable shard of its argument; found a loss "
+    "that no gradient leaves, as from no_grad, detached tensors, frozen leaves only, or shards "
+    "that loss_fn did not get as its argument: compute it from the shards that loss_fn is called "
+    "with"
+)
+
+
+def check_unwritten(gathered: Sequence[GatheredBuffer]) -> None:
+    """Raise if a loss wrote to a gathered leaf, which changes it for all samples."""
+    for entry in gathered:
+        # No gradient would tell.
+        if version(entry.whole) != entry.writes:
+            raise modified_leaf(entry.source.unit, entry.source.buffer)
+
+
+def gather_buffer(source: UnitBuffer, shards: Shards) -> GatheredBuffer:
+    """Gather a buffer for one call."""
     shard = shards[source.unit.name][source.buffer.key].detach()
     whole = start_gather(shard, source.comm, read_only=True).finish()
     # No gradient reaches a shard that is only gathered, because its unit gets gathered leaves.
     # A loss that requires a gradient outside of torch.func.grad uses it in another way.
     shard = shard.detach().requires_grad_(source.buffer.trainable)
-    return _Gathered(
+    return GatheredBuffer(
         source=source,
         shard=shard,
         whole=whole,
@@ -191,7 +200,7 @@ def _over_model_axes(grads: Grads, source: UnitBuffer, mesh: Mesh) -> Grads:
 
 
 def _call_hook(
-    trained: Sequence[_Gathered], grads: Sequence[Grads], on_grads: OnSampleGrads
+    trained: Sequence[GatheredBuffer], grads: Sequence[Grads], on_grads: OnSampleGrads
 ) -> None:
     by_unit: dict[str, dict[str, torch.Tensor]] = {}
     for entry, buffer_grads in zip(trained, grads, strict=True):
@@ -203,8 +212,8 @@ def _call_hook(
             on_grads(unit_name, by_path)
 
 
-def _norms(grads: Sequence[Grads], trained: Sequence[_Gathered], mesh: Mesh) -> torch.Tensor:
-    """Return the norm of each sample's gradient over all buffers."""
+def _norms(grads: Sequence[Grads], trained: Sequence[GatheredBuffer], mesh: Mesh) -> torch.Tensor:
+    """Return the norm of each sample's gradient over all buffers, in float32 or wider."""
     by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for entry, buffer_grads in zip(trained, grads, strict=True):
         local_axes = tuple(axis for axis in model_axes(mesh) if axis in entry.source.buffer.local)
@@ -233,7 +242,7 @@ def _norm(grads: Grads) -> torch.Tensor:
 def _add(
     sums: Sequence[torch.Tensor],
     grads: Sequence[Grads],
-    trained: Sequence[_Gathered],
+    trained: Sequence[GatheredBuffer],
     norms: torch.Tensor,
     max_norm: float | None,
 ) -> None:
@@ -251,8 +260,8 @@ def _add(
                 buffer_sum.narrow(0, leaf.offset, leaf.numel).addmv_(grad_rows.t(), sample_weights)
 
 
-def _count(samples: list[Any]) -> int:
-    """Return the number of samples."""
+def sample_count(samples: list[Any]) -> int:
+    """Return the number of samples, the one size of dim 0 of the batch's tensors."""
     sizes: set[int | str] = set()
     for sample in samples:
         is_tensor = isinstance(sample, torch.Tensor) and sample.ndim > 0
@@ -267,7 +276,7 @@ def _count(samples: list[Any]) -> int:
     return size
 
 
-def _check_samples(count: int, chunk_size: int | None, mesh: Mesh) -> None:
+def check_samples(count: int, chunk_size: int | None, mesh: Mesh) -> None:
     """Raise on every rank unless ranks along model axes pass equally many samples."""
     axes = model_axes(mesh)
     if not axes:
@@ -286,7 +295,8 @@ def _check_samples(count: int, chunk_size: int | None, mesh: Mesh) -> None:
             )
 
 
-def _check_direct(trained: Sequence[_Gathered], losses: torch.Tensor) -> None:
+def check_direct(caller: str, trained: Sequence[GatheredBuffer], losses: torch.Tensor) -> None:
+    """Raise ``ValueError`` if a gradient reaches a shard other than by gathering its unit."""
     if not losses.requires_grad:
         return
     shards = [entry.shard for entry in trained]
@@ -296,7 +306,7 @@ def _check_direct(trained: Sequence[_Gathered], losses: torch.Tensor) -> None:
     for entry, grad in zip(trained, grads, strict=True):
         if grad is not None and grad.any():
             raise ValueError(
-                "per_sample_grad differentiates gathered units only; a gradient reached the shard "
+                f"{caller} differentiates gathered units only; a gradient reached the shard "
                 f"{entry.source.buffer.key!r} of unit {entry.source.unit.title!r} by another way, "
                 "such as a penalty on the shard itself or remat around the unit: leave these out "
                 "of loss_fn, and add a penalty's gradient to the result"

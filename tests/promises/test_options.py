@@ -141,6 +141,7 @@ RULES: dict[str, dict[str, Rule]] = {
         "max_norm": or_none(positive()), "noise_multiplier": FROM_ZERO, "batch_size": or_none(positive()),
         "chunk_size": or_none(count(1, "samples")),
     },
+    "per_sample_norms": {"chunk_size": or_none(count(1, "samples"))},
     "global_norm": {"norm_type": positive(infinite=True)},
     "clip_by_global_norm": {"max_norm": positive(), "norm_type": positive(infinite=True), "donate": FLAG},
     "torch_optimizer": {"lr": RATE, "elementwise": or_none(FLAG._replace(good=(True,)))},

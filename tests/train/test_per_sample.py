@@ -9,7 +9,7 @@ from torch import nn
 import funcshard as fs
 from tests.pairwise import crossed
 from tests.ranks import on_ranks
-from tests.storages import Log
+from tests.storages import Alive, Log
 
 HYBRID = {"replicate": 2, "shard": 2}
 CASES = [("full_shard", 2), ("full_shard", HYBRID), ("shard_grad_op", 1), ("no_shard", 4), ("no_shard", HYBRID)]
@@ -83,6 +83,8 @@ def evaluated(mesh, strategy, options):
     loss, shards, plan = setup(mesh, strategy)
     (losses, norms), grads = fs.per_sample_grad(loss, plan, mesh, **options)(shards, own(data(), mesh))
     assert grads[""]["float64.frozen"] is None
+    sizes = {"chunk_size": options.get("chunk_size")}
+    close(fs.per_sample_norms(loss, plan, mesh, **sizes)(shards, own(data(), mesh)), (losses, norms))
     return losses, norms, whole(grads, plan, mesh)
 
 
@@ -303,3 +305,39 @@ def test_a_loss_whose_gradients_go_another_way_or_nowhere_is_an_error(mesh, loss
     run = fs.per_sample_grad(lambda s, x: loss(f, s, shards, x), plan, mesh)
     with pytest.raises(ValueError, match=words):
         run(shards, torch.rand(2, 3))
+
+
+def most_gradients_of_a_layer(layers):
+    """Return the most gradients of eight samples by one layer's weight that exist at a time."""
+    torch.manual_seed(0)
+    apply, params, _ = fs.make_functional(nn.Sequential(*(nn.Linear(20, 20) for _ in range(layers))))
+    plan, mesh = fs.make_plan(params, 1, units=["*"]), fs.Mesh()
+    run, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
+    evaluate = fs.per_sample_norms(lambda shards, x: run(shards, {}, x).sin().sum(), plan, mesh)
+    size = 8 * 20 * 20 * 4
+    with Alive(lambda nbytes: nbytes == size) as alive:
+        evaluate(shards, torch.ones(8, 20))
+    return alive.most_of[size]
+
+
+def test_norms_hold_the_gradients_of_one_leaf_however_many_there_are():
+    assert 1 <= most_gradients_of_a_layer(8) == most_gradients_of_a_layer(2) <= 3
+
+
+@on_ranks(2)
+def test_norms_gather_each_unit_once_and_reduce_nothing_and_give_the_clipped_gradient(mesh):
+    loss, shards, plan = setup(mesh)
+    batch = own(data(), mesh)
+    with fs.record_events() as events:
+        _, norms = fs.per_sample_norms(loss, plan, mesh)(shards, batch)
+    assert {event.kind for event in events} == {"all_gather"}
+    assert len(events) == sum(len(unit.buffers) for unit in plan.unit_list)
+    factors = (2.0 / norms).clamp(max=1.0)
+    weighted = lambda shards: (factors * torch.vmap(loss, (None, 0))(shards, batch)).mean()  # noqa: E731
+    _, grads = fs.value_and_grad(weighted)(shards)
+    close(whole(grads, plan, mesh), reference(data(), 2.0)[2])
+    with pytest.raises(ValueError, match="depends on a trainable shard"):
+        fs.per_sample_norms(lambda shards, sample: sample["x"].sum(), plan, mesh)(shards, batch)
+    penalised = lambda shards, sample: loss(shards, sample) + shards["head"]["float64"].sum()  # noqa: E731
+    with pytest.raises(ValueError, match="per_sample_norms differentiates gathered units only"):
+        fs.per_sample_norms(penalised, plan, mesh)(shards, batch)

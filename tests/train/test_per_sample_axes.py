@@ -52,6 +52,8 @@ def test_samples_are_clipped_as_by_the_whole_model(
         mine = slice(len(x) * (data_rank(mesh)), len(x) * (data_rank(mesh) + 1))
         torch.testing.assert_close(own_losses, losses[mine])
         torch.testing.assert_close(own_norms, norms[mine])
+        without = fs.per_sample_norms(lambda shards, x: loss_fn(shards, x.unsqueeze(0)), plan, mesh, chunk_size=chunk_size)
+        torch.testing.assert_close(without(shards, x), (own_losses, own_norms))
         torch.testing.assert_close(whole(grads, plan, mesh), mean)
         assert seen
 
@@ -96,6 +98,8 @@ def test_leaves_of_a_ranks_own_along_a_model_axis_count_on_every_rank(mesh: fs.M
     (_, norms), grads = run(shards, x)
     # The sample's loss is the mean of two ranks' losses, of which each depends on its own leaf.
     torch.testing.assert_close(norms, torch.tensor([5.0 * 2**0.5], dtype=torch.float64))
+    without = fs.per_sample_norms(lambda shards, x: 2 * f(shards[""], x), plan, mesh)
+    torch.testing.assert_close(without(shards, x)[1], norms)
     torch.testing.assert_close(fs.gather(grads, plan, mesh)["own"], x[0] / norms)
     noisy = fs.per_sample_grad(
         lambda shards, x: f(shards[""], x), plan, mesh, max_norm=1.0, noise_multiplier=9.0, generator=torch.Generator()
