@@ -72,8 +72,8 @@ def cg(
 
     Returns:
         ``(x, info)``, as SciPy does. ``info`` is 0 if the norm is small enough, and otherwise the
-        number of steps. It is -1 if ``A`` isn't positive definite along a direction; then ``x`` is
-        the result of the steps before.
+        number of steps. It is -1 if a product is NaN or orthogonal to its vector; then ``x`` is the
+        result of the steps before.
 
     Raises:
         ValueError: a number is out of range, or there is a plan without a mesh.
@@ -116,8 +116,9 @@ def cg(
         direction = descent if old_fall is None else _axpy(fall / old_fall, direction, descent)
         product = A(direction)
         curvature = dot(direction, product)
-        # Note: written so that NaN ends the loop too.
-        if not curvature > 0:
+        # Note: written so that NaN ends the loop too. Negative curvature doesn't, as in SciPy: the
+        # residual says whether the solution is right.
+        if not curvature.abs() > 0:
             return x, -1
         length, old_fall = fall / curvature, fall
         x, residual = _axpy(length, direction, x), _axpy(-length, product, residual)
@@ -438,7 +439,6 @@ def _extend(
         part at norm 1. Where the part is zero, the basis may not be full.
     """
     size, room = len(projected), len(tree.leaves(basis)[0])
-    dots = torch.vmap(dot, in_dims=(0, None))
     for number in range(first, size):
         slot, filled = number % room, min(number + 1, room)
         # The number of the vector in each slot.
@@ -447,7 +447,7 @@ def _extend(
         product = tree.map(torch.Tensor.detach, A(_at(basis, slot)))
         row = torch.zeros(filled, dtype=torch.float64)
         for _ in range(_MOST_PASSES):
-            parts = dots(known, product)
+            parts = _dots(known, product, dot)
             product = _axpy(-1.0, _combine(parts, known), product)
             row += parts.cpu()
             norm = dot(product, product).sqrt().item()
@@ -467,6 +467,13 @@ def _extend(
         if number + 1 < size:
             _put(basis, (number + 1) % room, product)
     return size, norm, product
+
+
+def _dots(basis: Any, v: Any, dot: InnerProduct) -> torch.Tensor:
+    """Return the inner products of stacked vectors with ``v``, in one call."""
+    # Why of leaves: vmap takes no None, which frozen leaves are in a vector.
+    stacks, build = tree.flatten(basis)
+    return torch.vmap(lambda leaves: dot(build(leaves), v))(stacks)
 
 
 def _inner_product(

@@ -13,7 +13,7 @@ import torch
 import funcshard as fs
 from funcshard import linalg
 from funcshard._utils import tree
-from tests.ranks import run_ranks, run_simulated
+from tests.ranks import on_ranks, run_ranks, run_simulated
 
 WORLDS: dict[str, Any] = {"2 ranks": {"shard": 2}, "4 ranks": {"shard": 4}, "2 x 2": {"replicate": 2, "shard": 2}}
 SHAPES = {"c": (2, 3), "a": (5, 3), "b": (5,)}
@@ -89,6 +89,9 @@ def solved(space: Space) -> list[float]:
     assert steps["the solution"] == 1
     assert steps["a preconditioner"] <= 2
     assert 10 < steps["no options"] < 60
+    indefinite = linalg.cg(space.operator(SYMMETRIC), b, space.plan, space.mesh, rtol=1e-10)
+    assert indefinite[1] == 0
+    torch.testing.assert_close(SYMMETRIC @ space.take(indefinite[0]), RIGHT, rtol=1e-8, atol=1e-8)
     return [float(count) for count in steps.values()]
 
 
@@ -101,7 +104,7 @@ def ended_early(space: Space) -> list[float]:
     loose = linalg.cg(multiply, b, space.plan, space.mesh, rtol=0.0, atol=2.0 * RIGHT.norm().item())
     assert loose[1] == 0
     assert not space.take(loose[0]).any()  # zeros are close enough
-    for matrix in (-POSITIVE, POSITIVE * math.nan):
+    for matrix in (0 * POSITIVE, POSITIVE * math.nan):
         x, info = linalg.cg(space.operator(matrix), b, space.plan, space.mesh)
         assert info == -1
         assert not space.take(x).any()
@@ -265,6 +268,26 @@ def test_a_gradient_goes_through_a_solution() -> None:
     scale = torch.tensor(2.0, dtype=torch.float64)
     slope = torch.func.grad(loss)(scale)
     torch.testing.assert_close(slope, -2 / scale * loss(scale), rtol=1e-9, atol=0)
+
+
+@on_ranks(2)
+def test_frozen_leaves_have_no_part_in_a_vector(mesh: fs.Mesh) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)).double()
+    net[0].weight.requires_grad_(False)
+    _, params, _ = fs.make_functional(net)
+    plan = fs.make_plan(params, mesh, units=["0", "1"])
+    shards, generator = fs.shard(params, plan, mesh), torch.Generator().manual_seed(0)
+    twice = lambda v: fs.axpy(1.0, v, v)  # noqa: E731
+    v0 = fs.randn_like(shards, plan, mesh, generator=generator)
+    w, (v,), _ = linalg.eigsh(twice, v0, plan, mesh, k=1)
+    x, _ = linalg.cg(twice, v0, plan, mesh)
+    trace = linalg.hutchinson_trace(twice, shards, plan, mesh, generator=generator)
+    _, weights = linalg.lanczos_quadrature(twice, shards, plan, mesh, generator=generator, ncv=1)
+    diagonal = linalg.hutchinson_diag(twice, shards, plan, mesh, generator=generator)
+    numbers = [w.item(), fs.norm(v, plan, mesh).item(), trace.item(), weights.item()]
+    torch.testing.assert_close(numbers, [2.0, 1.0, 18.0, 1.0])  # of 9 elements that are trained
+    torch.testing.assert_close(fs.norm(fs.axpy(-2.0, x, v0), plan, mesh).item(), 0.0)
+    torch.testing.assert_close(fs.norm(diagonal, plan, mesh).item(), 6.0)
 
 
 def test_an_inner_product_of_the_user_decides() -> None:
