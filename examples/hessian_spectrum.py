@@ -56,7 +56,7 @@ def draw(spectra: dict[int, tuple[torch.Tensor, torch.Tensor]], path: Path) -> N
     import matplotlib.pyplot as plt
 
     ends = torch.cat([nodes.flatten() for nodes, _ in spectra.values()])
-    grid = torch.linspace(ends.min().item() - 0.5, ends.max().item() + 0.5, 1000, dtype=torch.float64)
+    grid = torch.linspace(ends.min().item() - 0.5, ends.max().item() + 0.5, 500, dtype=torch.float64)
     figure, axes = plt.subplots(figsize=(7, 4))
     for step, (nodes, weights) in spectra.items():
         axes.semilogy(grid, density(nodes, weights, grid, width=0.01 * (grid[-1] - grid[0]).item()), label=f"step {step}")
