@@ -47,7 +47,7 @@ class Name:
     @property
     def title(self) -> str:
         """The title of the page: the name as a script writes it."""
-        return self.full if self.short == "testing.delayed" else f"fs.{self.short}" if self.called else self.short
+        return self.full if self.short.startswith("testing.") else f"fs.{self.short}" if self.called else self.short
 
     @property
     def called(self) -> bool:
@@ -89,7 +89,7 @@ def public_names(root: Path) -> list[Name]:
     for section in re.split(r"^##+ ", text, flags=re.MULTILINE)[1:]:
         heading = re.sub(r"[`]|fs\.", "", section.partition("\n")[0])
         for row in NAME.findall(" ".join(CELL.findall(section))):
-            if row in missing or row == "testing.delayed":
+            if row in missing or row.startswith("testing."):
                 missing.discard(row)
                 place = {"wrap": "plan.wrap", "passes": "graph.passes"}.get(row.partition(".")[0])
                 full = f"funcshard.{place}.{row.partition('.')[2]}" if place else f"funcshard.{row}"

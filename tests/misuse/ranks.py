@@ -5,7 +5,7 @@ import threading
 import torch
 
 import funcshard as fs
-from funcshard.testing import delayed
+from funcshard.testing import delayed, same_on_every_mesh
 from tests.misuse import BUFFERS, DESYNC, EVERYWHERE, GRID, Table, right, set_up, untold, whole_grads, whole_loss
 
 CASES = Table()
@@ -90,6 +90,10 @@ CASES += [
      lambda mesh: delayed(mesh, "gather", 1.0)),
     ("testing.delayed", "a negative time", ValueError("seconds must be a finite number, at least 0; found -1.0: pass 0.0"),
      lambda mesh: delayed(mesh, "all_gather", -1.0)),
+    ("testing.same_on_every_mesh", "ranks as text", ValueError("meshes must be a number of ranks, a shape such as"),
+     lambda mesh: same_on_every_mesh(lambda mesh: 1, ["two"])),
+    ("testing.same_on_every_mesh", "a negative tolerance", ValueError("tolerance must be a finite number, at least 0"),
+     lambda mesh: same_on_every_mesh(lambda mesh: 1, [2], tolerance=-1.0)),
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import torch
 
 import funcshard
 from funcshard.plan import wrap
-from funcshard.testing import delayed
+from funcshard.testing import delayed, same_on_every_mesh
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +29,7 @@ PUBLIC = {
     **{f"funcshard.linalg.{name}": getattr(funcshard.linalg, name) for name in funcshard.linalg.__all__},
     **{f"funcshard.passes.{name}": getattr(funcshard.passes, name) for name in funcshard.passes.__all__},
     "funcshard.testing.delayed": delayed,
+    "funcshard.testing.same_on_every_mesh": same_on_every_mesh,
 }
 MEMBERS = {
     f"{name}.{member}": getattr(value, member)

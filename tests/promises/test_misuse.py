@@ -25,6 +25,7 @@ NAMES = [
     *(f"linalg.{name}" for name in fs.linalg.__all__),
     *(f"passes.{name}" for name in fs.passes.__all__),
     "testing.delayed",
+    "testing.same_on_every_mesh",
 ]
 
 

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 import funcshard as fs
-from funcshard import testing
 from funcshard._utils import tree
 from funcshard.comm.group import DONE
-from funcshard.testing import KINDS, delayed
+from funcshard.testing import KINDS, delayed, slow_collectives
 from tests.ranks import run_ranks, run_simulated
 
 SECONDS = 0.004
@@ -157,7 +156,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     def sleep(seconds: float) -> None:
         found.now += seconds
 
-    monkeypatch.setattr(testing, "time", SimpleNamespace(monotonic=lambda: found.now, sleep=sleep))
+    monkeypatch.setattr(slow_collectives, "time", SimpleNamespace(monotonic=lambda: found.now, sleep=sleep))
     return found
 
 
