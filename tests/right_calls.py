@@ -208,6 +208,7 @@ RIGHT_CALLS: dict[str, Callable[[World], Call]] = {
     "optimizer_from_state_dict": lambda w: (fs.optimizer_from_state_dict, (w.moments, w.optimizer, w.plan, w.mesh), {
         "src": None, "strict": True, "steps": None, "check": True,
     }),
+    "attempt": lambda w: (fs.attempt, (len, (1, 2)), {"mesh": w.mesh}),
     "save": lambda w: (save, (w.folder / "again", {"shards": w.shards}, w.plan, w.mesh), {
         "wait": True, "after": None, "keep": None, "timeout": 5.0,
     }),

@@ -55,9 +55,9 @@ def donate(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
     return new_leaves
 
 
-def is_donated(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor was donated to a step."""
-    return isinstance(tensor, _DonatedTensor)
+def is_donated(leaf: Any) -> bool:
+    """Return whether a tensor, or an optimizer's state, was donated to a step."""
+    return leaf is DONATED_STATE or isinstance(leaf, _DonatedTensor)
 
 
 def check_not_donated(state: Any) -> None:

@@ -6,6 +6,7 @@ Read ``group`` and ``mesh`` first. The other files are different ways to run a g
   ``WrappedGroup``, to change single collectives of another group.
 - ``mesh``: ``Mesh``, the ranks as a grid with named axes, and ``init_mesh``.
 - ``job``: the process's start under torchrun, and the process groups of a mesh.
+- ``attempts``: how a rank whose step has failed catches up with the others.
 - ``agreement``: checks that all ranks pass the same arguments. ``meeting``: the same before a mesh
   is made, and a look for lost ranks while torch connects the others.
 - ``topology``: the mesh axes along which a buffer is cut or repeated, and its dtypes on the way.
@@ -31,6 +32,7 @@ from funcshard.comm.agreement import (
     check_same,
     text_of,
 )
+from funcshard.comm.attempts import AGREEMENT, AttemptLog, attempt_log
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.group import (
     DONE,
@@ -55,8 +57,10 @@ from funcshard.comm.topology import CommDtypes, Topology
 from funcshard.comm.user_collectives import CustomGroup, with_collectives, without_collectives
 
 __all__ = [
+    "AGREEMENT",
     "DONE",
     "AllGatherWork",
+    "AttemptLog",
     "CommDtypes",
     "CustomGroup",
     "DeferredWork",
@@ -73,6 +77,7 @@ __all__ = [
     "all_gather_private",
     "all_gather_texts",
     "at_own_rank",
+    "attempt_log",
     "check_all_same",
     "check_once",
     "check_same",

@@ -99,6 +99,7 @@ class DesyncDetector:
         history: a hash of all of them in order.
         thread: the thread that issued the latest collective; 0 before the first.
         comparison: the comparison that is under way, if any.
+        closed: whether this rank has closed its connections.
     """
 
     axis: str
@@ -116,6 +117,7 @@ class DesyncDetector:
     history: int = field(default=0, init=False)
     thread: int = field(default=0, init=False)
     comparison: Comparison | None = field(default=None, init=False)
+    closed: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.ranks = compact(self.ranks)
@@ -467,6 +469,7 @@ class DesyncDetector:
         """Close this rank's connections, so that ranks that wait for it fail at once."""
         # Why: after a desync no later result would be right, and an open collective would keep this
         # process from leaving its group.
+        self.closed = True
         for connection in self.connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)

@@ -147,6 +147,8 @@ class Journal:
         rank, store, heart: see above.
         unused: process groups of axes that are gone, appended on any thread and in the middle of
             any code.
+        groups: the groups of this rank by number, in the order in which it made them.
+        attempt: the log of the attempt that runs; ``None`` for none.
     """
 
     def __init__(self, rank: int, store: Any, heart: Heart | None = None) -> None:
@@ -154,6 +156,9 @@ class Journal:
         self.store = store
         self.heart = heart
         self.unused: list[Unused] = []
+        self.groups: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.attempt: Any = None
+        self._group_count = 0
         self._process = os.getpid()
         self._counts: dict[str, int] = {}
         self._detectors: weakref.WeakValueDictionary[str, Detector] = weakref.WeakValueDictionary()
@@ -166,6 +171,15 @@ class Journal:
     def add(self, group: str, detector: Detector) -> None:
         """Add the detector of one axis."""
         self._detectors[group] = detector
+
+    def next_group(self) -> int:
+        """Return the number of a group that this rank makes."""
+        self._group_count += 1
+        return self._group_count
+
+    def is_broken(self) -> bool:
+        """Return whether this rank has closed connections of an axis."""
+        return any(detector.closed for detector in list(self._detectors.values()))
 
     def count(self, group: str) -> int:
         """Count one more action of ``group`` that has no detector, and return its number."""

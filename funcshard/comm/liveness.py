@@ -60,6 +60,7 @@ class Detector(Protocol):
 
     number: int
     thread: int
+    closed: bool
 
     def latest(self) -> str:
         """Return the latest collective as text."""

@@ -52,10 +52,12 @@ class Memo:
         parts: the parts of this rank's row with their own groups, by the size of the shard axis and
             that of the part.
         agreed: the texts that ``check_once`` has found to be equal on all ranks.
+        ranks: the global numbers of the ranks along some axes, in the order of ranks.
     """
 
     parts: dict[tuple[int, int], Mesh] = field(default_factory=dict)
     agreed: set[str] = field(default_factory=set)
+    ranks: dict[tuple[str, ...], tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -11,8 +11,9 @@ import contextlib
 import contextvars
 import math
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ import torch
 from funcshard._utils.options import check_count, check_device
 from funcshard._utils.random_state import RandomState
 from funcshard._utils.torch_private import one_forward_level, transforms_active
+from funcshard.comm.attempts import AttemptLog, Entry
 from funcshard.comm.group import (
     DONE,
     DeferredWork,
@@ -115,7 +117,7 @@ def simulate(
 
     def mesh_of(rank: int) -> Mesh:
         groups: dict[str, Group] = {
-            axis: _SimulatedGroup(world, tuple(line_ranks), line_ranks.index(rank), axis)
+            axis: _SimulatedGroup.of(world, line_ranks, rank, axis)
             if len(line_ranks) > 1
             else LocalGroup()
             for axis, line_ranks in lines_through(rank, axis_sizes).items()
@@ -198,11 +200,21 @@ class _World:
         self._changed = threading.Condition()
         self._turn: int | None = 0  # the rank that runs
         self._left: set[int] = set()  # the ranks that have returned or failed
-        self._waits: dict[int, _Collective] = {}  # the collective that each waiting rank waits for
+        # what each waiting rank waits for
+        self._waits: dict[int, _Collective | _Progress] = {}
         self._random = [RandomState.take(python=True) for _ in range(size)]
         # how many collectives each rank has joined, by the ranks of the group and its position
         # there
         self._counts: dict[tuple[tuple[int, ...], int], int] = {}
+        # the attempts that ranks run, and how many each has begun
+        self.attempts: dict[int, _Attempt] = {}
+        self.attempt_counts: dict[tuple[int, tuple[int, ...]], int] = {}
+        # the groups of each rank, by rank and number
+        self.groups: weakref.WeakValueDictionary[tuple[int, int], _SimulatedGroup] = (
+            weakref.WeakValueDictionary()
+        )
+        self.group_counts: dict[int, int] = {}
+        self.broken = False  # whether ranks have issued different collectives
         # collectives that some ranks have not joined, by the ranks of the group and the number
         self._open: dict[tuple[tuple[int, ...], int], _Collective] = {}
 
@@ -247,6 +259,7 @@ class _World:
         number = self._counts[ranks, position] = self._counts.get((ranks, position), 0) + 1
         collective = self._open.setdefault((ranks, number), joined)
         if collective.title != joined.title:
+            self.broken = True
             first_position = next(iter(collective.arguments))
             (low, low_title), (high, high_title) = sorted(
                 [(ranks[first_position], collective.title), (ranks[position], joined.title)]
@@ -285,7 +298,7 @@ class _World:
                 "what that function made with it"
             )
 
-    def wait(self, rank: int, collective: _Collective) -> None:
+    def wait(self, rank: int, collective: _Collective | _Progress) -> None:
         """Let the other ranks run until ``collective`` is done."""
         if self.failure is not None:
             raise _EndedError
@@ -369,7 +382,7 @@ class _Collective:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class _SimulatedGroup(Group):
     """A group of simulated ranks.
 
@@ -378,12 +391,38 @@ class _SimulatedGroup(Group):
         ranks: the ranks of the group.
         rank: position of this rank in the group.
         axis: name of the mesh axis.
+        number: of this group among those of the rank.
     """
 
     world: _World
     ranks: tuple[int, ...]
     rank: int
     axis: str
+    number: int = field(default=0, compare=False)
+
+    @classmethod
+    def of(cls, world: _World, ranks: Sequence[int], rank: int, axis: str) -> _SimulatedGroup:
+        """Return the group of ``ranks`` for one of them, all by their numbers in the simulation."""
+        number = world.group_counts[rank] = world.group_counts.get(rank, 0) + 1
+        group = cls(world, tuple(ranks), ranks.index(rank), axis, number)
+        world.groups[rank, number] = group
+        return group
+
+    @property
+    def attempt(self) -> AttemptLog | None:
+        """The log of the attempt that this rank runs; ``None`` for none."""
+        attempt = self.world.attempts.get(self.global_rank)
+        return None if attempt is None else attempt.log
+
+    def open_attempt(self, ranks: Sequence[int]) -> AttemptLog:
+        """Begin an attempt of some ranks of the simulation."""
+        attempt = _Attempt(self.world, self.global_rank, tuple(ranks))
+        self.world.attempts[self.global_rank] = attempt
+        return attempt.log
+
+    def close_attempt(self) -> None:
+        """End the attempt that this rank runs."""
+        del self.world.attempts[self.global_rank]
 
     @property
     def size(self) -> int:
@@ -394,11 +433,13 @@ class _SimulatedGroup(Group):
         return self.ranks[self.rank]
 
     def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
-        return _SimulatedGroup(
-            self.world, tuple(global_ranks), global_ranks.index(self.global_rank), axis
-        )
+        return _SimulatedGroup.of(self.world, global_ranks, self.global_rank, axis)
 
     def start(self, op: Op) -> Work:
+        log = self.attempt
+        return self._start(op) if log is None else log.start(self.number, op, self._start)
+
+    def _start(self, op: Op) -> Work:
         title, tensors = op.kind, [op.out, op.data]
         # A rank's part may be empty here, and it takes part all the same.
         if op.kind == "all_to_all":  # its shapes differ between ranks
@@ -416,6 +457,12 @@ class _SimulatedGroup(Group):
         return self._join(f"{title} of {', '.join(tensor_shapes)}", _RUN[op.kind], op, op.label)
 
     def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
+        log = self.attempt
+        if log is None:
+            return self._all_gather_text(text, label)
+        return log.gather_text(self.number, text, label, self._all_gather_text)
+
+    def _all_gather_text(self, text: str, label: str) -> list[str]:
         texts: list[str] = []
 
         def run(all_texts: list[tuple[list[str], str]]) -> None:
@@ -439,6 +486,69 @@ class _SimulatedGroup(Group):
         )
         collective = self.world.join(self.ranks, self.rank, joined)
         return DeferredWork(lambda: self.world.wait(self.global_rank, collective))
+
+
+class _Attempt:
+    """An attempt of one rank, which is one of the ``Peers`` of the others."""
+
+    def __init__(self, world: _World, rank: int, ranks: tuple[int, ...]) -> None:
+        self._world, self._rank, self.ranks = world, rank, ranks
+        count = world.attempt_counts.get((rank, ranks), 0) + 1
+        world.attempt_counts[rank, ranks] = self.number = count
+        self.log = AttemptLog(self, lambda number: world.groups[rank, number])
+        self.failed_after: int | None = None  # number of entries before this rank failed
+
+    def fail(self, entries: Sequence[Entry]) -> None:
+        self.failed_after = len(entries)
+
+    def entry(self, index: int, rank: int | None = None) -> Entry | None:
+        progress = _Progress(self, index, self.ranks if rank is None else (rank,))
+        self._world.wait(self._rank, progress)
+        return progress.find()[1]
+
+    def of(self, rank: int) -> _Attempt | None:
+        """Return the part of another rank in the same attempt, if it has begun."""
+        other = self._world.attempts.get(rank)
+        if other is None or (other.ranks, other.number) != (self.ranks, self.number):
+            return None
+        return other
+
+    def is_broken(self) -> bool:
+        return self._world.broken
+
+    def give_up(self, why: str) -> None:
+        pass  # the error that follows ends all ranks
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    """What a rank that has failed waits for: an entry in the log of another one."""
+
+    attempt: _Attempt
+    index: int
+    ranks: tuple[int, ...]
+
+    def find(self) -> tuple[bool, Entry | None]:
+        """Return whether the wait is over, and the entry."""
+        others = [self.attempt.of(rank) for rank in self.ranks]
+        for other in others:
+            if other is None:
+                continue
+            # Why: what a failed rank issues after that is no part of its step.
+            entries = other.log.entries[: other.failed_after]
+            if len(entries) > self.index:
+                return True, entries[self.index]
+        return all(other is not None and other.failed_after is not None for other in others), None
+
+    @property
+    def done(self) -> bool:
+        return self.find()[0]
+
+    def describe(self) -> str:
+        return f"an attempt that has failed on this rank, for collective number {self.index + 1}"
 
 
 def _dtype(tensor: torch.Tensor) -> str:

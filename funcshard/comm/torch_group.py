@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from funcshard._utils.torch_groups import default_store, group_timeout, new_group
+from funcshard.comm.attempts import AttemptLog, Entry, StorePeers
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.gloo import Gloo
 from funcshard.comm.group import (
@@ -47,7 +48,7 @@ _POOLED = 1 << 16
 _LAST = 5.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class TorchGroup(Group):
     """The ranks of one ``torch.distributed`` process group.
 
@@ -61,6 +62,7 @@ class TorchGroup(Group):
         desync: records what this rank issues, and finds ranks that issue something else.
         shared_memory: whether the caller allowed shared memory.
         pool: private memory for data to communicate on the CPU.
+        number: of this group among those that the process has made.
     """
 
     group: Any
@@ -72,6 +74,7 @@ class TorchGroup(Group):
     desync: DesyncDetector = field(compare=False)
     shared_memory: bool = True
     pool: Pool = field(default_factory=lambda: Pool(private_block), compare=False)
+    number: int = field(default=0, compare=False)
 
     @classmethod
     def of(
@@ -151,7 +154,12 @@ class TorchGroup(Group):
             dist.get_rank(),
             way_text,
         )
-        return cls(group, rank, len(global_ranks), backend, shm, device, desync, shared_memory)
+        torch_group = cls(
+            group, rank, len(global_ranks), backend, shm, device, desync, shared_memory,
+            number=journal.next_group(),
+        )  # fmt: skip
+        journal.groups[torch_group.number] = torch_group
+        return torch_group
 
     @property
     def global_rank(self) -> int:
@@ -179,7 +187,45 @@ class TorchGroup(Group):
             return like.new_empty(numel)
         return self.pool.tensor(numel, like.dtype)
 
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The global numbers of the ranks."""
+        return self.desync.ranks
+
+    @property
+    def attempt(self) -> AttemptLog | None:
+        """The log of the attempt that runs; ``None`` for none."""
+        journal = self.desync.journal
+        return None if journal is None else journal.attempt
+
+    def open_attempt(self, ranks: Sequence[int]) -> AttemptLog:
+        """Begin an attempt of some ranks of the job, by their global numbers."""
+        journal, attempt_name = journal_of_job(), name_of("attempt", ranks)
+        assert journal.heart is not None, "the journal of a job has one"
+        place = f"funcshard/attempts/{attempt_name}/{journal.count(attempt_name)}"
+        peers = StorePeers(
+            journal.heart.part(place),
+            ranks,
+            journal.rank,
+            journal.is_broken,
+            journal.close_connections,
+            self.desync.find_lost,
+        )
+        journal.attempt = AttemptLog(peers, journal.groups.__getitem__)
+        peers.watch(journal.attempt.entries)
+        return journal.attempt
+
+    def close_attempt(self) -> None:
+        """End the attempt that runs."""
+        journal = journal_of_job()
+        journal.attempt.peers.close()
+        journal.attempt = None
+
     def start(self, op: Op) -> Work:
+        log = self.attempt
+        return self._start(op) if log is None else log.start(self.number, op, self._start)
+
+    def _start(self, op: Op) -> Work:
         recorded_kind, out, needed_ranks = op.kind, op.out, None
         # Shared memory does all but the all-to-all.
         carrier: Gloo | Native | SharedMemoryBackend = self.shm or self.backend
@@ -219,12 +265,24 @@ class TorchGroup(Group):
         # The choice depends only on facts that are the same on every rank, such as sizes.
         if self.shm is None or shard.device.type != "cpu" or shard.nbytes * self.size < _POOLED:
             return all_gather_last(self, shard, label=label)
+        log, backend = self.attempt, self.shm
         recorded_tensor = shard.reshape(1, -1).expand(self.size, -1)
-        number = self.desync.record("all_gather", label, recorded_tensor, self_checking=True)
-        return self.shm.all_gather_shared(shard, number)
+
+        def start() -> AllGatherWork:
+            number = self.desync.record("all_gather", label, recorded_tensor, self_checking=True)
+            return backend.all_gather_shared(shard, number)
+
+        if log is None:
+            return start()
+        op = Op("all_gather_shared", label, recorded_tensor, shard)
+        work: AllGatherWork = log.note(Entry.of(self.number, op), start)
+        return work
 
     def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
-        return self.desync.all_gather_text(text, label)
+        log, gather = self.attempt, self.desync.all_gather_text
+        if log is None:
+            return gather(text, label)
+        return log.gather_text(self.number, text, label, gather)
 
 
 # Why this dictionary: torch's groups take no attributes. It holds one journal for the default group

@@ -44,7 +44,7 @@ from funcshard._utils.torch_private import (
     unseen,
     version,
 )
-from funcshard.comm import DONE, CommDtypes, Mesh, Topology, neighbours, own_row
+from funcshard.comm import DONE, CommDtypes, Mesh, Topology, attempt_log, neighbours, own_row
 from funcshard.core.buffer_comm import (
     AllGatherHandle,
     BufferComm,
@@ -275,9 +275,16 @@ class ScheduleLearner:
         # How many units were inside when backward's order was learned; None if it was given.
         self._learned_with = -1 if schedule.backward is None else None
 
-    def learn(self, prefetcher: Prefetcher) -> None:
+    def learn(self, prefetcher: Prefetcher, mesh: Mesh) -> None:
         """Take the order of a returned call: of forward, and of the backward that may follow."""
         ran_order = tuple(prefetcher.ran)
+        log = attempt_log(mesh.axes)
+        if log is not None:  # a rank that fails in this step has learned nothing of it
+            log.undo.append(
+                functools.partial(
+                    self._put, self.schedule, self.known, self._learned_with, {*self.inside}
+                )
+            )
         if not self.known:
             self.schedule = dataclasses.replace(self.schedule, order=ran_order)
             self.known = True
@@ -298,6 +305,13 @@ class ScheduleLearner:
         if prefetcher.sources and self._learned_with not in (None, len(self.inside)):
             self._learned_with = len(self.inside)
             self.schedule = dataclasses.replace(self.schedule, backward=prefetcher.backward_order())
+
+    def _put(
+        self, schedule: Schedule, known: bool, learned_with: int | None, inside: set[str]
+    ) -> None:
+        self.schedule, self.known, self._learned_with = schedule, known, learned_with
+        # Why in place: prefetchers share it.
+        self.inside.intersection_update(inside)
 
 
 # --- the state of a unit between forward and backward ---------------------------------------------

@@ -4,6 +4,7 @@ Read the files in this order:
 
 - ``train_step``: ``make_train_step``, which calls all below.
 - ``train_state``: ``TrainState``, the state between two steps, and its copies.
+- ``attempting``: ``attempt``, a step that may fail on some ranks.
 - ``metering``: ``make_meter``, the numbers of a step for a log.
 - ``clipping``: ``global_norm`` and ``clip_by_global_norm`` of sharded gradients.
 - ``scaler``: ``GradScaler``, loss scaling for float16.
@@ -22,6 +23,7 @@ Read the files in this order:
 
 from __future__ import annotations
 
+from funcshard.train.attempting import attempt
 from funcshard.train.clipping import clip_by_global_norm, global_norm
 from funcshard.train.learning_rate import torch_schedule
 from funcshard.train.metering import make_meter
@@ -49,6 +51,7 @@ __all__ = [
     "TrainState",
     "TrainStep",
     "assign_owners",
+    "attempt",
     "check_optimizer",
     "clip_by_global_norm",
     "copy",

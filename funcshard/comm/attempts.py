@@ -1,0 +1,350 @@
+"""Attempts: a rank whose step fails issues the rest of the step's collectives with zeros.
+
+If one rank raises in the middle of a step, the others wait for it in a collective. Gloo and NCCL
+cannot take a collective back, and groups whose connections were cut are of no use afterwards. So
+the failed rank catches up: it learns which collectives the others issue, and issues them too, with
+zeros in place of its data. The other ranks compute on with wrong numbers, and reach the end of
+their step, where all ranks agree that it has failed. All groups then count the same collectives, as
+after any other step.
+
+During an attempt each rank keeps an ``AttemptLog`` of the collectives that it issues. All ranks
+issue the same ones in the same order, so the failed rank issues what follows the end of its log in
+the log of any other rank. It reads these logs through ``Peers``: in a simulation where they lie,
+and between processes (``StorePeers``) through the job's store. A rank writes its log there only
+once it finds that another one has failed. A thread looks for that after the first fifth of a
+second, so it costs a short step nothing but the thread.
+
+A large all-reduce has a second phase, which begins where a rank waits for it. So waiting for an
+all-reduce is an entry of the log too.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from funcshard.comm.group import DeferredWork, Group, Op, Work
+from funcshard.comm.liveness import SilentStoreError, StorePart, read
+
+# The label of the exchange at the end of an attempt.
+AGREEMENT = "whether an attempt has failed"
+
+# Seconds after which a rank first looks whether another one has failed, and between two looks at a
+# log that grows.
+_FIRST_LOOK, _NEXT_LOOK = 0.2, 0.002
+
+# Seconds between two looks for ranks that are lost.
+_LOST = 1.0
+
+_TEXT, _FINISH = "all_gather_text", "finish"
+
+
+class Entry(NamedTuple):
+    """A collective that a rank has issued, or a wait for one, without any data.
+
+    Attributes:
+        group: number of the group among those that this rank has made.
+        kind, label, src, out_sizes, sizes: as in ``Op``; ``"finish"`` is a wait.
+        dtype: of the tensors.
+        out_shape, data_shape: of the tensors; ``None`` for no tensor.
+        text: of an ``all_gather_text``.
+        started: of a wait, the position of its collective in the log.
+    """
+
+    group: int
+    kind: str
+    label: str = ""
+    dtype: str = ""
+    out_shape: Sequence[int] | None = None
+    data_shape: Sequence[int] | None = None
+    src: int = 0
+    out_sizes: Sequence[int] = ()
+    sizes: Sequence[int] = ()
+    text: str = ""
+    started: int = 0
+
+    @classmethod
+    def of(cls, group: int, op: Op) -> Entry:
+        """Return the entry of a collective."""
+        data_shape = None
+        if isinstance(op.data, torch.Tensor):
+            data_shape = tuple(op.data.shape)
+        elif op.data is not None:
+            data_shape = (sum(part.numel() for part in op.data),)
+        dtype = str(op.out.dtype).removeprefix("torch.")
+        sizes = tuple(op.out_sizes), tuple(op.sizes)
+        return cls(group, op.kind, op.label, dtype, tuple(op.out.shape), data_shape, op.src, *sizes)
+
+
+class Peers(Protocol):
+    """The logs of the other ranks of an attempt."""
+
+    def fail(self, entries: Sequence[Entry]) -> None:
+        """Tell the other ranks that this one has failed, after these entries."""
+
+    def entry(self, index: int, rank: int | None = None) -> Entry | None:
+        """Wait for entry number ``index`` of any rank, or of one with this global number.
+
+        Returns:
+            The entry; ``None`` if these ranks have failed before it.
+
+        Raises:
+            RuntimeError: a rank is lost, or cannot communicate any more.
+        """
+
+    def is_broken(self) -> bool:
+        """Return whether a group has failed, so that it cannot be used any more."""
+
+    def give_up(self, why: str) -> None:
+        """End the communication of this rank, so that all others raise."""
+
+    def close(self) -> None:
+        """End the attempt."""
+
+
+@dataclass(slots=True, eq=False)
+class AttemptLog:
+    """The collectives that this rank issues in an attempt.
+
+    Attributes:
+        peers: the logs of the other ranks.
+        group_of: returns this rank's group of a number.
+        entries: the log.
+        unfinished: the all-reduces that were not waited for, by position in the log.
+        inside: whether this rank is inside a call of a group.
+        undo: what to call if the attempt fails: it undoes what this rank remembers of the attempt,
+            because a rank that has failed does not remember it.
+    """
+
+    peers: Peers
+    group_of: Callable[[int], Any]
+    entries: list[Entry] = field(default_factory=list)
+    unfinished: dict[int, Work] = field(default_factory=dict)
+    inside: bool = False
+    undo: list[Callable[[], Any]] = field(default_factory=list)
+
+    def start(self, group: int, op: Op, start: Callable[[Op], Work]) -> Work:
+        """Return ``start(op)``, with an entry in the log."""
+        index = len(self.entries)
+        work = self.note(Entry.of(group, op), lambda: start(op))
+        if op.kind != "all_reduce":
+            return work
+        self.unfinished[index] = work
+        return DeferredWork(lambda: self._finish(group, index))
+
+    def note(self, entry: Entry, call: Callable[[], Any]) -> Any:
+        """Return ``call()``, which issues what ``entry`` says."""
+        # Why first: ``call`` may wait for the other ranks.
+        self.entries.append(entry)
+        self.inside = True
+        result = call()
+        # Why not in a ``finally``: a call that raised may be half done.
+        self.inside = False
+        return result
+
+    def gather_text(
+        self, group: int, text: str, label: str, gather: Callable[[str, str], list[str]]
+    ) -> list[str]:
+        """Return ``gather(text, label)``, with an entry in the log."""
+        texts: list[str] = self.note(
+            Entry(group, _TEXT, label, text=text), lambda: gather(text, label)
+        )
+        return texts
+
+    def _finish(self, group: int, index: int) -> Any:
+        work = self.unfinished.pop(index)
+        return self.note(Entry(group, _FINISH, started=index), work.wait)
+
+    def check_usable(self, error: Exception) -> None:
+        """Raise unless this rank can take part in further collectives after an error of its step.
+
+        Raises:
+            RuntimeError: the step failed inside a collective.
+            Exception: ``error``, if communication itself failed.
+        """
+        if self.peers.is_broken():
+            self.peers.give_up(str(error))
+            raise error
+        if self.inside:
+            why = (
+                "a step failed inside a collective, which other ranks wait for, so it cannot be "
+                f"attempted again: {type(error).__name__}: {error}; start the job again from its "
+                "last checkpoint"
+            )
+            self.peers.give_up(why)
+            raise RuntimeError(why) from error
+
+    def join_rest(self, device: torch.device) -> None:
+        """Issue what the other ranks issue after the end of this log, up to the agreement.
+
+        Raises:
+            RuntimeError: a rank is lost, or this one cannot follow the others.
+        """
+        try:
+            self._join_rest(device)
+        except Exception as error:
+            self.peers.give_up(f"a rank could not catch up after its step had failed: {error}")
+            raise
+
+    def _join_rest(self, device: torch.device) -> None:
+        self.peers.fail(self.entries)
+        while True:
+            index = len(self.entries)
+            entry = self.peers.entry(index)
+            if entry is None or (entry.kind, entry.label) == (_TEXT, AGREEMENT):
+                return
+            group = self.group_of(entry.group)
+            if entry.kind == _FINISH:
+                self._finish(entry.group, entry.started)
+            elif entry.kind == _TEXT:
+                # Why the text of another rank: a text of its own would be a difference.
+                group.all_gather_text(entry.text, label=entry.label)
+            elif entry.kind == "all_gather_shared":
+                group.all_gather_shared(
+                    _zeros(entry.data_shape, entry, device), label=entry.label
+                ).wait()
+            else:
+                work = group.start(self._op_of(entry, index, group, device))
+                # Why now: no rank needs more of this one to begin the same collective. Only the
+                # second phase of an all-reduce comes later.
+                if entry.kind != "all_reduce":
+                    work.wait()
+
+    def _op_of(self, entry: Entry, index: int, group: Any, device: torch.device) -> Op:
+        if entry.kind == "all_to_all":
+            # Why of each rank: what it expects of this one, and sends to it.
+            rank_entries = [
+                None if rank == group.global_rank else self.peers.entry(index, rank)
+                for rank in group.ranks
+            ]
+            sent_sizes = [0 if x is None else x.out_sizes[group.rank] for x in rank_entries]
+            received_sizes = [0 if x is None else x.sizes[group.rank] for x in rank_entries]
+            entry = entry._replace(
+                out_shape=[sum(received_sizes)],
+                data_shape=[sum(sent_sizes)],
+                out_sizes=received_sizes,
+                sizes=sent_sizes,
+            )
+        out, data = (
+            None if shape is None else _zeros(shape, entry, device)
+            for shape in (entry.out_shape, entry.data_shape)
+        )
+        assert out is not None, "every collective has an output"
+        sent: Any = [data] if entry.kind == "reduce_scatter" else data
+        return Op(entry.kind, entry.label, out, sent, entry.src, entry.out_sizes, entry.sizes)
+
+
+def _zeros(shape: Any, entry: Entry, device: torch.device) -> torch.Tensor:
+    return torch.zeros(tuple(shape), dtype=getattr(torch, entry.dtype), device=device)
+
+
+class StorePeers:
+    """The logs of other processes, through the job's store.
+
+    Arguments:
+        store: the part of the store for this attempt.
+        ranks: global numbers of the ranks of the attempt.
+        rank: that of this process.
+        is_broken: returns whether a group has failed.
+        close_connections: closes this rank's connections.
+        find_lost: returns an error message if a rank is lost.
+    """
+
+    def __init__(
+        self,
+        store: StorePart,
+        ranks: Sequence[int],
+        rank: int,
+        is_broken: Callable[[], bool],
+        close_connections: Callable[[], None],
+        find_lost: Callable[[], str],
+    ) -> None:
+        self._store, self._ranks, self._rank = store, ranks, rank
+        self.is_broken = is_broken
+        self._close_connections, self._find_lost = close_connections, find_lost
+        self._published = 0
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, entries: Sequence[Entry]) -> None:
+        """Start the thread that writes ``entries``, which grow, once another rank has failed."""
+        self._thread = threading.Thread(
+            target=self._watch, args=(entries,), name="funcshard attempt", daemon=True
+        )
+        self._thread.start()
+
+    def _watch(self, entries: Sequence[Entry]) -> None:
+        failed, seconds = False, _FIRST_LOOK
+        while not self._ended.wait(seconds):
+            try:
+                failed = failed or self._store.check(["failed"])
+                if failed:
+                    self._publish(entries)
+                    seconds = _NEXT_LOOK
+            except SilentStoreError:
+                continue
+            except RuntimeError:  # the process that holds the store has ended
+                return
+
+    def _publish(self, entries: Sequence[Entry]) -> None:
+        count = len(entries)
+        if count == self._published:
+            return
+        # Why: the logs of all ranks are equal, so one of them writes each entry.
+        shared_count = int(read(self._store, "count") or b"0")
+        for index in range(self._published, count):
+            text = json.dumps(entries[index])
+            if index >= shared_count:
+                self._store.set(str(index), text)
+            if entries[index].kind == "all_to_all":  # its sizes differ between ranks
+                self._store.set(f"{index}/{self._rank}", text)
+        if count > shared_count:
+            self._store.set("count", str(count))
+        self._published = count
+
+    def fail(self, entries: Sequence[Entry]) -> None:
+        self._stop()
+        self._publish(entries)
+        self._store.set(f"failed/{self._rank}", "")
+        self._store.set("failed", "")
+
+    def entry(self, index: int, rank: int | None = None) -> Entry | None:
+        ranks, key = (self._ranks, str(index)) if rank is None else ([rank], f"{index}/{rank}")
+        failed_keys = [f"failed/{other_rank}" for other_rank in ranks]
+        next_look = time.monotonic() + _LOST
+        while True:
+            # Why in this order: a rank writes its entries before it says that it has failed.
+            all_failed = self._store.check(failed_keys)
+            if self._store.check([key]):
+                return Entry(*json.loads(self._store.get(key)))
+            if all_failed:
+                return None
+            if time.monotonic() > next_look:
+                lost_text = read(self._store, "broken").decode() or self._find_lost()
+                if lost_text:
+                    raise RuntimeError(lost_text)
+                next_look = time.monotonic() + _LOST
+            time.sleep(_NEXT_LOOK)
+
+    def give_up(self, why: str) -> None:
+        self._store.set("broken", why)
+        self._close_connections()
+
+    def close(self) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+
+def attempt_log(axes: Sequence[tuple[str, Group]]) -> AttemptLog | None:
+    """Return the log of the attempt that runs on the ranks along these axes; ``None`` for none."""
+    return getattr(axes[0][1].plain, "attempt", None) if axes else None

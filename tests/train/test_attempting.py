@@ -1,0 +1,156 @@
+"""A step that fails on some ranks leaves all of them as they were, and their groups in order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import funcshard as fs
+from funcshard._utils import tree
+from tests.ranks import run_ranks, run_simulated
+
+WIDTH, STEPS = 260, 3  # a buffer is then large enough for an all-reduce of two phases
+
+
+class Stop(torch.autograd.Function):
+    """The identity, whose backward raises if ``fails()``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, fails: Any) -> torch.Tensor:
+        ctx.fails = fails
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if ctx.fails():
+            raise torch.OutOfMemoryError("no memory in backward")
+        return grad, None
+
+
+@dataclasses.dataclass
+class Trouble:
+    """Where the step of this rank fails; ``""`` for nowhere."""
+
+    place: str = ""
+
+    def __deepcopy__(self, memo: Any) -> Trouble:  # copies of a module share it
+        return self
+
+    def at(self, place: str) -> None:
+        if self.place == place:
+            raise ValueError(f"trouble in {place}")
+
+
+class Block(nn.Module):
+    def __init__(self, number: int, trouble: Trouble) -> None:
+        super().__init__()
+        self.linear, self.number, self.trouble = nn.Linear(WIDTH, WIDTH), number, trouble
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.trouble.at(f"forward {self.number}")
+        x = Stop.apply(x, lambda: self.trouble.place == f"backward {self.number}")
+        return x + nn.functional.dropout(torch.tanh(self.linear(x)), 0.2)
+
+
+PLACES = ["data", "forward 0", "forward 2", "backward 2", "backward 1", "gradient", "end"]
+
+
+def train(
+    world: fs.Mesh,
+    places: Mapping[int, str],
+    at: int | None,
+    shape: Mapping[str, int] | None,
+    shared_memory: bool,
+    options: Mapping[str, Any],
+) -> Any:
+    """Train for some steps, with one more at step ``at`` that fails in ``places``, by rank."""
+    mesh = fs.init_mesh(shape, device="cpu", shared_memory=shared_memory)
+    torch.manual_seed(0)
+    trouble = Trouble()
+    net = nn.Sequential(*(Block(i, trouble) for i in range(3)))
+    apply, params, buffers = fs.make_functional(net)
+    plan = fs.make_plan(params, mesh, units=["*"], **options)
+    sharded = fs.fully_shard(apply, plan, mesh)
+
+    def loss_fn(shards: Any, buffers: Any, batch: torch.Tensor) -> torch.Tensor:
+        trouble.at("data")
+        return sharded(shards, buffers, batch).square().mean()
+
+    step = fs.make_train_step(
+        loss_fn,
+        fs.torch_optimizer(torch.optim.AdamW, lr=1e-2),
+        plan,
+        mesh,
+        max_norm=1.0,
+        on_grads=lambda unit, grads: (trouble.at("gradient"), grads)[1],
+    )
+    state, losses, failures = step.init(fs.shard(params, plan, mesh), buffers), [], {}
+    torch.manual_seed(mesh.rank)
+    for i in range(STEPS):
+        batch = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * i + mesh.rank))
+        if i == at:
+            trouble.place = places.get(mesh.rank, "")
+            before = tree.map(torch.clone, state.shards)
+
+            def run(state: Any, batch: Any) -> Any:
+                result = dataclasses.replace(step, donate=False)(state, batch)
+                trouble.at("end")
+                return result
+
+            result, failures = fs.attempt(step if trouble.place != "end" else run, state, batch, mesh=mesh)
+            assert result is None
+            assert all(map(torch.equal, tree.leaves(before), tree.leaves(state.shards)))
+            trouble.place = ""
+        result, none = fs.attempt(step, state, batch, mesh=mesh)
+        assert none == {}
+        assert result is not None
+        state, metrics = result
+        losses.append(metrics["loss"].item())
+    return losses, failures, tree.leaves(state.shards), torch.rand(1)
+
+
+def check(run: Any, ranks: int, places: Mapping[int, str], at: int, *rest: Any) -> None:
+    meant = run(train, ranks, {}, None, *rest)
+    for ours, theirs in zip(run(train, ranks, places, at, *rest), meant, strict=True):
+        assert ours[0] == theirs[0]
+        assert ours[1].keys() == places.keys()
+        for rank, text in ours[1].items():
+            error = "OutOfMemoryError: no memory" if places[rank].startswith("back") else "ValueError: trouble"
+            assert text.startswith(error)
+            assert places[rank].split()[0] in text
+        assert all(map(torch.equal, ours[2], theirs[2]))
+        assert torch.equal(ours[3], theirs[3])
+
+
+HYBRID = {"replicate": 2, "shard": 2}
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("shape", [None, HYBRID], ids=["shard", "hybrid"])
+def test_a_failed_step_is_as_if_it_had_never_run(place: str, at: int, shape: Any) -> None:
+    check(run_simulated, 4 if shape else 3, {1: place}, at, shape, False, {})
+
+
+SEVERAL = {0: "backward 2", 1: "forward 1"}
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
+@pytest.mark.parametrize(
+    ("places", "at", "shape", "options"),
+    [
+        ({1: "forward 2"}, 0, None, {}),
+        ({0: "backward 1"}, 1, None, {"strategy": "shard_grad_op"}),
+        ({1: "end"}, 1, None, {}),
+        ({0: "gradient", 1: "gradient"}, 1, None, {}),
+        (SEVERAL, 1, None, {}),
+        (SEVERAL, 0, HYBRID, {}),
+    ],
+)
+def test_on_processes_too(places: Mapping[int, str], at: int, shape: Any, options: Any, shared_memory: bool) -> None:
+    check(run_ranks, 4 if shape else 2, places, at, shape, shared_memory, options)
