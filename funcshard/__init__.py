@@ -2,7 +2,7 @@
 
 import logging as _logging
 
-from funcshard import linalg
+from funcshard import linalg, testing
 from funcshard.checkpoint import (
     Contents,
     PerRank,
@@ -183,6 +183,7 @@ __all__ = [
     "shard",
     "simulate",
     "stack",
+    "testing",
     "to_state_dict",
     "torch_optimizer",
     "torch_schedule",
