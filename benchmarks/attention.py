@@ -43,15 +43,15 @@ def product(peer: str, tokens: int, layers: int) -> tuple[float, float, float]:
             return F.cross_entropy(sharded(s, buffers, mine[:, :-1]).flatten(0, 1), mine[0, 1:])
 
         shards, v = fs.shard(params, plan, mesh), fs.shard(direction, plan, mesh)
-        return torch.func.jvp(torch.func.grad(loss), (shards,), (v,))[1]
+        start = time.thread_time()  # simulated ranks are threads
+        hv = torch.func.jvp(torch.func.grad(loss), (shards,), (v,))[1]
+        return time.thread_time() - start, sum(float(part.square().sum()) for unit in hv.values() for part in unit.values())
 
     backend = sdpa_kernel(SDPBackend.MATH) if peer == "math" else contextlib.nullcontext()
-    held, start = _peak(), time.process_time()
+    held = _peak()
     with backend:
-        results = fs.simulate(main, world_size=2)
-    seconds = time.process_time() - start
-    norm = sum(float(part.square().sum()) for s in results for unit in s.values() for part in unit.values())
-    return seconds, _peak() - held, norm
+        seconds, norms = zip(*fs.simulate(main, world_size=2), strict=True)
+    return sum(seconds), _peak() - held, sum(norms)
 
 
 def _peak() -> float:
