@@ -75,6 +75,7 @@ from funcshard.plan import (
     unstack,
     wrap,
 )
+from funcshard.planning import RunPlan, plan_run
 from funcshard.train import (
     GradScaler,
     Owners,
@@ -110,6 +111,7 @@ __all__ = [
     "Piece",
     "Plan",
     "Pretrained",
+    "RunPlan",
     "Saving",
     "ScalerState",
     "Schedule",
@@ -164,6 +166,7 @@ __all__ = [
     "passes",
     "per_sample_grad",
     "per_sample_norms",
+    "plan_run",
     "pmax",
     "pmean",
     "ppermute",

@@ -35,6 +35,7 @@ from __future__ import annotations
 from funcshard.checkpoint.contents import Contents, latest, read_values
 from funcshard.checkpoint.conversion import export_dcp, export_parameters, write_dcp
 from funcshard.checkpoint.dcp_import import import_dcp
+from funcshard.checkpoint.hugging_face import default_units, is_hugging_face, module_of_config
 from funcshard.checkpoint.optimizer_loading import optimizer_from_state_dict
 from funcshard.checkpoint.optimizer_state import optimizer_to_state_dict
 from funcshard.checkpoint.pieces import Piece
@@ -52,6 +53,7 @@ __all__ = [
     "Piece",
     "Pretrained",
     "Saving",
+    "default_units",
     "export_dcp",
     "export_parameters",
     "export_safetensors",
@@ -59,8 +61,10 @@ __all__ = [
     "from_state_dict",
     "import_dcp",
     "import_safetensors",
+    "is_hugging_face",
     "iter_params",
     "latest",
+    "module_of_config",
     "optimizer_from_state_dict",
     "optimizer_to_state_dict",
     "read_values",

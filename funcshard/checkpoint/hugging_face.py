@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils.regular_files import regular_size
+from funcshard._utils import file_data
+from funcshard._utils.regular_files import read_regular, regular_size
 from funcshard.checkpoint.adapters import base_model, file_names
 from funcshard.checkpoint.foreign_folders import what_it_holds
 
@@ -68,8 +69,7 @@ def build_on_meta(folder: Path, model: Any, dtype: torch.dtype | None) -> nn.Mod
             remedy = "pass the model, built under torch.device('meta')"
         raise FileNotFoundError(f"{folder} has no config.json: {remedy}")
     transformers = _transformers()
-    regular_size(folder / "config.json")  # raises at a pipe, which transformers would wait for
-    config = _read_config(transformers, folder)
+    config = _read_config(transformers, folder / "config.json")
     # Note: shards are flat, and a quantized tensor has scales beside its elements.
     if getattr(config, "quantization_config", None):
         raise ValueError(
@@ -85,34 +85,106 @@ def build_on_meta(folder: Path, model: Any, dtype: torch.dtype | None) -> nn.Mod
         module.tie_weights()
         return _in_dtype(module, dtype or getattr(config, "dtype", None)).eval()
     except Exception as error:  # of any kind: the code of the model takes any value of the config
-        raise ValueError(_unfit(folder, cls, error)) from error
+        raise ValueError(_unfit(folder / "config.json", cls, error)) from error
 
 
-def _read_config(transformers: Any, folder: Path) -> Any:
+def module_of_config(path: Path) -> nn.Module:
+    """Return the model of a ``config.json``, on the meta device, in training mode.
+
+    Parameters are in torch's default dtype. It reads no weights, so they may be missing or
+    quantized. Without ``architectures``, you get the class that usually trains such a model.
+
+    Arguments:
+        path: the file, or its folder.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ImportError: transformers isn't installed.
+        ValueError: the file is no configuration that transformers takes, or needs code of its
+            folder.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    if not file.exists():
+        raise FileNotFoundError(f"there is no {file}: pass a config.json, or a folder with one")
+    fields = _json_object(file)
+    transformers = _transformers()
+    model_type = fields.get("model_type")
+    if model_type not in transformers.CONFIG_MAPPING:
+        # Note: a folder whose model_type transformers knows needs no code, whatever it holds.
+        needed = "needs the code of its folder" if "auto_map" in fields else "is unknown"
+        raise ValueError(
+            f"{file} has the model_type {model_type!r}, which {needed}, and transformers "
+            f"{transformers.__version__} doesn't know it: write a function that returns the model, "
+            "and pass MODULE:CALLABLE"
+        )
+    config = _read_config(transformers, file)
+    cls = _named_class(transformers, config)
+    if cls is None and config.architectures:
+        raise ValueError(
+            f"{file} names the class {config.architectures[0]!r}, which transformers "
+            f"{transformers.__version__} doesn't have: write a function that returns the model, "
+            "and pass MODULE:CALLABLE"
+        )
+    cls = cls or _class_to_train(transformers, config)
+    try:
+        with torch.device("meta"):
+            module = cls(config)
+        module.tie_weights()
+    except Exception as error:  # of any kind: the code of the model takes any value of the config
+        raise ValueError(_unfit(file, cls, error)) from error
+    return module.train()
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    regular_size(file)  # raises at a pipe
+    try:
+        return file_data.table("config.json", file_data.parse(read_regular(file)))
+    except ValueError as error:
+        raise ValueError(f"{file} must be a JSON object: {error}") from error
+
+
+def _class_to_train(transformers: Any, config: Any) -> Any:
+    """Return the class that trains models of a config: one with a loss if there is any."""
+    auto_models = importlib.import_module("transformers.models.auto.modeling_auto")
+    # Why masked ones first: BERT is among the causal models too, as a decoder.
+    tasks = ["MASKED_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION"]
+    if config.is_encoder_decoder:
+        tasks = ["SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ"]
+    for task in tasks:
+        mapping = getattr(auto_models, f"MODEL_FOR_{task}_MAPPING")
+        if type(config) in mapping:
+            return mapping[type(config)]
+    return auto_models.MODEL_MAPPING[type(config)]
+
+
+def _read_config(transformers: Any, file: Path) -> Any:
+    regular_size(file)  # raises at a pipe, which transformers would wait for
+    # Note: from a folder, transformers also reads the adapter's files.
+    source = file.parent if file.name == "config.json" else file
     try:
         # Why no trust: else transformers asks at the terminal whether to run code of the folder.
         config = transformers.AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
+            source, local_files_only=True, trust_remote_code=False
         )
         layer_count = getattr(config, "num_hidden_layers", None) or 0
     except (OSError, ValueError):
         raise
     except Exception as error:  # of any kind: transformers takes any JSON
-        raise ValueError(_unfit(folder, "transformers", error)) from error
+        raise ValueError(_unfit(file, "transformers", error)) from error
     # Why a bound: a model is built layer by layer, and damage may have changed their number.
     if not isinstance(layer_count, int) or layer_count > _MOST_LAYERS:
         raise ValueError(
-            f"{folder / 'config.json'} must have at most {_MOST_LAYERS} layers; found {layer_count}: "
+            f"{file} must have at most {_MOST_LAYERS} layers; found {layer_count}: "
             "download it again"
         )
     return config
 
 
-def _unfit(folder: Path, cls: Any, error: Exception) -> str:
+def _unfit(file: Path, cls: Any, error: Exception) -> str:
     name = cls if isinstance(cls, str) else cls.__name__
     reason = (str(error).strip().splitlines() or [""])[-1]
     return (
-        f"{folder / 'config.json'} is no configuration that {name} takes ({type(error).__name__}: "
+        f"{file} is no configuration that {name} takes ({type(error).__name__}: "
         f"{reason}): download the folder again, or pass model="
     )
 
@@ -129,17 +201,25 @@ def _transformers() -> Any:
 
 
 def _class_of(transformers: Any, config: Any, folder: Path) -> Any:
+    cls = _named_class(transformers, config)
+    if cls is None:
+        raise ValueError(
+            f"{folder / 'config.json'} must name a class of transformers among its architectures; "
+            f"found {config.architectures or []}: pass model=, a class such as transformers.AutoModel's, or the model "
+            "on meta"
+        )
+    return cls
+
+
+def _named_class(transformers: Any, config: Any) -> Any:
+    """Return the class of transformers that a config names, or ``None``."""
     # Note: the first one is the class that wrote the folder.
     names = config.architectures or []
     name = names[0] if isinstance(names, list | tuple) and names else None
     cls = getattr(transformers, name, None) if isinstance(name, str) else None
-    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
-        raise ValueError(
-            f"{folder / 'config.json'} must name a class of transformers among its architectures; "
-            f"found {names}: pass model=, a class such as transformers.AutoModel's, or the model "
-            "on meta"
-        )
-    return cls
+    if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
+        return cls
+    return None
 
 
 def _in_dtype(module: nn.Module, dtype: Any) -> nn.Module:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import pkgutil
 import re
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from funcshard._utils.options import did_you_mean
 from funcshard.demo.gpt import GPTConfig
 from funcshard.plan import STRATEGIES
 
@@ -35,11 +38,18 @@ def at_least(least: int, most: int = MOST) -> Callable[[str], int]:
 
 
 def add_number(
-    group: Any, name: str, default: int, meaning: str, *, least: int = 1, most: int = MOST
+    group: Any,
+    name: str,
+    default: int,
+    meaning: str,
+    *,
+    least: int = 1,
+    most: int = MOST,
+    alias: str | None = None,
 ) -> None:
     """Add an option that's a whole number, such as ``--steps``."""
     group.add_argument(
-        name,
+        *([name] if alias is None else [name, alias]),
         type=at_least(least, most),
         default=default,
         metavar="N",
@@ -47,15 +57,18 @@ def add_number(
     )
 
 
-def add_mesh(parser: argparse.ArgumentParser, ranks: str, units: str = "blocks.*") -> None:
+def add_mesh(
+    parser: argparse.ArgumentParser, ranks: str, units: str = "blocks.*", alias: str | None = None
+) -> None:
     """Add the arguments of a mesh and of its units.
 
     Arguments:
         parser: the parser.
         ranks: help for ``--ranks``.
         units: the default of ``--units``, as text.
+        alias: another name of ``--ranks``.
     """
-    add_number(parser, "--ranks", 2, ranks)
+    add_number(parser, "--ranks", 2, ranks, alias=alias)
     add_number(parser, "--replicate", 1, "size of the replicate axis; divides the ranks")
     parser.add_argument(
         "--strategy",
@@ -92,9 +105,16 @@ def check_mesh(world: int, replicate: int) -> None:
 
 
 def import_callable(option: str, spec: str) -> Callable[..., Any]:
-    """Return the function that an option, such as ``--model``, names as ``MODULE:CALLABLE``."""
+    """Return the function that an option, such as ``--model``, names as ``MODULE:CALLABLE``.
+
+    ``file.py:CALLABLE`` names a function in a file of any folder.
+    """
+    file_name, _, name = spec.rpartition(":")
+    if file_name.endswith(".py") and Path(file_name).is_file():
+        function: Callable[..., Any] = _of_file(option, Path(file_name), name)
+        return function
     try:
-        function: Callable[..., Any] = pkgutil.resolve_name(spec)
+        function = pkgutil.resolve_name(spec)
     except (AttributeError, ImportError, ValueError) as error:
         raise ValueError(
             f"{option} must be MODULE:CALLABLE, such as my_package.models:make_model; found "
@@ -102,4 +122,17 @@ def import_callable(option: str, spec: str) -> Callable[..., Any]:
         ) from error
     if not callable(function):
         raise ValueError(f"{option} {spec} must be callable; found {type(function).__name__}")
+    return function
+
+
+def _of_file(option: str, file: Path, name: str) -> Callable[..., Any]:
+    """Return a function of a Python file, which is run."""
+    namespace = runpy.run_path(str(file), run_name=file.stem)
+    if not callable(namespace.get(name)):
+        functions = [key for key, value in namespace.items() if callable(value)]
+        raise ValueError(
+            f"{option} must name a function of {file}; found {name!r}: "
+            + did_you_mean(name, functions, otherwise="write FILE.py:FUNCTION")
+        )
+    function: Callable[..., Any] = namespace[name]
     return function

@@ -20,7 +20,6 @@ from funcshard._utils.options import did_you_mean, outline
 from funcshard._utils.regular_files import read_regular
 from funcshard.demo.arguments import (
     add_mesh,
-    add_number,
     at_least,
     check_mesh,
     gpt_config,
@@ -45,6 +44,8 @@ PRECISIONS = {
     "fp32": None,
     "bf16": fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
 }
+# Options that a search chooses, with their defaults.
+_CHOSEN = {"replicate": 1, "strategy": STRATEGIES[0], "bucket_bytes": "auto", "remat": False}
 _LONGEST = 8192  # tokens of a sample by default, if the model takes so many
 _MOST_RANKS = 1_000_000
 _OTHERS = 1024  # tokens of a sample by default for a model that has no context
@@ -58,10 +59,16 @@ def _bucket_bytes(text: str) -> int | str:
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
+    parser.add_argument(
+        "path", nargs="?", metavar="PATH",
+        help="a config.json of Hugging Face or a folder with one, a FILE.py:FUNCTION, or a name as for --model: finds the "
+        "best plan and batch, and prints one screen; exit code 1 if none fits (default: the plan that the options describe)",
+    )  # fmt: skip
     add_mesh(
         parser,
         ranks="ranks to plan for",
         units="blocks.*; for another --model, the modules in its outermost lists",
+        alias="--gpus",
     )
     parser.add_argument(
         "--model", metavar="NAME",
@@ -74,35 +81,45 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "many tiny units form groups",
     )  # fmt: skip
     parser.add_argument(
-        "--precision", choices=[*PRECISIONS], default="fp32",
-        help="dtype in which units compute; bf16 reduces gradients in float32 (default: %(default)s)",
+        "--precision", choices=[*PRECISIONS, "bf16-params"],
+        help="dtype in which units compute; bf16 reduces gradients in float32; bf16-params, for a PATH, keeps parameters in "
+        "bfloat16 too (default: fp32, and bf16 for a PATH)",
     )  # fmt: skip
     parser.add_argument(
-        "--json", action="store_true", help="print the plan alone, as JSON for Plan.from_json"
-    )
+        "--json", action="store_true",
+        help="print the plan alone, as JSON for Plan.from_json; for a PATH, the figures and the plan",
+    )  # fmt: skip
     parser.add_argument(
         "--html", metavar="FILE",
         help="write the tables to a web page, with pictures if matplotlib is installed (default: none)",
     )  # fmt: skip
     group = parser.add_argument_group("estimate")
     group.add_argument(
-        "--hardware", metavar="NAME",
+        "--hardware", "--gpu", metavar="NAME",
         help="estimate memory, time and traffic of a step on this hardware: a name such as h100, or a file that calibrate "
-        "wrote (default: no estimate)",
+        "wrote (default: no estimate, and h100 for a PATH)",
     )  # fmt: skip
     group.add_argument(
         "--budget", metavar="SIZE",
-        help="memory of a rank, such as 80GiB; a higher peak gives exit code 1 (default: the memory of the hardware)",
+        help="memory of a rank, such as 60GiB; a higher peak gives exit code 1, and so does reserved memory for a PATH "
+        "(default: the memory of the hardware)",
     )  # fmt: skip
-    add_number(group, "--batch", 1, "samples of a rank in one step")
+    group.add_argument(
+        "--margin", metavar="SIZE",
+        help="for a PATH, memory that torch's allocator doesn't get (default: 3GiB on GPUs)",
+    )  # fmt: skip
+    group.add_argument(
+        "--batch", type=at_least(1), metavar="N",
+        help="samples of a rank in one step (default: 1; for a PATH, the fastest that fit)",
+    )  # fmt: skip
     group.add_argument(
         "--seq", type=at_least(1), metavar="N",
         help=f"tokens of a sample (default: the context of the model, at most {_LONGEST}; {_OTHERS} for a MODULE:CALLABLE)",
     )  # fmt: skip
     group.add_argument(
         "--inputs", metavar="MODULE:CALLABLE",
-        help="function of batch and seq that returns the inputs of the model as a tuple (default: tokens of shape [batch, "
-        "seq], with cross entropy as the loss)",
+        help="function of batch and seq that returns the inputs of the model as a tuple or dictionary (default: tokens of "
+        "shape [batch, seq], with cross entropy as the loss)",
     )  # fmt: skip
     group.add_argument(
         "--optimizer",
@@ -129,7 +146,9 @@ def plan_command(options: argparse.Namespace) -> int:
     check_mesh(options.ranks, options.replicate)
     _check_together(options)
     _check_files(options)
-    shown_items = _shown(options, _model(options))
+    if options.path is not None:
+        return _whole_run(options)
+    shown_items = _shown(options, _model(options.model, options))
     if options.html:
         _write_page(Path(options.html), shown_items)
     shown_plans = [plan for plan in shown_items if isinstance(plan, fs.Plan)]
@@ -143,19 +162,55 @@ def plan_command(options: argparse.Namespace) -> int:
     return int(bool(options.budget or options.auto) and not all(r.fits for r in shown_reports))
 
 
+def _whole_run(options: argparse.Namespace) -> int:
+    """Plan a run of a model of any origin, and return the exit code."""
+    is_ours = options.path in DECODERS or ":" in options.path
+    run = fs.plan_run(
+        _model(options.path, options) if is_ours else options.path,
+        gpus=options.ranks,
+        gpu=options.hardware or "h100",
+        seq=options.seq,
+        batch=options.batch,
+        budget=options.budget,
+        margin=options.margin,
+        precision=options.precision or "bf16",
+        optimizer=options.optimizer,
+        units=options.units,
+        inputs=import_callable("--inputs", options.inputs) if options.inputs else None,
+    )
+    if options.html:
+        _write_page(Path(options.html), [run])
+    print(run.to_json() if options.json else run)
+    return int(not run.fits)
+
+
 def _check_together(options: argparse.Namespace) -> None:
+    if options.path is None:
+        _check_no_path(options)
+    else:
+        _check_path(options)
+
+
+def _check_path(options: argparse.Namespace) -> None:
+    """Raise for options of a plan beside PATH, which finds it."""
+    defaults = {**_CHOSEN, "auto": False, "model": None, "compare": None}
+    for name, default in defaults.items():
+        if getattr(options, name) != default:
+            raise ValueError(
+                f"PATH finds the plan itself; found --{name.replace('_', '-')}: leave it out, or "
+                "pass --model in place of PATH"
+            )
+
+
+def _check_no_path(options: argparse.Namespace) -> None:
+    if options.precision == "bf16-params" or options.margin:
+        raise ValueError("--precision bf16-params and --margin belong to a PATH: pass one")
     for name in ("budget", "compare", "auto"):
         if getattr(options, name) and not options.hardware:
             raise ValueError(
                 f"--{name} belongs to an estimate: add --hardware, such as --hardware h100"
             )
-    auto_defaults = {
-        "replicate": 1,
-        "strategy": STRATEGIES[0],
-        "bucket_bytes": "auto",
-        "remat": False,
-    }
-    for name, default in auto_defaults.items():
+    for name, default in _CHOSEN.items():
         if options.auto and getattr(options, name) != default:
             raise ValueError(
                 f"--auto chooses mesh, strategies and remat: leave out --{name.replace('_', '-')}"
@@ -190,7 +245,7 @@ def _check_files(options: argparse.Namespace) -> None:
 def _shown(options: argparse.Namespace, model: nn.Module) -> list[Any]:
     apply, params, buffers = fs.make_functional(model)
     units = _listed(model) if options.units is None else options.units
-    precision = PRECISIONS[options.precision]
+    precision = PRECISIONS[options.precision or "fp32"]
     mesh = {"replicate": options.replicate, "shard": options.ranks // options.replicate}
     plan = fs.make_plan(
         params,
@@ -223,8 +278,7 @@ def _shown(options: argparse.Namespace, model: nn.Module) -> list[Any]:
     return shown_items
 
 
-def _model(options: argparse.Namespace) -> nn.Module:
-    spec = options.model
+def _model(spec: str | None, options: argparse.Namespace) -> nn.Module:
     make_model: Callable[[], Any]
     if spec is None:
         make_model = functools.partial(GPT, gpt_config(options))
@@ -263,7 +317,7 @@ class _Estimate:
     ) -> None:
         self.options, self.hardware = options, load_hardware(options.hardware)
         model_context = getattr(getattr(model, "config", None), "context", _OTHERS)
-        batch_size = options.batch, options.seq or min(model_context, _LONGEST)
+        batch_size = options.batch or 1, options.seq or min(model_context, _LONGEST)
         inputs: Any = (torch.empty(batch_size, dtype=torch.int64, device="meta"),)
         keywords = {"loss": _cross_entropy, "targets": inputs[0]}
         if options.inputs:

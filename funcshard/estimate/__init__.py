@@ -19,6 +19,7 @@ from funcshard.estimate.machine import (
     collective_time,
     hardware_names,
     load_hardware,
+    reserved_band,
 )
 from funcshard.estimate.reports import (
     Comparison,
@@ -30,13 +31,16 @@ from funcshard.estimate.reports import (
     draw_pareto,
     draw_timeline,
     holdings,
+    memory_table,
     tabulate,
 )
 from funcshard.estimate.search import (
     Best,
+    Change,
     Infeasible,
     Space,
     auto_plan,
+    changes_to_fit,
 )
 from funcshard.estimate.trace import Profile, profile
 from funcshard.estimate.walk import (
@@ -46,7 +50,8 @@ from funcshard.estimate.walk import (
 )
 
 __all__ = [
-    "OPTIMIZERS", "Best", "Comparison", "Hardware", "Holdings", "Infeasible", "Link", "OptimizerMemory", "Profile", "Report",
-    "Runtime", "Source", "Space", "auto_plan", "calibrate", "collective_time", "compare", "draw_holdings", "draw_memory",
-    "draw_pareto", "draw_timeline", "estimate", "hardware_names", "holdings", "load_hardware", "profile", "tabulate",
+    "OPTIMIZERS", "Best", "Change", "Comparison", "Hardware", "Holdings", "Infeasible", "Link", "OptimizerMemory", "Profile",
+    "Report", "Runtime", "Source", "Space", "auto_plan", "calibrate", "changes_to_fit", "collective_time", "compare",
+    "draw_holdings", "draw_memory", "draw_pareto", "draw_timeline", "estimate", "hardware_names", "holdings",
+    "load_hardware", "memory_table", "profile", "reserved_band", "tabulate",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 WINGS = [
     "_utils", "plan", "comm", "comm/shm", "core", "module", "train", "checkpoint", "estimate", "estimate/machine",
-    "estimate/trace", "estimate/walk", "estimate/reports", "estimate/search", "graph", "graph/passes", "testing",
+    "estimate/trace", "estimate/walk", "estimate/reports", "estimate/search", "graph", "graph/passes", "planning", "testing",
 ]  # fmt: skip
 
 LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True, no_logo=True))"

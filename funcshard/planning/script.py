@@ -1,0 +1,131 @@
+"""The training script of a planned run, as text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from funcshard.checkpoint import is_hugging_face
+from funcshard.plan import Plan
+
+_OPTIMIZERS = {
+    "adamw": "torch.optim.AdamW, lr=3e-4",
+    "adamw_fused": "torch.optim.AdamW, lr=3e-4, fused=True",
+    "adamw_single": "torch.optim.AdamW, lr=3e-4, foreach=False",
+    "sgd": "torch.optim.SGD, lr=1e-2",
+    "sgd_momentum": "torch.optim.SGD, lr=1e-2, momentum=0.9",
+}
+_PRECISION = "fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+
+
+def training_script(
+    plan: Plan,
+    *,
+    module: nn.Module,
+    path: str | None,
+    units: Sequence[str],
+    remat: Sequence[str],
+    precision: str,
+    optimizer: str,
+    micro_batches: int,
+) -> str:
+    """Return a script whose ``main(mesh, batches)`` trains one rank with a plan.
+
+    Arguments:
+        plan: the plan.
+        module: the model.
+        path: its ``config.json``, or the folder; without it, ``main`` takes the model too.
+        units: the modules that are units, as ``make_plan`` takes them.
+        remat: the units that backward recomputes.
+        precision: that of ``plan_run``.
+        optimizer: that of ``plan_run``.
+        micro_batches: number of micro-batches.
+    """
+    replicas, shards = plan.mesh_shape
+    title = type(module).__name__
+    hugging_face = is_hugging_face(module)
+    build = []
+    if path is not None:
+        dtype = ".bfloat16()" if precision == "bf16-params" else ""
+        build = [
+            f"    config = transformers.AutoConfig.from_pretrained({path!r})",
+            '    with torch.device("meta"):',
+            f"        model = transformers.{title}(config).train(){dtype}",
+            "    model.tie_weights()",
+        ]
+    plan_options = ["units=units"]
+    if plan.unit_list[0].strategy != "full_shard":
+        plan_options.append(f"strategy={plan.unit_list[0].strategy!r}")
+    if precision == "bf16":
+        plan_options.append("precision=precision")
+    accumulate = f", accumulate={micro_batches}" if micro_batches > 1 else ""
+    reset = ", reset=model._init_weights" if hugging_face else ""
+    call = "**batch).loss" if hugging_face else "*batch)"
+    lines = [
+        f"# {plan.world_size} ranks, {shards} to a copy of the model: torchrun --nproc-per-node 8 ...",
+        "import torch",
+        *(["import transformers"] if path is not None else []),
+        "import funcshard as fs",
+        "",
+        f"MESH = {{'replicate': {replicas}, 'shard': {shards}}}",
+        "",
+        "",
+        f"def main(mesh, batches{'' if path is not None else ', model'}):",
+        *build,
+        "    apply, params, _ = fs.make_functional(model)",
+        *([f"    precision = {_PRECISION}"] if precision == "bf16" else []),
+        *_unit_lines(plan, units),
+        f"    plan = fs.make_plan(params, mesh, {', '.join(plan_options)})",
+        f"    shards, buffers = fs.init_module(model, plan, mesh{reset})",
+        f"    sharded = fs.fully_shard(apply, plan, mesh, remat={_names_text(remat)})",
+        f"    loss_fn = lambda shards, buffers, batch: sharded(shards, buffers, {call}",
+        f"    optimizer = fs.torch_optimizer({_OPTIMIZERS[optimizer]})",
+        f"    step = fs.make_train_step(loss_fn, optimizer, plan, mesh{accumulate})",
+        "    state = step.init(shards, buffers)",
+        "    for batch in batches:  # this rank's part of each batch",
+        "        state, metrics = step(state, batch)",
+        "    return metrics, plan",
+        "",
+        "",
+        "# Under torchrun: main(fs.init_mesh(MESH), batches)",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _unit_lines(plan: Plan, units: Sequence[str]) -> list[str]:
+    """Return the lines that name the units, with the strategies that differ from the root's."""
+    root_strategy = plan.unit_list[0].strategy
+    strategy_of = {path: unit.strategy for unit in plan.unit_list for path in unit.paths}
+    runs: list[tuple[str, list[str]]] = []
+    for name in units:
+        strategy = strategy_of.get(name, root_strategy)
+        if not runs or runs[-1][0] != strategy:
+            runs.append((strategy, []))
+        runs[-1][1].append(name)
+    if all(strategy == root_strategy for strategy, _ in runs):
+        return [f"    units = {_names_text(units)}"]
+    lines = ["    units = {}"]
+    for strategy, names in runs:
+        options: dict[str, Any] = {} if strategy == root_strategy else {"strategy": strategy}
+        lines.append(f"    units |= dict.fromkeys({_names_text(names)}, {options})")
+    return lines
+
+
+def _names_text(names: Sequence[str]) -> str:
+    """Return a list of names as an expression, with a comprehension for a run of numbers."""
+    parts: list[tuple[str, int, int, str]] = []
+    for name in names:
+        numbered = re.fullmatch(r"(.*?)(\d+)", name)
+        stem, number = (numbered[1], int(numbered[2])) if numbered else (name, -1)
+        if parts and parts[-1][0] == stem and parts[-1][2] == number and number >= 0:
+            parts[-1] = (stem, parts[-1][1], number + 1, name)
+        else:
+            parts.append((stem, number, number + 1, name))
+    texts = [
+        repr(name) if end - start == 1 else f'*(f"{stem}{{i}}" for i in range({start}, {end}))'
+        for stem, start, end, name in parts
+    ]
+    return f"[{', '.join(texts)}]"

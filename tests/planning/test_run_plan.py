@@ -1,0 +1,176 @@
+"""Plans of whole runs: of every architecture, with figures that agree with an estimate of the plan."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import funcshard as fs
+from funcshard.__main__ import main
+
+pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 96, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GPT = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+SEQ2SEQ = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
+           "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "decoder_start_token_id": 1}  # fmt: skip
+IMAGE = {"image_size": 32, "patch_size": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+
+# By model_type: fields beside SIZES, and the repeated blocks.
+MODELS: dict[str, tuple[dict[str, Any], str]] = {
+    "llama": ({}, "model.layers."),
+    "mistral": ({}, "model.layers."),
+    "qwen2": ({}, "model.layers."),
+    "qwen3": ({"head_dim": 8}, "model.layers."),
+    "gemma2": ({"head_dim": 8}, "model.layers."),
+    "phi3": ({}, "model.layers."),
+    "olmo2": ({}, "model.layers."),
+    "granite": ({}, "model.layers."),
+    "cohere": ({}, "model.layers."),
+    "mixtral": ({"num_local_experts": 4}, "model.layers."),
+    "qwen3_moe": ({**EXPERTS, "head_dim": 8}, "model.layers."),
+    "gpt2": (GPT, "transformer.h."),
+    "gpt_neox": ({}, "gpt_neox.layers."),
+    "opt": ({"ffn_dim": 48, "word_embed_proj_dim": 32}, "model.decoder.layers."),
+    "bloom": ({"n_layer": 3, "n_head": 4}, "transformer.h."),
+    "falcon": ({"num_kv_heads": 4}, "transformer.h."),
+    "bert": ({}, "bert.encoder.layer."),
+    "roberta": ({}, "roberta.encoder.layer."),
+    "t5": ({"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4}, "encoder.block."),
+    "bart": (SEQ2SEQ, "model.encoder.layers."),
+    "whisper": ({**SEQ2SEQ, "max_source_positions": 16, "max_target_positions": 16}, "model.encoder.layers."),
+    "vit": (IMAGE, "vit.layers."),
+    "wav2vec2": ({"apply_spec_augment": False, "conv_dim": [8] * 7}, "wav2vec2.encoder.layers."),
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Any:
+    def write(model_type: str = "llama", **fields: Any) -> Path:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({"model_type": model_type, **SIZES, **MODELS.get(model_type, ({}, ""))[0], **fields}))
+        return path
+
+    return write
+
+
+@pytest.mark.nightly(one_in=4)
+@pytest.mark.parametrize("model_type", MODELS)
+def test_every_architecture_is_planned_from_its_config_alone(model_type: str, config: Any) -> None:
+    run = fs.plan_run(config(model_type), gpus=8, seq=16 if model_type != "wav2vec2" else 800, batch=2)
+    assert run.fits
+    assert run.parameters == sum(leaf.numel for leaf in run.plan.leaves) > 0
+    assert any(path.startswith(MODELS[model_type][1]) for unit in run.plan.unit_list for path in unit.paths)
+    assert run.report.events == fs.predict_events(run.plan, run.report.schedule) or run.remat
+    assert 0 < run.peak_bytes < run.reserved_bytes <= run.budget
+    assert run.report.flops > 0
+
+
+def test_the_command_prints_the_figures_of_plan_run_and_one_screen(config: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config(tie_word_embeddings=False)
+    argv = ["plan", str(path), "--gpus", "16", "--gpu", "h100", "--seq", "32"]
+    assert main([*argv, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    run = fs.plan_run(path, gpus=16, gpu="h100", seq=32)
+    names = ("parameters", "fits", "peak_bytes", "reserved_bytes", "step_seconds", "tokens_per_second")
+    assert {name: printed[name] for name in names} == {name: getattr(run, name) for name in names}
+    assert fs.Plan.from_json(json.dumps(printed["plan"])) == run.plan
+    assert run.tokens_per_second == pytest.approx(run.batch * 32 * 16 / run.step_seconds)
+    assert main(argv) == 0
+    screen = capsys.readouterr().out
+    assert screen.count("\n") < 60
+    for words in ("It fits: ", "binds", "tokens per second", "MFU", "all_gather", "activations", "400 Gb/s per GPU"):
+        assert words in screen
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"precision": "fp32", "budget": "3MiB", "batch": 4}], ids=["as found", "a small budget"]
+)
+def test_the_script_of_a_run_trains_with_its_plan(given: dict[str, Any], config: Any) -> None:
+    path = config(tie_word_embeddings=False)
+    run = fs.plan_run(path, gpus=2, seq=16, **given)
+    namespace: dict[str, Any] = {}
+    exec(run.code(), namespace)
+    batch = torch.arange(run.batch * 16).view(run.batch, 16) % 96
+    batches = [{"input_ids": batch, "labels": batch, "use_cache": False}] * 3
+
+    def train(mesh: fs.Mesh) -> Any:
+        torch.manual_seed(0)
+        first, _ = namespace["main"](mesh, batches[:1])
+        torch.manual_seed(0)
+        last, plan = namespace["main"](mesh, batches)
+        return first["loss"].item(), last["loss"].item(), plan
+
+    for first, last, plan in fs.simulate(train, namespace["MESH"]):
+        assert last < first
+        assert plan == run.plan
+
+
+def test_a_plan_fits_if_its_reserved_memory_does_and_less_memory_costs_time(config: Any) -> None:
+    path = config(num_hidden_layers=6)
+    rich = fs.plan_run(path, gpus=2, seq=64, batch=8)
+    poor = fs.plan_run(path, gpus=2, seq=64, batch=8, budget=int(0.7 * rich.reserved_bytes))
+    assert poor.fits
+    assert poor.reserved_bytes <= poor.budget < rich.reserved_bytes
+    assert poor.step_seconds >= rich.step_seconds
+    none = fs.plan_run(path, gpus=2, seq=64, batch=1, budget="100KiB")
+    assert not none.fits
+    assert none.reserved_bytes > none.budget
+    assert "It doesn't fit" in str(none)
+    assert main(["plan", str(path), "--gpus", "2", "--budget", "100KiB"]) == 1
+
+
+def test_a_module_of_your_own_takes_your_inputs_by_name() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, *, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x).relu()
+            return x
+
+    run = fs.plan_run(Net(), gpus=4, seq=5, inputs=lambda batch, seq: {"x": torch.empty(batch, seq, 8)})
+    assert run.fits
+    assert run.tokens_per_second == 0 < run.samples_per_second
+    assert "def main(mesh, batches, model):" in run.code()
+
+
+@pytest.mark.parametrize(
+    ("fields", "keywords", "words"),
+    [
+        ({"model_type": "mine", "auto_map": {"AutoModel": "mine.Mine"}}, {}, "needs the code of its folder"),
+        ({"model_type": "mine"}, {}, "'mine', which is unknown"),
+        ({"architectures": ["MyLlama"]}, {}, "names the class 'MyLlama', which transformers"),
+        ({"num_attention_heads": "many"}, {}, "is no configuration that"),
+        ({}, {"budget": "90GiB"}, "budget must be at most the 79.2 GiB of h100-8x400gbps; found 90.0 GiB"),
+        ({}, {"margin": "90GiB"}, "margin must be less than the 79.2 GiB"),
+        ({}, {"precision": "fp8"}, "precision must be"),
+        ({}, {"inputs": lambda batch, seq: (torch.empty(1, 1),)}, "the model failed on its inputs ("),
+    ],
+    ids=["custom code", "unknown", "unknown class", "damage", "budget", "margin", "precision", "inputs"],
+)
+def test_what_cannot_be_planned_is_an_error(
+    fields: dict[str, Any], keywords: dict[str, Any], words: str, config: Any
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        fs.plan_run(config(**{"model_type": "llama", **fields}), gpus=8, seq=16, **keywords)
+
+
+def test_the_notes_say_what_the_plan_does_with_the_dtype_of_the_files(config: Any) -> None:
+    notes = fs.plan_run(config(torch_dtype="bfloat16"), gpus=2, seq=128, batch=1).notes
+    assert any("says bfloat16" in note and "float32 parameters" in note for note in notes)
+    assert any("128 tokens are more than the 64 positions" in note for note in notes)
+    lean = fs.plan_run(config(torch_dtype="bfloat16"), gpus=2, seq=16, batch=1, precision="bf16-params")
+    assert {buffer.dtype for unit in lean.plan.unit_list for buffer in unit.buffers} == {"bfloat16"}
