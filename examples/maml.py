@@ -5,8 +5,8 @@ and Levine, "Model-agnostic meta-learning", 2017. The example shows:
 
 - second derivatives through sharded parameters: the outer gradient goes through the inner steps;
 - an inner step that is arithmetic on shards: no optimizer object, no clone of a module;
-- the rule for gradients: under `fs.value_and_grad` an inner gradient is the sum over ranks, so the
-  inner loss is divided by the number of ranks.
+- the rule for gradients: the inner gradient, by `fs.grad`, and the outer one, of the step, are both
+  of the mean over ranks.
 
 All ranks work on one task at a time, each on its own part of the task's samples.
 """
@@ -17,7 +17,6 @@ import argparse
 import math
 from typing import Any
 
-import optree
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -57,11 +56,7 @@ def train(mesh: fs.Mesh, steps: int, tasks_a_step: int = 4) -> dict[str, float]:
     def adapt(shards: Any, samples: Any) -> Any:
         """Return the shards after the inner steps; a gradient goes through all of them."""
         for _ in range(INNER_STEPS):
-            leaves, form = optree.tree_flatten(shards)
-            # The sum over ranks of this gradient is that of the mean over all samples.
-            inner = loss_on(shards, samples) / mesh.world_size
-            grads = torch.autograd.grad(inner, leaves, create_graph=True)
-            shards = form.unflatten([leaf - INNER_RATE * grad for leaf, grad in zip(leaves, grads, strict=True)])
+            shards = fs.axpy(-INNER_RATE, fs.grad(loss_on)(shards, samples), shards)
         return shards
 
     def outer(shards: Any, _buffers: Any, batch: Any) -> torch.Tensor:
@@ -78,10 +73,9 @@ def train(mesh: fs.Mesh, steps: int, tasks_a_step: int = 4) -> dict[str, float]:
             print(f"step {number}: loss after adapting {metrics['loss'].item():.3f}")
 
     result = {"before": 0.0, "after": 0.0}
-    trained = optree.tree_map(lambda shard: shard.detach().requires_grad_(), state.shards)
     new = list(tasks(mesh, 20, seed=2))
     for support, query in new:
-        for when, shards in {"before": trained, "after": adapt(trained, support)}.items():
+        for when, shards in {"before": state.shards, "after": adapt(state.shards, support)}.items():
             with torch.no_grad():
                 result[when] += fs.pmean(loss_on(shards, query), mesh).item() / len(new)
     if mesh.rank == 0:

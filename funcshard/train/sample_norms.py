@@ -28,6 +28,7 @@ from funcshard.core import (
     psum,
 )
 from funcshard.plan import Plan
+from funcshard.train.clipping import norm_of_rows
 from funcshard.train.sample_sums import (
     CONSTANT,
     GatheredBuffer,
@@ -222,8 +223,11 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         grad = ctx.total(grad)
-        wide = grad.to(torch.promote_types(grad.dtype, ctx.dtype))
-        return None, (wide * wide.conj()).real.sum(), None
+        if not grad.numel():
+            return None, None, None
+        wide_dtype = torch.promote_types(grad.dtype, torch.float32)
+        norm = norm_of_rows(grad.flatten(), 2.0, wide_dtype)
+        return None, norm.to(ctx.dtype).square(), None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, leaf: torch.Tensor, squares: Any, total: Any) -> Any:
