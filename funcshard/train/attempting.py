@@ -39,9 +39,9 @@ def attempt(
         mesh: all ranks that the step communicates with. Every rank has to call this.
 
     Returns:
-        The result and ``{}``, or ``None`` and the errors as text by number of the rank. They are
-        the same on every rank, and so is whether there are any. After a failure torch's random
-        number generators are as before.
+        The result and ``{}``, or ``None`` and the errors as text by number of the rank, the
+        earliest first: the others may be consequences. All ranks get the same ones. After a failure
+        torch's random number generators are as before.
 
     Raises:
         RuntimeError: the step donated its arguments; it failed inside a collective; or
@@ -101,12 +101,15 @@ def _run_together(
     try:
         result, fault = _run(step, args, log)
         # Why here: the error is gone, and with it all memory that its frames held.
+        own_row = None
         if fault is not None:
+            own_row = len(log.entries), mesh.rank, fault
             log.join_rest(mesh.device)
-        rank_faults = map(json.loads, all_gather_texts(mesh, json.dumps(fault), AGREEMENT))
+        rank_rows = map(json.loads, all_gather_texts(mesh, json.dumps(own_row), AGREEMENT))
     finally:
         group.close_attempt()
-    failures = {rank: text for rank, text in enumerate(rank_faults) if text is not None}
+    # Why the earliest first: the others may be consequences of its zeros.
+    failures = {rank: text for _, rank, text in sorted(filter(None, rank_rows))}
     if failures:
         for undo in reversed(log.undo):
             undo()

@@ -154,3 +154,76 @@ SEVERAL = {0: "backward 2", 1: "forward 1"}
 )
 def test_on_processes_too(places: Mapping[int, str], at: int, shape: Any, options: Any, shared_memory: bool) -> None:
     check(run_ranks, 4 if shape else 2, places, at, shape, shared_memory, options)
+
+
+class Trap:
+    """A count of calls, the last of which raises."""
+
+    def __init__(self, calls: int | None) -> None:
+        self.left = calls
+
+    def __call__(self) -> None:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise KeyError("trap")
+
+
+def collectives(x: torch.Tensor, mesh: fs.Mesh, trap: Trap) -> torch.Tensor:
+    """Communicate in every way, with sizes that depend on values, and raise in between."""
+    trap()
+    total = fs.psum(x, mesh)
+    trap()
+    rows = fs.all_gather(x, mesh)
+    trap()
+    part = fs.psum_scatter(total.repeat(mesh.world_size, 1), mesh)
+    trap()
+    moved = fs.ppermute(x, mesh, [(i, (i + 1) % mesh.world_size) for i in range(mesh.world_size)])
+    trap()
+    swapped = fs.all_to_all(rows, mesh)
+    trap()
+    counts = torch.tensor([1 + (mesh.rank + i) % 2 for i in range(mesh.world_size)])
+    received = torch.empty_like(counts)
+    mesh.shard.all_to_all(received, counts, [1] * mesh.world_size, [1] * mesh.world_size).wait()
+    trap()
+    tokens, taken = torch.arange(float(counts.sum())), torch.empty(int(received.sum()))
+    mesh.shard.all_to_all(taken, tokens, received.tolist(), counts.tolist()).wait()
+    trap()
+    name = fs.broadcast_object(f"rank {mesh.rank}", mesh, src=1)
+    trap()
+    large = torch.full((40_000,), float(mesh.rank + len(name)))
+    work = mesh.shard.all_reduce(large, label="late")
+    trap()
+    mesh.shard.broadcast(moved, 1).wait()
+    trap()
+    work.wait()
+    trap()
+    return total + rows.sum() + part.sum() + moved + swapped.sum() + taken.sum() + large.sum()
+
+
+TRAPS = 11
+
+
+def trapped(mesh: fs.Mesh, shared_memory: bool) -> None:
+    mesh = fs.init_mesh(device="cpu", shared_memory=shared_memory)
+    x = torch.arange(3.0) + mesh.rank
+    meant = collectives(x, mesh, Trap(None))
+    for calls in range(TRAPS):
+        failing = {calls % mesh.world_size: calls} | ({0: 2} if calls > 6 else {})
+        result, failures = fs.attempt(collectives, x, mesh, Trap(failing.get(mesh.rank)), mesh=mesh)
+        assert result is None
+        # Note: what ranks compute with zeros may fail too, but only after that.
+        assert next(iter(failures)) == min(failing, key=lambda rank: failing[rank])
+        assert dict.fromkeys(failing, "KeyError: 'trap'").items() <= failures.items()
+        result, failures = fs.attempt(collectives, x, mesh, Trap(None), mesh=mesh)
+        assert failures == {}
+        assert torch.equal(result, meant)
+
+
+def test_a_rank_may_fail_between_any_two_collectives() -> None:
+    run_simulated(trapped, 3, False)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
+def test_a_process_may_fail_between_any_two_collectives(shared_memory: bool) -> None:
+    run_ranks(trapped, 3, shared_memory)
