@@ -266,15 +266,17 @@ def plan_run(
         >>> fs.plan_run(net, gpus=8, seq=1, inputs=inputs).fits
         True
     """
-    check_count("gpus", gpus, of="GPUs")
+    gpus = check_count("gpus", gpus, of="GPUs")
     check_choice("precision", precision, PRECISIONS)
     check_choice("optimizer", optimizer, [*OPTIMIZERS])
     hardware = load_hardware(gpu)
     limit, margin_bytes = _limits(hardware, budget, margin)
-    is_module = isinstance(model, nn.Module)
-    module: nn.Module = model if is_module else module_of_config(Path(model))
+    path = None if isinstance(model, nn.Module) else os.fspath(model)
+    module = model if isinstance(model, nn.Module) else module_of_config(Path(model))
     if precision == "bf16-params":
         module = copy.deepcopy(module).to(torch.bfloat16)
+    if batch is not None:
+        batch = check_count("batch", batch, of="samples")
     config = getattr(module, "config", None)
     seq = default_seq(config) if seq is None else check_count("seq", seq, of="tokens")
     unit_names = _units(module) if units is None else list(units)
@@ -314,7 +316,7 @@ def plan_run(
         title=f"{type(module).__name__}, {size_text}, on {gpus:,} × {hardware.name}",
         _script=training_script(
             report.plan,
-            path=None if is_module else os.fspath(model),
+            path=path,
             module=module,
             units=unit_names,
             remat=remat,
@@ -331,8 +333,7 @@ def _limits(
     """Return the bytes that the allocator may reserve, and those that it doesn't get."""
     if margin is None:
         margin = _MARGIN if hardware.device == "cuda" else 0
-    margin_bytes = margin if margin == 0 else check_bytes("margin", margin, example="3GiB")
-    assert isinstance(margin_bytes, int)
+    margin_bytes = 0 if margin == 0 else check_bytes("margin", margin, example="3GiB")
     if margin_bytes >= hardware.memory:
         raise ValueError(
             f"margin must be less than the {table.size(hardware.memory)} of {hardware.name}; found "
@@ -440,7 +441,6 @@ class _Search:
 
     def of(self, batch: int) -> tuple[Best | Infeasible, int, Profile]:
         """Return the plan of a batch, which may be split into micro-batches."""
-        check_count("batch", batch, of="samples")
         traced = self._plan({1: self._trace(batch)})
         count = 2
         # Why only then: each further micro-batch gathers and reduces once more.

@@ -178,6 +178,11 @@ RULES: dict[str, dict[str, Rule]] = {
         "micro_batches": count(1, "micro-batches"), "budget": or_none(BUDGET),
     },
     "auto_plan": {"ranks": count(1, "ranks"), "budget": or_none(BUDGET)},
+    "plan_run": {
+        "gpus": count(1, "GPUs"), "seq": or_none(count(1, "tokens")), "batch": or_none(count(1, "samples")),
+        "budget": or_none(BUDGET)._replace(good=(1, "60GiB", np.int64(9), None)),
+        "margin": or_none(SIZE)._replace(bad_values=SIZE.bad_values[1:]),
+    },
     "passes.keep_gathered": {"budget": SIZE},
     "passes.gather_earlier": {"budget": or_none(SIZE), "by": or_none(count(1, "units"))},
     "passes.wait_later": {"budget": or_none(SIZE)},
@@ -218,9 +223,22 @@ def test_a_value_that_keeps_the_rule_is_taken(function: str, option: str, tmp_pa
 
 
 # Records: the library makes them, and no option is read from them.
-RECORDS = {"Contents", "Event", "Owners", "Piece", "Plan", "PerRank", "Saving", "ScalerState", "TrainState", "TrainStep"}
-# Why not in the table: each rank checks these against the other ranks first, so that all of them raise.
+RECORDS = {
+    "Contents",
+    "Event",
+    "Owners",
+    "Piece",
+    "Plan",
+    "PerRank",
+    "RunPlan",
+    "Saving",
+    "ScalerState",
+    "TrainState",
+    "TrainStep",
+}
+# Why not in the table: a function, and what each rank checks against the other ranks first, so that all of them raise.
 NO_OPTIONS = {
+    ("plan_run", "inputs"),
     ("broadcast_object", "src"),
     ("shard", "src"),
     ("from_state_dict", "src"),
