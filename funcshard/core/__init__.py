@@ -28,7 +28,6 @@ order:
   ``accumulation``: how a batch is split. ``gradient_options``: their options and hooks.
   ``recompute``: ``remat``.
 - ``derivatives``: ``grad``, ``hvp`` and others by ``torch.func``, with the same mean.
-  ``shard_use``: what the mean has to know of a function that a transform differentiates.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ from funcshard.core.plain_collectives import (
 )
 from funcshard.core.prefetcher import Prefetcher, ScheduleLearner, current_unit, hooks_allowed
 from funcshard.core.recompute import remat
-from funcshard.core.replaced_attention import any_order, any_order_active, run_any_order
+from funcshard.core.replaced_attention import any_order, any_order_active, check_derivatives
 from funcshard.core.shard_broadcast import broadcast_to_shards
 from funcshard.core.sharding import (
     Shards,
@@ -113,13 +112,13 @@ __all__ = [
     "accumulating_function", "activate", "agree", "all_gather", "all_gather_flat",
     "all_reduce_flat", "all_to_all", "any_order", "any_order_active", "axis_index", "axpy",
     "block_count", "broadcast", "broadcast_object", "broadcast_to_shards", "can_cast",
-    "cast_inputs", "cast_outputs", "check_callable", "check_cut", "check_fits", "check_leaf",
+    "cast_inputs", "cast_outputs", "check_callable", "check_cut", "check_derivatives", "check_fits", "check_leaf",
     "check_mesh", "check_shards", "check_source", "check_tie", "check_weight", "current_reducer",
     "current_unit", "cut", "cut_from_rank", "detached", "empty_shard", "gather", "gnvp", "grad",
     "grad_mode", "gradient_function", "hooks_allowed", "hvp", "join_slices", "jvp", "linearize",
     "loss_value", "modified_leaf", "norm", "pmax", "pmean", "ppermute", "psum", "psum_scatter",
     "psum_world", "put_whole", "raise_on_every_rank", "randn_like", "remat", "reshard",
-    "run_any_order", "run_in_full_precision", "shard", "slice_from_rank", "start_gather",
+    "run_in_full_precision", "shard", "slice_from_rank", "start_gather",
     "start_gather_flat", "start_reduce", "start_unit", "unit_comms", "unshard", "unshard_with",
     "value_and_grad", "vdot", "views", "vjp", "zero_shard",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from funcshard._utils import tree
 from funcshard._utils.options import check_flag, outline
 from funcshard._utils.torch_private import untraced
 from funcshard.comm import Mesh
-from funcshard.core.grad_reducer import note_collective
+from funcshard.core.grad_reducer import ShardUse, note_collective
 from funcshard.core.gradient_options import GradientOptions
 from funcshard.core.gradients import (
     CONSTANT,
@@ -28,7 +28,6 @@ from funcshard.core.gradients import (
     local_divisor,
     world_of,
 )
-from funcshard.core.shard_use import ShardUse
 
 Tensors = Sequence[torch.Tensor]
 

@@ -15,12 +15,12 @@ import contextvars
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from funcshard._utils.torch_private import graph_task_id, unwrapped, version
+from funcshard._utils.torch_private import graph_task_id, storage_id, unwrapped, version
 from funcshard.comm import DONE, Mesh
 from funcshard.core.buffer_comm import (
     BufferComm,
@@ -30,7 +30,6 @@ from funcshard.core.buffer_comm import (
     UnitShard,
     start_reduce_parts,
 )
-from funcshard.core.shard_use import ShardUse, note_mesh
 from funcshard.plan import BufferPlan, Reduce, UnitPlan, buffer_mode, unit_mode
 
 _log = logging.getLogger("funcshard.core")
@@ -40,6 +39,45 @@ _MOST_RUNNING = 1
 
 # on_grad(unit, buffer, 1-D gradient), which may write to the gradient.
 OnGrad = Callable[[str, BufferPlan, torch.Tensor], None]
+
+
+@dataclass(slots=True, eq=False)
+class ShardUse:
+    """The units and collectives of the functions that run inside ``noting``.
+
+    The mean over ranks needs to know over which ranks a function communicates, and by which units
+    it gathers each shard. ``GradReducer`` finds its leaves by ``id``. A transform wraps them, and
+    ``remat`` takes them out again, so a ``ShardUse`` finds them by the memory below all that.
+
+    Attributes:
+        mesh: the mesh over whose ranks the caller takes the mean; ``None`` for that of the
+            collectives that are met.
+        worlds: the meshes of the units met, by world size; without ``mesh``, those of all other
+            collectives too.
+        comms: the communication of the shards that units gathered, by their memory.
+    """
+
+    mesh: Mesh | None = None
+    worlds: dict[int, Mesh] = field(default_factory=dict)
+    comms: dict[tuple[int, int], BufferComm] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note what happens in the ``with`` block; so do all blocks around it."""
+        context_token = _shard_uses.set((*_shard_uses.get(), self))
+        try:
+            yield
+        finally:
+            _shard_uses.reset(context_token)
+
+    def note(self, shard: torch.Tensor, comm: BufferComm) -> None:
+        """Note that a unit gathers a shard."""
+        self.worlds[comm.mesh.world_size] = comm.mesh
+        self.comms[_memory(shard)] = comm
+
+    def comm(self, shard: torch.Tensor) -> BufferComm | None:
+        """Return the communication of a shard's buffer; ``None`` if no unit has gathered it."""
+        return self.comms.get(_memory(shard))
 
 
 @dataclass(slots=True, eq=False)
@@ -401,6 +439,9 @@ def _divided(leaf: LeafGradient, parts: list[torch.Tensor], comm: BufferComm) ->
 _current: contextvars.ContextVar[GradReducer | None] = contextvars.ContextVar(
     "funcshard_reducer", default=None
 )
+_shard_uses: contextvars.ContextVar[tuple[ShardUse, ...]] = contextvars.ContextVar(
+    "funcshard_shard_uses", default=()
+)
 
 
 @contextlib.contextmanager
@@ -421,7 +462,20 @@ def current_reducer() -> GradReducer | None:
 
 def note_collective(mesh: Mesh) -> None:
     """Tell active functions that take a mean that their loss communicates over ``mesh``."""
-    note_mesh(mesh)
+    for use in _shard_uses.get():
+        if use.mesh is None:
+            use.worlds[mesh.world_size] = mesh
     reducer = _current.get()
     if reducer is not None and reducer.mesh is None:
         reducer.worlds[mesh.world_size] = mesh
+
+
+def note_shard(shard: torch.Tensor, comm: BufferComm) -> None:
+    """Note that a unit gathers a shard, for all functions around it."""
+    for use in _shard_uses.get():
+        use.note(shard, comm)
+
+
+def _memory(shard: torch.Tensor) -> tuple[int, int]:
+    shard = unwrapped(shard)
+    return storage_id(shard), int(shard.storage_offset())

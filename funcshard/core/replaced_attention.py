@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from funcshard._utils.tensors import is_dtensor
-from funcshard._utils.torch_private import dual_level_active, function_modes, transforms_active
+from funcshard._utils.torch_private import function_modes
 from funcshard.core.attention import attention
 
 T = TypeVar("T")
@@ -43,20 +43,6 @@ def any_order() -> Iterator[None]:
     """
     with _AnyOrder():
         yield
-
-
-def run_any_order(f: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Return ``f(*args, **kwargs)``; inside a transform or a dual level, with ``any_order``."""
-    if torch.compiler.is_compiling():
-        return f(*args, **kwargs)
-    if not (transforms_active() or dual_level_active()):
-        try:
-            return f(*args, **kwargs)
-        except RuntimeError as error:
-            check_derivatives(error)
-            raise
-    with _AnyOrder():
-        return f(*args, **kwargs)
 
 
 def check_derivatives(error: RuntimeError) -> None:

@@ -47,7 +47,7 @@ from funcshard.core.buffer_comm import (
 from funcshard.core.checks import check_shard
 from funcshard.core.dtensor_leaves import DTensorForm, as_dtensors
 from funcshard.core.flat_buffer import ShardToLeaves
-from funcshard.core.grad_reducer import GradReducer, current_reducer
+from funcshard.core.grad_reducer import GradReducer, current_reducer, note_shard
 from funcshard.core.prefetcher import (
     Prefetcher,
     SavedUnit,
@@ -57,7 +57,6 @@ from funcshard.core.prefetcher import (
     recomputing_unit,
 )
 from funcshard.core.recompute import remat
-from funcshard.core.shard_use import note_shard
 from funcshard.plan import BufferPlan, MixedPrecision, UnitPlan, dtype_of
 
 _log = logging.getLogger("funcshard.core")

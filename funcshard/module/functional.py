@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -13,12 +13,18 @@ from torch import fx, nn
 from funcshard._utils.garbage import without_collection
 from funcshard._utils.options import check_flag, is_tree_of_shards, module_remedy
 from funcshard._utils.torch_kernels import LARGE, late_copy
-from funcshard._utils.torch_private import recording_or_transforming
-from funcshard.core import run_any_order
+from funcshard._utils.torch_private import (
+    dual_level_active,
+    recording_or_transforming,
+    transforms_active,
+)
+from funcshard.core import any_order, check_derivatives
 from funcshard.module.changes import DiscardedChanges, LateChanges, unchanged
 from funcshard.module.checks import absent_attribute
 from funcshard.module.copying import NamedTensors, Tensors
 from funcshard.module.skeleton import Skeleton, make_skeleton
+
+T = TypeVar("T")
 
 
 def make_functional(
@@ -250,11 +256,11 @@ class Functional:
         """Run the method on ``module``, the root of a call's modules."""
         method_name = self.method_name
         if callable(method_name):
-            out = run_any_order(method_name, module, *args, **kwargs)
+            out = _run_any_order(method_name, module, *args, **kwargs)
         else:
             # Why the module itself: its hooks run only then.
             method = module if method_name == "forward" else getattr(module, method_name)
-            out = run_any_order(method, *args, **kwargs)
+            out = _run_any_order(method, *args, **kwargs)
         if not self.mutable:
             return out
         buffers_after = dict(module.named_buffers(remove_duplicate=False))
@@ -296,3 +302,17 @@ def _copies(tensors: NamedTensors) -> Tensors:
         name: tensor.clone() if tensor.numel() < LARGE else large_copy(tensor)
         for name, tensor in tensors.items()
     }
+
+
+def _run_any_order(f: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Return ``f(*args, **kwargs)``; inside a transform or a dual level, with ``any_order``."""
+    if torch.compiler.is_compiling():
+        return f(*args, **kwargs)
+    if not (transforms_active() or dual_level_active()):
+        try:
+            return f(*args, **kwargs)
+        except RuntimeError as error:
+            check_derivatives(error)
+            raise
+    with any_order():
+        return f(*args, **kwargs)

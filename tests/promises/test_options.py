@@ -18,6 +18,7 @@ import funcshard as fs
 from funcshard.module.functional import Functional
 from funcshard.testing import delayed
 from funcshard.train.train_step import TrainStep
+from tests.core.units import forward_mode
 from tests.right_calls import RIGHT_CALLS, World
 
 
@@ -216,6 +217,7 @@ def test_an_option_is_refused_before_anything_is_communicated(function: str, opt
 
 
 @pytest.mark.slow
+@forward_mode
 @pytest.mark.parametrize(("function", "option"), CASES)
 def test_a_value_that_keeps_the_rule_is_taken(function: str, option: str, tmp_path: Path) -> None:
     for value in RULES[function][option].good:
@@ -249,7 +251,7 @@ NO_OPTIONS = {
 def public_functions() -> dict[str, Any]:
     """Return every public function and method, and every class with fields, by name."""
     found: dict[str, Any] = {"delayed": delayed, "Functional": Functional, "TrainStep": TrainStep}
-    found |= {name: getattr(fs, name) for name in fs.__all__ if name not in ("linalg", "passes", "wrap")}
+    found |= {name: getattr(fs, name) for name in fs.__all__ if name not in ("linalg", "passes", "testing", "wrap")}
     found |= {f"linalg.{name}": getattr(fs.linalg, name) for name in fs.linalg.__all__}
     found |= {f"passes.{name}": getattr(fs.passes, name) for name in fs.passes.__all__}
     found |= {f"wrap.{name}": getattr(fs.wrap, name) for name in fs.wrap.__all__ if name not in ("Policy", "Units")}
