@@ -245,8 +245,12 @@ class _Judge:
 
     def explained(self, run: _Run, differences: list[Difference]) -> list[Difference]:
         """Return the differences with the cause that a recording shows."""
-        (reference,) = simulate(lambda mesh: recorded(self.main, mesh), self.ones)
-        logs = simulate(lambda mesh: recorded(self.main, mesh), run.axes)
+        try:
+            (reference,) = simulate(lambda mesh: recorded(self.main, mesh), self.ones)
+            logs = simulate(lambda mesh: recorded(self.main, mesh), run.axes)
+        # Why: a program that can't be recorded, e.g. with compiled code, differs all the same.
+        except Exception:
+            return differences
         finding = explain(reference, logs, run.axes)
         if finding is None:
             return differences
@@ -299,6 +303,8 @@ class _Judge:
         if varying:
             text = f"is not the same on all ranks {axes_phrase(varying)}"
             return make("copies", text, varying)
+        if apart == math.inf:
+            return make("value", "has infinities or NaN, in other places than on one rank")
         return make("value", f"differs by {apart:.0e} of the largest element")
 
     def scaled(self, run: _Run, path: str, factor: float, varying: list[str], make: Any) -> Any:
@@ -312,9 +318,6 @@ class _Judge:
         exponents = {axis: power for axis, power in exponents.items() if run.axes[axis] > 1}
         if varying and not math.isclose(factor, self.product(run, exponents), rel_tol=1e-3):
             return None
-        # Why: any number is a multiple of another one.
-        if not varying and not exponents and self.reference[path].values[0].numel() < 2:
-            return None
         if varying:
             added = [axis for axis in varying if exponents.get(axis, 0) < 0]
             if added:
@@ -326,8 +329,11 @@ class _Judge:
         if exponents:
             axis, power = next(iter(exponents.items()))
             hint = _HINTS[axis in AXES, 1 if power > 0 else -1]
-            text += f" {axes_phrase(list(exponents))}: {hint}"
-        return make("scale", text, exponents, factor)
+            return make(
+                "scale", f"{text} {axes_phrase(list(exponents))}: {hint}", exponents, factor
+            )
+        # Why not a scale: any number is a multiple of another one.
+        return make("value", text, (), factor)
 
     @staticmethod
     def product(run: _Run, exponents: Mapping[str, int]) -> float:
