@@ -20,9 +20,11 @@ all-reduce is an entry of the log too.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -37,7 +39,10 @@ AGREEMENT = "whether an attempt has failed"
 
 # Seconds after which a rank first looks whether another one has failed, and between two looks at a
 # log that grows.
-_FIRST_LOOK, _NEXT_LOOK = 0.2, 0.002
+_FIRST_LOOK, _NEXT_LOOK = 0.1, 0.002
+
+# Number of looks between attempts after which the thread ends.
+_IDLE_LOOKS = 50
 
 # Seconds between two looks for ranks that are lost.
 _LOST = 1.0
@@ -104,8 +109,8 @@ class Peers(Protocol):
     def give_up(self, why: str) -> None:
         """End the communication of this rank, so that all others raise."""
 
-    def close(self) -> None:
-        """End the attempt."""
+    def look(self, entries: Sequence[Entry]) -> bool:
+        """Show the other ranks this log if one has failed, and return whether one has."""
 
 
 @dataclass(slots=True, eq=False)
@@ -268,29 +273,14 @@ class StorePeers:
         self._store, self._ranks, self._rank = store, ranks, rank
         self.is_broken = is_broken
         self._close_connections, self._find_lost = close_connections, find_lost
-        self._published = 0
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._published, self._has_failed = 0, False
 
-    def watch(self, entries: Sequence[Entry]) -> None:
-        """Start the thread that writes ``entries``, which grow, once another rank has failed."""
-        self._thread = threading.Thread(
-            target=self._watch, args=(entries,), name="funcshard attempt", daemon=True
-        )
-        self._thread.start()
-
-    def _watch(self, entries: Sequence[Entry]) -> None:
-        failed, seconds = False, _FIRST_LOOK
-        while not self._ended.wait(seconds):
-            try:
-                failed = failed or self._store.check(["failed"])
-                if failed:
-                    self._publish(entries)
-                    seconds = _NEXT_LOOK
-            except SilentStoreError:
-                continue
-            except RuntimeError:  # the process that holds the store has ended
-                return
+    def look(self, entries: Sequence[Entry]) -> bool:
+        """Write this rank's log if another one has failed, and return whether one has."""
+        if self._has_failed or not self._store.check(["failed"]):
+            return False
+        self._publish(entries)
+        return True
 
     def _publish(self, entries: Sequence[Entry]) -> None:
         count = len(entries)
@@ -309,7 +299,7 @@ class StorePeers:
         self._published = count
 
     def fail(self, entries: Sequence[Entry]) -> None:
-        self._stop()
+        self._has_failed = True
         self._publish(entries)
         self._store.set(f"failed/{self._rank}", "")
         self._store.set("failed", "")
@@ -319,12 +309,13 @@ class StorePeers:
         failed_keys = [f"failed/{other_rank}" for other_rank in ranks]
         next_look = time.monotonic() + _LOST
         while True:
-            # Why in this order: a rank writes its entries before it says that it has failed.
-            all_failed = self._store.check(failed_keys)
-            if self._store.check([key]):
-                return Entry(*json.loads(self._store.get(key)))
-            if all_failed:
-                return None
+            with contextlib.suppress(SilentStoreError):
+                # Why in this order: a rank writes its entries before it says that it has failed.
+                all_failed = self._store.check(failed_keys)
+                if self._store.check([key]):
+                    return Entry(*json.loads(self._store.get(key)))
+                if all_failed:
+                    return None
             if time.monotonic() > next_look:
                 lost_text = read(self._store, "broken").decode() or self._find_lost()
                 if lost_text:
@@ -336,13 +327,47 @@ class StorePeers:
         self._store.set("broken", why)
         self._close_connections()
 
-    def close(self) -> None:
-        self._stop()
 
-    def _stop(self) -> None:
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
+class Attempts(Protocol):
+    """The part of a ``Journal`` that a watch needs."""
+
+    attempt: AttemptLog | None
+    watcher: threading.Thread | None
+
+
+def watch(journal: Attempts) -> None:
+    """Let a thread write the log of the attempt of ``journal`` once another rank has failed."""
+    # Why one thread for many attempts: to start one takes as long as an agreement.
+    if journal.watcher is None:
+        journal.watcher = threading.Thread(
+            target=_watch, args=(weakref.ref(journal),), name="funcshard attempts", daemon=True
+        )
+        journal.watcher.start()
+
+
+def _watch(reference: weakref.ref[Attempts]) -> None:
+    latest, idle_looks, seconds = None, 0, _FIRST_LOOK
+    while True:
+        time.sleep(seconds)
+        journal, seconds = reference(), _FIRST_LOOK
+        if journal is None:
+            return
+        log = journal.attempt
+        idle_looks = idle_looks + 1 if log is None else 0
+        # Why only the second time: most attempts have ended by then.
+        if log is not None and log is latest:
+            # Why suppressed: the store is silent, or its process has ended, which other waits see.
+            with contextlib.suppress(RuntimeError):
+                if log.peers.look(log.entries):
+                    seconds = _NEXT_LOOK
+        if idle_looks > _IDLE_LOOKS:
+            journal.watcher = None
+            # Why once more: an attempt may have begun that has seen the watcher.
+            if journal.attempt is None:
+                return
+            journal.watcher = threading.current_thread()
+        latest = log
+        del journal, log
 
 
 def attempt_log(axes: Sequence[tuple[str, Group]]) -> AttemptLog | None:

@@ -149,6 +149,7 @@ class Journal:
             any code.
         groups: the groups of this rank by number, in the order in which it made them.
         attempt: the log of the attempt that runs; ``None`` for none.
+        watcher: the thread that looks whether it has failed on another rank.
     """
 
     def __init__(self, rank: int, store: Any, heart: Heart | None = None) -> None:
@@ -158,6 +159,7 @@ class Journal:
         self.unused: list[Unused] = []
         self.groups: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.attempt: Any = None
+        self.watcher: threading.Thread | None = None
         self._group_count = 0
         self._process = os.getpid()
         self._counts: dict[str, int] = {}

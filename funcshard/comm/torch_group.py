@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from funcshard._utils.torch_groups import default_store, group_timeout, new_group
-from funcshard.comm.attempts import AttemptLog, Entry, StorePeers
+from funcshard.comm.attempts import AttemptLog, Entry, StorePeers, watch
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.gloo import Gloo
 from funcshard.comm.group import (
@@ -212,14 +212,12 @@ class TorchGroup(Group):
             self.desync.find_lost,
         )
         journal.attempt = AttemptLog(peers, journal.groups.__getitem__)
-        peers.watch(journal.attempt.entries)
+        watch(journal)
         return journal.attempt
 
     def close_attempt(self) -> None:
         """End the attempt that runs."""
-        journal = journal_of_job()
-        journal.attempt.peers.close()
-        journal.attempt = None
+        journal_of_job().attempt = None
 
     def start(self, op: Op) -> Work:
         log = self.attempt

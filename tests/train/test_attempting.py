@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
+import signal
 from collections.abc import Mapping
 from typing import Any
 
@@ -227,3 +230,81 @@ def test_a_rank_may_fail_between_any_two_collectives() -> None:
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
 def test_a_process_may_fail_between_any_two_collectives(shared_memory: bool) -> None:
     run_ranks(trapped, 3, shared_memory)
+
+
+def donating(mesh: fs.Mesh) -> Any:
+    step = fs.make_train_step(
+        lambda shards, buffers, batch: shards[""]["float32"].square().sum() * batch,
+        fs.torch_optimizer(torch.optim.SGD, lr=0.1),
+        plan := fs.make_plan({"w": torch.ones(4)}, mesh),
+        mesh,
+    )
+    state = step.init(fs.shard({"w": torch.ones(4)}, plan, mesh), {})
+    fs.attempt(lambda state: (step(state, 1.0), Trap(mesh.rank)()), state, mesh=mesh)
+
+
+def nested(mesh: fs.Mesh) -> Any:
+    _, failures = fs.attempt(lambda: fs.attempt(print, mesh=mesh), mesh=mesh)
+    raise RuntimeError(failures[0])
+
+
+def differing(mesh: fs.Mesh) -> Any:
+    fs.attempt(lambda: fs.psum(torch.ones(2, dtype=(torch.float32, torch.float64)[mesh.rank]), mesh), mesh=mesh)
+
+
+def inside(mesh: fs.Mesh) -> Any:
+    def step() -> None:
+        text = "" if mesh.rank else Unreadable()
+        mesh.shard.all_gather_text(text)  # type: ignore[arg-type]
+
+    fs.attempt(step, mesh=mesh)
+
+
+class Unreadable(str):
+    def encode(self, *_: Any) -> bytes:
+        raise MemoryError("no memory for a text")
+
+
+def caught(mesh: fs.Mesh, name: str, shared_memory: bool) -> str:
+    mesh = fs.init_mesh(device="cpu", shared_memory=shared_memory, patience=0.5)
+    try:
+        HOPELESS[name][0](mesh)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+HOPELESS: dict[str, tuple[Any, str]] = {
+    "donating": (donating, "a step that failed has donated its arguments"),
+    "nested": (nested, "attempt was called inside the step of another attempt"),
+    "differing": (differing, "ranks issue different collectives"),
+    "inside": (inside, "inside a collective|rank 1 waited|Connection closed|ended"),
+}
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
+@pytest.mark.parametrize("name", HOPELESS)
+def test_what_cannot_be_attempted_again_raises_on_every_rank(name: str, shared_memory: bool) -> None:
+    for message in run_ranks(caught, 2, name, shared_memory):
+        assert re.search(HOPELESS[name][1], message), message
+
+
+def lost(mesh: fs.Mesh) -> str:
+    mesh = fs.init_mesh(device="cpu", patience=0.5, give_up=2.0)
+
+    def step() -> None:
+        if mesh.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("data")
+
+    try:
+        fs.attempt(step, mesh=mesh)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_is_killed_ends_the_attempt() -> None:
+    _, message = run_ranks(lost, 2, may_die=[0])
+    assert "rank 0" in message
+    assert "has ended" in message
