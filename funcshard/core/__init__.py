@@ -16,8 +16,8 @@ order:
 - ``checksum``: whether ranks that each pass full leaves pass the same ones.
 - ``unit``: ``Unshard``, which ``unshard`` and ``reshard`` of ``combinators`` return, and
   ``Gathered``, in which a function of the leaves runs.
-- ``attention``: attention with derivatives of any order. ``replaced_attention``: where it takes
-  the place of torch's kernels.
+- ``attention``: attention with derivatives of any order. ``plain_losses``: losses
+  that have them. ``replaced_attention``: where both take the place of torch's kernels.
 - ``plain_collectives``: collectives along mesh axes and their adjoints, without autograd.
   ``collectives``: ``psum``, ``all_gather`` and others, differentiable, along named axes.
 - ``sharding``: ``shard`` and ``gather``, the whole tree to shards and back.

@@ -28,6 +28,7 @@ from funcshard.core.gradients import (
     local_divisor,
     world_of,
 )
+from funcshard.core.replaced_attention import any_order
 
 Tensors = Sequence[torch.Tensor]
 
@@ -379,7 +380,8 @@ class _Leaves:
 
     def __call__(self, *leaves: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Tensors]:
         rest = iter(leaves)
-        with self.use.noting():
+        # Why any_order: ``f`` may call attention or a loss itself, outside of a sharded function.
+        with self.use.noting(), any_order():
             result = self.f(
                 *self._unflatten([next(rest) if _is_continuous(x) else x for x in self.values])
             )

@@ -15,6 +15,7 @@ from torch.nn import functional
 from funcshard._utils.tensors import is_dtensor
 from funcshard._utils.torch_private import function_modes
 from funcshard.core.attention import attention
+from funcshard.core.plain_losses import PLAIN_LOSSES
 
 T = TypeVar("T")
 
@@ -84,16 +85,22 @@ class _AnyOrder(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        replacement = _REPLACEMENTS.get(func)
-        if replacement is None or _only_math() or any(map(is_dtensor, args)):
+        replacement = PLAIN_LOSSES.get(func)
+        if replacement is None and not _kernel_chosen():
+            replacement = _ATTENTION.get(func)
+        if replacement is None or any(map(is_dtensor, args)):
             return func(*args, **kwargs)
         return replacement(*args, **kwargs)
 
 
-def _only_math() -> bool:
-    """Return whether ``sdpa_kernel(SDPBackend.MATH)`` is on, which has all derivatives too."""
+def _kernel_chosen() -> bool:
+    """Return whether ``torch.nn.attention.sdpa_kernel`` has chosen among torch's kernels."""
     kernels = torch.backends.cuda
-    return not (kernels.flash_sdp_enabled() or kernels.mem_efficient_sdp_enabled())
+    return not (
+        kernels.flash_sdp_enabled()
+        and kernels.mem_efficient_sdp_enabled()
+        and kernels.math_sdp_enabled()
+    )
 
 
 def _copied(function: Any, **names: Any) -> Any:
@@ -104,7 +111,7 @@ def _copied(function: Any, **names: Any) -> Any:
     return copy
 
 
-_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
+_ATTENTION: dict[Any, Callable[..., Any]] = {
     functional.scaled_dot_product_attention: attention,
     # Why a copy: torch turns the mode off while this function runs, which calls attention.
     functional.multi_head_attention_forward: _copied(

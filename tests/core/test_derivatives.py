@@ -299,3 +299,16 @@ ERRORS = {
 def test_a_wrong_call_says_what_to_do(mesh, call, words):
     with pytest.raises((TypeError, ValueError), match=words):
         call({"w": torch.ones(2)})
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", ["mse_loss", "huber_loss", "soft_margin_loss"])
+def test_a_loss_whose_kernel_lacks_a_forward_derivative_has_products_with_its_hessian(name, reduction):
+    x, v, targets = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0)).double()
+    loss = getattr(torch.nn.functional, name)
+
+    def loss_fn(x):
+        return loss(3 * x, targets, reduction=reduction).sum()
+
+    expected = torch.func.grad(lambda x: (torch.func.grad(loss_fn)(x) * v).sum())(x)
+    torch.testing.assert_close(fs.hvp(loss_fn, (x,), (v,), mesh=fs.Mesh()), expected)
