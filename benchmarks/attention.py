@@ -1,7 +1,7 @@
 """Hessian-vector products of a sharded GPT: attention of any order against torch's MATH backend.
 
     python -m benchmarks.attention --tokens 1024
-    python -m benchmarks.attention --tokens 4096 --layers 2 --memory
+    python -m benchmarks.attention --tokens 4096 --layers 2 --ranks 1 --memory
 
 The first takes turns in one process and compares processor time; the second compares the peaks of
 two fresh processes, beyond what they held before the product.
@@ -27,12 +27,12 @@ from funcshard.demo.gpt import GPT, GPTConfig
 PEERS = ("ours", "math")
 
 
-def product(peer: str, tokens: int, layers: int) -> tuple[float, float, float]:
+def product(peer: str, tokens: int, layers: int, ranks: int) -> tuple[float, float, float]:
     """Return the processor seconds of a product, the bytes at its peak, and its squared norm."""
     torch.manual_seed(0)
     apply, params, buffers = fs.make_functional(GPT(GPTConfig(context=tokens, layers=layers)))
     direction = {name: torch.randn_like(param) for name, param in params.items()}
-    text = torch.randint(256, (2, tokens + 1))
+    text = torch.randint(256, (ranks, tokens + 1))
 
     def main(mesh: fs.Mesh) -> Any:
         plan = fs.make_plan(params, mesh, units=[f"blocks.{i}" for i in range(layers)])
@@ -50,7 +50,7 @@ def product(peer: str, tokens: int, layers: int) -> tuple[float, float, float]:
     backend = sdpa_kernel(SDPBackend.MATH) if peer == "math" else contextlib.nullcontext()
     held = _peak()
     with backend:
-        seconds, norms = zip(*fs.simulate(main, world_size=2), strict=True)
+        seconds, norms = zip(*fs.simulate(main, world_size=ranks), strict=True)
     return sum(seconds), _peak() - held, sum(norms)
 
 
@@ -63,13 +63,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--memory", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    work = options.tokens, options.layers
+    work = options.tokens, options.layers, options.ranks
     for peer in PEERS:  # once, without counting
-        product(peer, 64, 1)
+        product(peer, 64, 1, options.ranks)
     rows: dict[str, list[tuple[float, float, float]]] = {peer: [] for peer in PEERS}
     if options.memory:
         for peer in PEERS:  # each process holds what this one holds

@@ -167,6 +167,13 @@ def test_a_transform_inside_the_model_says_what_to_do() -> None:
         assert apply(params, {}, torch.ones(1, 3, 8)).shape == (1, 3, 8)
 
 
+def test_a_chosen_kernel_is_obeyed() -> None:
+    model, _, x = case("MultiheadAttention")
+    apply, params, _ = fs.make_functional(model)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match="forward AD"):
+        jvp(lambda p: apply(p, {}, x), (params,), (params,))
+
+
 def test_elsewhere_torch_computes() -> None:
     model, _, x = case("TransformerEncoder")
     apply, params, _ = fs.make_functional(model.eval())
