@@ -60,6 +60,9 @@ class Operation(NamedTuple):
     is_random: bool
 
 
+_Pair = tuple[RankValues, torch.Tensor]  # as ranks have it, and as one rank has it
+
+
 class OperationLog(TorchDispatchMode):
     """Keeps the operations that user code calls inside a ``with`` block."""
 
@@ -150,23 +153,29 @@ def explain(
         axes: size of each mesh axis.
     """
     by_rank = [_numbered(log) for log in logs]
+    first: Finding | None = None
     for key, operation in _numbered(reference).items():
         if not all(key in numbered for numbered in by_rank):
             continue
         others = [numbered[key] for numbered in by_rank]
         columns = zip(operation.inputs, *(other.inputs for other in others), strict=False)
-        for value, *values in columns:
-            finding = _batch_fault(RankValues(tuple(values), tuple(axes.items())), value, operation)
-            if finding is not None:
-                return finding
+        inputs = [(RankValues(tuple(own), tuple(axes.items())), value) for value, *own in columns]
         columns = zip(operation.outputs, *(other.outputs for other in others), strict=False)
-        for value, *values in columns:
-            rank_values = RankValues(tuple(values), tuple(axes.items()))
-            if relation(rank_values, value) is None:
-                finding = _cause(operation, others, rank_values, value)
-                if finding is not None:
-                    return finding
-    return None
+        outputs = [(RankValues(tuple(own), tuple(axes.items())), value) for value, *own in columns]
+        # Note: an operation that draws in place gets memory without values.
+        batches = [] if operation.is_random else inputs
+        faults = [_batch_fault(*pair, operation) for pair in batches]
+        faults += [_cause(operation, inputs, *pair) for pair in outputs if relation(*pair) is None]
+        for finding in filter(None, faults):
+            # Why not the first of any cause: ranks may well hold numbers between that make up
+            # nothing, such as rows of a table's part that a mask drops. What follows is right then.
+            if first is None and finding.cause == "value":
+                first = finding
+            elif finding.cause != "value" and (
+                first is None or all(relation(*pair) is not None for pair in inputs)
+            ):
+                return finding
+    return first
 
 
 def _numbered(log: Sequence[Operation]) -> dict[Any, Operation]:
@@ -180,7 +189,7 @@ def _numbered(log: Sequence[Operation]) -> dict[Any, Operation]:
 
 
 def _cause(
-    operation: Operation, others: Sequence[Operation], outputs: RankValues, output: torch.Tensor
+    operation: Operation, inputs: Sequence[_Pair], outputs: RankValues, output: torch.Tensor
 ) -> Finding | None:
     where = place_text(operation.place)
     long_axes = [axis for axis, size in outputs.axes if size > 1]
@@ -194,7 +203,7 @@ def _cause(
     if not output.is_floating_point() and not output.is_complex():
         return None  # e.g. indices into a rank's own part
     return (
-        _cause_in_inputs(operation, others, outputs, where)
+        _cause_in_inputs(operation, inputs, outputs, where)
         or _scale(outputs, output, f"the result of {where}")
         or _finding("value", varying, f"it first differs in {where}")
     )
@@ -207,9 +216,11 @@ def _batch_fault(
     if reference.requires_grad or relation(rank_values, reference) is not None:
         return None
     where, varying = place_text(operation.place), varying_axes(rank_values)
+    if not {*varying} <= {*AXES}:  # such as indices into a rank's own part
+        return None
     long_axes = [axis for axis, size in rank_values.axes if size > 1 and axis in AXES]
     is_first = distance(rank_values.values[0], reference) < 1e-3
-    if is_first and reference.ndim and varying and {*varying} <= {*AXES}:
+    if is_first and reference.ndim and varying:
         return _finding("data", varying, "ranks {} add batches to that of one rank, in " + where)
     if not contains_rows(reference, rank_values.values):
         return None
@@ -221,16 +232,13 @@ def _batch_fault(
 
 
 def _cause_in_inputs(
-    operation: Operation, others: Sequence[Operation], outputs: RankValues, where: str
+    operation: Operation, inputs: Sequence[_Pair], outputs: RankValues, where: str
 ) -> Finding | None:
     relations, finding = [], None
-    for number, value in enumerate(operation.inputs):
-        if any(len(other.inputs) <= number for other in others):
-            return None
-        inputs = RankValues(tuple(other.inputs[number] for other in others), outputs.axes)
-        relations.append(relation(inputs, value))
+    for rank_values, value in inputs:
+        relations.append(relation(rank_values, value))
         if relations[-1] is None and finding is None:
-            finding = _scale(inputs, value, f"an input of {where}")
+            finding = _scale(rank_values, value, f"an input of {where}")
     varying, output = varying_axes(outputs), operation.outputs[0]
     ways = [(axis, how) for how_by_axis in relations for axis, how in (how_by_axis or {}).items()]
     is_mean = output.numel() == 1 and {*varying} <= {*AXES} and _within(outputs.values, output)
@@ -246,7 +254,7 @@ def _cause_in_inputs(
     if norms := [axis for axis, how in ways if how == "norm"]:
         text = "ranks {} use the norm of their own part in " + where
         return _finding("norm", sorted(set(norms)), text)
-    for how_by_axis, value in zip(relations, operation.inputs, strict=True):
+    for how_by_axis, value in zip(relations, operation.inputs, strict=False):
         cut = [
             axis for axis, how in (how_by_axis or {}).items() if how == "cut" and axis not in AXES
         ]

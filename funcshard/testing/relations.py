@@ -122,7 +122,10 @@ def relation(rank_values: RankValues, reference: torch.Tensor) -> dict[str, str]
         return {} if same else None
     *outer, (axis, size) = rank_values.axes
     lines = list(zip(*[iter(rank_values.values)] * size, strict=True))
-    for how, joined in _ways(lines, reference) if size > 1 else [("", [v for (v,) in lines])]:
+    ways = list(_ways(lines, reference)) if size > 1 else [("", [v for (v,) in lines])]
+    if axis not in AXES:  # terms are more likely than parts, if both make up the whole
+        ways.sort(key=lambda way: {"copy": 0, "sum": 1}.get(way[0], 2))
+    for how, joined in ways:
         rest = relation(RankValues(tuple(joined), tuple(outer)), reference)
         if rest is not None:
             return rest | ({axis: how} if how else {})

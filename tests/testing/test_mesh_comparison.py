@@ -150,6 +150,12 @@ def mixed(change: Callable[..., Any]) -> Program:
     return Program(model=lambda p, x, m: x + change(hidden(p, x) @ p["down"].T, m) + p["bias"])
 
 
+def lookup(p: Any, x: torch.Tensor, m: fs.Mesh) -> torch.Tensor:
+    ids = rows(m, torch.arange(ROWS) * 5 % HIDDEN) - len(p["up"]) * m.position.get("tensor", 0)
+    inside = (ids >= 0) & (ids < len(p["up"]))
+    return x + p["up"][torch.where(inside, ids, 0)] * inside[:, None]
+
+
 def penalty(factor: Callable[[fs.Mesh], float]) -> Program:
     return Program(gradient=lambda f, s, m: gradient(lambda s: factor(m) * s[""]["float64"].square().sum(), s, m))
 
@@ -227,6 +233,7 @@ MISTAKES: dict[tuple[str, str, str], dict[str, Any]] = {
     ("tensor", "not added", "tensor"): {
         "no psum in the forward": mixed(lambda y, m: y),
         "a bias before the psum": Program(model=lambda p, x, m: x + total(hidden(p, x) @ p["down"].T + p["bias"], m)),
+        "no psum after a lookup in parts": Program(model=lookup),
         "a nonlinearity before the psum": mixed(lambda y, m: total(torch.tanh(y), m)),
     },
     ("data", "weights", "data"): {
