@@ -220,6 +220,10 @@ class TorchGroup(Group):
         journal_of_job().attempt = None
 
     def start(self, op: Op) -> Work:
+        # Why first: if this memory is lacking, the collective has not begun, as `attempt` needs.
+        if op.kind == "reduce_scatter" and self.shm is None and len(op.data) > 1:
+            full = concatenate(op.data, self.empty(self.size * op.out.numel(), op.out))
+            op = op._replace(data=[full])
         log = self.attempt
         return self._start(op) if log is None else log.start(self.number, op, self._start)
 
@@ -251,11 +255,7 @@ class TorchGroup(Group):
             needs=needed_ranks,
         )
         if recorded_kind == "reduce_scatter" and not checks_itself:
-            full = op.data[0]
-            # A single part is sent as it is, and not copied.
-            if len(op.data) > 1:
-                full = concatenate(op.data, self.empty(self.size * out.numel(), out))
-            op = Op(op.kind, op.label, out, full)
+            op = op._replace(data=op.data[0])
         start: Callable[[Op, int], Work] = getattr(carrier, op.kind)
         return start(op, number)
 
