@@ -149,9 +149,13 @@ def _remedy(glob: str, nodes: Collection[str]) -> str:
     if last.isdecimal() and above in nodes:
         return f"; if {above!r} holds stacked layers, call unstack(params, {above!r}) first"
     known_names = list(nodes)
+    otherwise = ""
     if "*" in glob:
         known_names = [re.sub(r"(?<![^.])\d+(?![^.])", "*", node_path) for node_path in nodes]
-    name_question = did_you_mean(glob, known_names, otherwise="")
+        # Note: a glob is usually meant for repeated layers, such as vit.layers.*.
+        repeated = [name for name in dict.fromkeys(known_names) if name.endswith(".*")]
+        otherwise = f"repeated modules are {some(repeated)}" if repeated else ""
+    name_question = did_you_mean(glob, known_names, otherwise=otherwise)
     # peft's modules lie under a prefix.
     deeper_name = next((name for name in known_names if name.endswith(f".{glob}")), None)
     if deeper_name is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -149,7 +150,9 @@ def _changed(before: Report, estimated: Callable[..., Report]) -> Iterator[tuple
     more_modules = [name for name in module_names if name not in set(remat)]
     if more_modules:
         count, report = _fewest(
-            len(more_modules), lambda count: estimated(plan, remat=(*remat, *more_modules[:count]))
+            len(more_modules),
+            before.peak,
+            lambda count: estimated(plan, remat=(*remat, *more_modules[:count])),
         )
         yield f"remat {count} more of the {len(module_names)} units", report
 
@@ -162,7 +165,9 @@ def _changed(before: Report, estimated: Callable[..., Report]) -> Iterator[tuple
         unit.name for unit in units if unit.sharded and not unit.reshard_after_forward and unit.name
     ]
     if kept_units and mesh[1] > 1:
-        count, report = _fewest(len(kept_units), lambda count: resharded(mesh, kept_units[:count]))
+        count, report = _fewest(
+            len(kept_units), before.peak, lambda count: resharded(mesh, kept_units[:count])
+        )
         yield f"reshard {count} more units after forward", report
     whole_units = [unit.name for unit in units if not unit.sharded]
     if whole_units and ranks > 1:
@@ -193,15 +198,25 @@ def _freed(unit: UnitPlan) -> dict[str, Any]:
     }
 
 
-def _fewest(most: int, report: Callable[[int], Report]) -> tuple[int, Report]:
-    """Return the least number for which a report fits, by bisection; ``most`` if none does."""
-    low_count, high_count = 1, most
+def _fewest(most: int, peak: int, report: Callable[[int], Report]) -> tuple[int, Report]:
+    """Return the least number for which a report fits; ``most`` if none does.
+
+    Arguments:
+        most: the largest number.
+        peak: bytes at the peak for 0.
+        report: the estimate for a number.
+    """
+    low_count, high_count, low_peak = 1, most, peak
     fitting_report = report(most)
     while fitting_report.fits and low_count < high_count:
-        middle_count = (low_count + high_count) // 2
+        assert fitting_report.budget is not None
+        # Why by proportion: equal units save equally much, so this takes two or three estimates.
+        saved_share = (low_peak - fitting_report.budget) / max(low_peak - fitting_report.peak, 1)
+        step = math.ceil(saved_share * (high_count - low_count + 1))
+        middle_count = min(max(low_count - 1 + step, low_count), high_count - 1)
         middle_report = report(middle_count)
         if middle_report.fits:
             high_count, fitting_report = middle_count, middle_report
         else:
-            low_count = middle_count + 1
+            low_count, low_peak = middle_count + 1, middle_report.peak
     return high_count, fitting_report
