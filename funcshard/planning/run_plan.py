@@ -52,7 +52,7 @@ PRECISIONS = ("bf16", "fp32", "bf16-params")
 _MARGIN = "3GiB"
 _LARGEST_BATCH = 64  # samples of a rank that the search for a batch tries
 _GAIN = 0.02  # of throughput, below which a larger batch isn't worth its memory
-_LONG = 0.25  # seconds of a step, beside which launches of kernels take little
+_SHORT = 0.25  # seconds of a step, in which launches of kernels may take a part
 _SAVED = 0.1  # of the peak: what the changes of a plan that fits are to save
 _CHANGES = 3
 _FIGURES = (
@@ -423,21 +423,26 @@ class _Search:
 
     def fastest(self) -> tuple[Best | Infeasible, int, Profile]:
         """Return the plan of the fastest batch, the batch, and the profile of a micro-batch."""
-        batch = 1
-        answer = self._plan({1: self._trace(1)})
-        while answer[0].fits and batch < _LARGEST_BATCH:
-            report = answer[0].report
-            # Note: only these seconds don't grow with the batch, beside launches in a short step.
-            updating = sum(span.seconds for span in report.spans if span.what == "optimizer")
-            is_long = report.step_time > _LONG
-            if is_long and report.exposed + updating < _GAIN * report.step_time:
+        batch, factor = 1, 4
+        best, micro_profile = self._plan({1: self._trace(1)})
+        while best.fits and factor * batch <= _LARGEST_BATCH and self._may_gain(best.report):
+            larger, larger_profile = self._plan({1: self._trace(factor * batch)})
+            seconds = larger.report.step_time / factor
+            if larger.fits and seconds < best.report.step_time / (1 + _GAIN):
+                best, micro_profile, batch = larger, larger_profile, factor * batch
+            elif factor == 4 and not larger.fits:
+                factor = 2
+            else:
                 break
-            larger = self._plan({1: self._trace(2 * batch)})
-            seconds = larger[0].report.step_time
-            if not larger[0].fits or seconds > 2 * report.step_time / (1 + _GAIN):
-                break
-            batch, answer = 2 * batch, larger
-        return answer[0], batch, answer[1]
+        return best, batch, micro_profile
+
+    @staticmethod
+    def _may_gain(report: Report) -> bool:
+        """Return whether a larger batch may have more samples per second."""
+        # Note: only these seconds don't grow with the batch, beside launches in a short step.
+        updating = sum(span.seconds for span in report.spans if span.what == "optimizer")
+        is_short = report.step_time < _SHORT
+        return is_short or report.exposed + updating > _GAIN * report.step_time
 
     def of(self, batch: int) -> tuple[Best | Infeasible, int, Profile]:
         """Return the plan of a batch, which may be split into micro-batches."""

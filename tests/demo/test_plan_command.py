@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,12 @@ def test_a_model_of_ones_own_takes_inputs_of_ones_own(capsys: pytest.CaptureFixt
     assert row(out, "inputs")[1:3] == [str(5 * 7 * 3 * 4), "B"]
 
 
+def test_a_function_of_a_file_is_planned_as_a_whole_run(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", f"{__file__}:linear", "--inputs", f"{__file__}:samples", "--gpus", "4", "--batch", "5", "--seq", "7"]
+    assert json.loads(printed([*argv, "--json"], capsys))["samples_per_second"] > 0
+    assert "Linear, 20 parameters, on 4 × h100-8x400gbps. It fits" in printed(argv, capsys)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("budget", "code", "first"), [("1MB", 0, "Best of "), ("10KB", 1, "None of ")], ids=["it fits", "nothing fits"]
@@ -133,6 +140,11 @@ BAD = {
     "no folder": ("--html no/such/page.html", "found no/such/page.html: make the folder no/such first"),
     "a folder": ("--html .", "found the folder .: add a name, such as plan.html"),
     "other inputs": (f"{LINEAR} --inputs {__name__}:no_tuple", "must return a tuple; it returned Tensor"),
+    "a path and a plan": (f"{__file__}:linear --auto", "PATH finds the plan itself; found --auto: leave it out"),
+    "a margin without a path": ("--margin 1GiB", "--margin belong to a PATH"),
+    "no path": ("no/such", "there is no no/such: pass a config.json, or a folder with one"),
+    "no config": (f"{__file__}", "must be a JSON object: "),
+    "no function of a file": (f"{__file__}:linea", "found 'linea': did you mean 'linear'?"),
     "no tokens": (LINEAR, "the model failed on its inputs: "),
 }  # fmt: skip
 
