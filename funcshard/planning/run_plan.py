@@ -513,6 +513,11 @@ def _notes(config: Any, seq: int, precision: str, hardware: Hardware) -> Iterato
         )
     if getattr(config, "quantization_config", None):
         yield "The config quantizes its files; the plan trains weights that aren't quantized."
+    if getattr(config, "_attn_implementation", None) == "eager":
+        yield (
+            "Attention is eager, as transformers has no call of SDPA for this model, so each head "
+            "keeps a matrix of tokens × tokens."
+        )
     if hasattr(config, "vision_config") and hasattr(config, "text_config"):
         yield "The batch has tokens only unless the model's main input is images: pass inputs= for both."
     context = default_seq(config)

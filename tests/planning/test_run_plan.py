@@ -172,5 +172,7 @@ def test_the_notes_say_what_the_plan_does_with_the_dtype_of_the_files(config: An
     notes = fs.plan_run(config(torch_dtype="bfloat16"), gpus=2, seq=128, batch=1).notes
     assert any("says bfloat16" in note and "float32 parameters" in note for note in notes)
     assert any("128 tokens are more than the 64 positions" in note for note in notes)
+    eager = fs.plan_run(config(attn_implementation="eager"), gpus=2, seq=16, batch=1).notes
+    assert [any("Attention is eager" in note for note in found) for found in (notes, eager)] == [False, True]
     lean = fs.plan_run(config(torch_dtype="bfloat16"), gpus=2, seq=16, batch=1, precision="bf16-params")
     assert {buffer.dtype for unit in lean.plan.unit_list for buffer in unit.buffers} == {"bfloat16"}
