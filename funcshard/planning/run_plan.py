@@ -53,6 +53,7 @@ _MARGIN = "3GiB"
 _LARGEST_BATCH = 64  # samples of a rank that the search for a batch tries
 _GAIN = 0.02  # of throughput, below which a larger batch isn't worth its memory
 _SHORT = 0.25  # seconds of a step, in which launches of kernels may take a part
+_NO_DROPS = "The plan runs every layer: it leaves the config's layerdrop out."
 _SAVED = 0.1  # of the peak: what the changes of a plan that fits are to save
 _CHANGES = 3
 _FIGURES = (
@@ -273,11 +274,15 @@ def plan_run(
     limit, margin_bytes = _limits(hardware, budget, margin)
     path = None if isinstance(model, nn.Module) else os.fspath(model)
     module = model if isinstance(model, nn.Module) else module_of_config(Path(model))
+    config: Any = getattr(module, "config", None)
+    drops_layers = path is not None and bool(getattr(config, "layerdrop", 0.0))
+    if drops_layers:
+        # Why: it reads random values, which a trace doesn't have.
+        config.layerdrop = 0.0
     if precision == "bf16-params":
         module = copy.deepcopy(module).to(torch.bfloat16)
     if batch is not None:
         batch = check_count("batch", batch, of="samples")
-    config = getattr(module, "config", None)
     seq = default_seq(config) if seq is None else check_count("seq", seq, of="tokens")
     unit_names = _units(module) if units is None else list(units)
     search = _Search(
@@ -312,7 +317,7 @@ def plan_run(
         budget=limit,
         margin=margin_bytes,
         changes=_changes(best, micro_profile, hardware),
-        notes=tuple(_notes(config, seq, precision, hardware)),
+        notes=(*_notes(config, seq, precision, hardware), *[_NO_DROPS] * drops_layers),
         title=f"{type(module).__name__}, {size_text}, on {gpus:,} × {hardware.name}",
         _script=training_script(
             report.plan,

@@ -50,7 +50,7 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "bart": (SEQ2SEQ, "model.encoder.layers."),
     "whisper": ({**SEQ2SEQ, "max_source_positions": 16, "max_target_positions": 16}, "model.encoder.layers."),
     "vit": (IMAGE, "vit.layers."),
-    "wav2vec2": ({"apply_spec_augment": False, "conv_dim": [8] * 7}, "wav2vec2.encoder.layers."),
+    "wav2vec2": ({"apply_spec_augment": False, "conv_dim": [8] * 7}, "encoder.layers."),
 }  # fmt: skip
 
 
