@@ -58,6 +58,7 @@ def run_examples(name, text):
     report: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # of torch's forward mode
         found = doctest.DocTestRunner(verbose=False).run(examples_of(name, text), out=report.append)
     return found.attempted, "".join(report)
 
