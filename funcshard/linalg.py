@@ -240,7 +240,7 @@ def eigsh(
     check_number("tol", tol, least=0)
     dot = _inner_product(plan, mesh, inner)
     basis = _room_for(_normalized(v0, dot), size)
-    projected = torch.zeros(size, size, dtype=torch.float64)
+    projected = torch.zeros(size, size, dtype=torch.float64, device="cpu")
     kept = 0
     for number in range(1, maxiter + 1):
         filled, norm, following = _extend(A, basis, projected, kept, dot)
@@ -315,11 +315,11 @@ def lanczos_quadrature(
     check_count("num_repeats", num_repeats, of="repeats")
     check_flag("reorthogonalize", reorthogonalize)
     dot = _inner_product(plan, mesh, None)
-    nodes, weights = torch.zeros(2, num_repeats, ncv, dtype=torch.float64)
+    nodes, weights = torch.zeros(2, num_repeats, ncv, dtype=torch.float64, device="cpu")
     for number in range(num_repeats):
         start = _normalized(_probe(like, plan, mesh, "rademacher", generator), dot)
         basis = _room_for(start, ncv if reorthogonalize else min(ncv, 2))
-        projected = torch.zeros(ncv, ncv, dtype=torch.float64)
+        projected = torch.zeros(ncv, ncv, dtype=torch.float64, device="cpu")
         filled, _, _ = _extend(A, basis, projected, 0, dot)
         values, vectors = torch.linalg.eigh(projected[:filled, :filled])
         nodes[number, :filled], weights[number, :filled] = values, vectors[0].square()
@@ -442,10 +442,14 @@ def _extend(
     for number in range(first, size):
         slot, filled = number % room, min(number + 1, room)
         # The number of the vector in each slot.
-        numbers = torch.tensor([number - (slot - other) % room for other in range(filled)])
+        numbers = torch.tensor(
+            [number - (slot - other) % room for other in range(filled)],
+            dtype=torch.long,
+            device="cpu",
+        )
         known = _at(basis, slice(filled))
         product = tree.map(torch.Tensor.detach, A(_at(basis, slot)))
-        row = torch.zeros(filled, dtype=torch.float64)
+        row = torch.zeros(filled, dtype=torch.float64, device="cpu")
         for _ in range(_MOST_PASSES):
             parts = _dots(known, product, dot)
             product = _axpy(-1.0, _combine(parts, known), product)

@@ -98,7 +98,7 @@ def agree(value: Any, mesh: Mesh) -> Any:
             "its norm, or .all() of conditions"
         )
     is_bool = isinstance(number, bool)
-    own = torch.tensor(float(not number if is_bool else number), dtype=torch.float64)
+    own = torch.tensor(float(not number if is_bool else number), dtype=torch.float64, device="cpu")
     largest = pmax(own.to(mesh.device), mesh, axis=tuple(mesh.groups)).item()
     return largest == 0.0 if is_bool else largest
 

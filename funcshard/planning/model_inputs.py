@@ -119,7 +119,7 @@ def _main_input(module: Any, batch: int, seq: int) -> dict[str, Any]:
         inputs["input_ids"] = torch.empty(batch, seq, dtype=torch.int64, device="meta")
 
     def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(batch, *shape, device="meta")
+        return torch.empty(batch, *shape, dtype=torch.float32, device="meta")
 
     if name == "pixel_values":
         vision = getattr(config, "vision_config", config)

@@ -75,7 +75,7 @@ def contains_rows(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
 
 def _sorted_rows(value: torch.Tensor) -> torch.Tensor:
     rows = _wide(value).reshape(len(value), -1)
-    mixed = torch.linspace(1, 2, rows.shape[1], dtype=torch.float64).sin()
+    mixed = torch.linspace(1, 2, rows.shape[1], dtype=torch.float64, device="cpu").sin()
     return rows[(rows.real @ mixed).argsort()]
 
 

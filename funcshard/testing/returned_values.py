@@ -41,7 +41,7 @@ def _as_tensor(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.detach()
     is_number = isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
-    return torch.tensor(leaf, dtype=torch.float64) if is_number else None
+    return torch.tensor(leaf, dtype=torch.float64, device="cpu") if is_number else None
 
 
 def _long(local: Sequence[str], axes: Mapping[str, int]) -> list[str]:

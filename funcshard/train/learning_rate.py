@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import lr_scheduler
 
-from funcshard._utils.options import absent, check_count, check_number
+from funcshard._utils.options import absent, check_count, check_number, outline
 
 
 def torch_schedule(make: Callable[..., Any], /, *, lr: float, **options: Any) -> TorchSchedule:
@@ -53,6 +53,10 @@ def torch_schedule(make: Callable[..., Any], /, *, lr: float, **options: Any) ->
     Source: ``torch.optim.lr_scheduler``.
     """
     check_number("lr", lr, least=0, remedy="pass the rate that the scheduler starts from")
+    if not callable(make):
+        raise TypeError(
+            f"make must be a class of torch.optim.lr_scheduler, or a function; found {outline(make)}"
+        )
     return TorchSchedule(make, lr, options)
 
 

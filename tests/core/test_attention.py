@@ -115,6 +115,7 @@ def same(derivative: Any, **options: Any) -> None:
     close(found, expected)
 
 
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_derivative_is_that_of_plain_operations(case: Any, derivative: Any) -> None:
@@ -210,6 +211,7 @@ def test_dropout_under_vmap(randomness: str) -> None:
         vmap(f)(*x)
 
 
+@pytest.mark.slow
 def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     sizes: list[int] = []

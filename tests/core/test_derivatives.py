@@ -167,6 +167,7 @@ def check(results, name):
                 )
 
 
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize(("name", "world", "strategy"), CASES)
 def test_operators_are_those_of_the_whole_model_on_the_whole_batch(name, world, strategy):
     with sdpa_kernel(SDPBackend.MATH):
@@ -178,6 +179,7 @@ def found_on_gloo(mesh):
     return found(mesh, "mlp", "full_shard")
 
 
+@pytest.mark.slow
 def test_operators_on_gloo_processes():
     check(run_ranks(found_on_gloo, 2), "mlp")
 

@@ -82,8 +82,8 @@ def test_plan_takes_a_model_of_ones_own_on_the_meta_device(
 
 
 BAD = {
-    "no ranks": ("plan --ranks 0", "argument --ranks: must be a whole number, at least 1; found '0'"),
-    "two signs": ("plan --ranks +-3", "argument --ranks: must be a whole number, at least 1; found '+-3'"),
+    "no ranks": ("plan --ranks 0", "argument --ranks/--gpus: must be a whole number, at least 1; found '0'"),
+    "two signs": ("plan --ranks +-3", "argument --ranks/--gpus: must be a whole number, at least 1; found '+-3'"),
     "a long seed": (f"train --seed {2**64}", "argument --seed: must be a whole number of at most 64 bits; found '1844"),
     "layers": ("plan --layers 1000000", "argument --layers: must be at most 10,000; found '1000000'"),
     "width": ("train --width 999999999999", "argument --width: must be at most 1,048,576; found '999999999999'"),

@@ -76,6 +76,7 @@ def test_every_architecture_is_planned_from_its_config_alone(model_type: str, co
     assert run.report.flops > 0
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_figures_of_plan_run_and_one_screen(config: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(tie_word_embeddings=False)
     argv = ["plan", str(path), "--gpus", "16", "--gpu", "h100", "--seq", "32"]
@@ -93,6 +94,7 @@ def test_the_command_prints_the_figures_of_plan_run_and_one_screen(config: Any, 
         assert words in screen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given", [{}, {"precision": "fp32", "budget": "3MiB", "batch": 4}], ids=["as found", "a small budget"]
 )
@@ -116,6 +118,7 @@ def test_the_script_of_a_run_trains_with_its_plan(given: dict[str, Any], config:
         assert plan == run.plan
 
 
+@pytest.mark.slow
 def test_a_plan_fits_if_its_reserved_memory_does_and_less_memory_costs_time(config: Any) -> None:
     path = config(num_hidden_layers=6)
     rich = fs.plan_run(path, gpus=2, seq=64, batch=8)

@@ -78,6 +78,7 @@ def case(name: str) -> tuple[Any, ...]:
     return model, units, x
 
 
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("options", [{}, {"remat": True}], ids=["kept", "remat"])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", MODELS)
@@ -106,6 +107,7 @@ def test_derivatives_of_shards_are_those_of_the_model(name: str, training: bool,
         close(twice[path] / 2, expected[2][path])
 
 
+@pytest.mark.slow
 def test_vmap_over_stacked_models() -> None:
     model, _, x = case("TransformerEncoder")
     apply, params, _ = fs.make_functional(model.eval())
@@ -134,6 +136,7 @@ def never(_: Any) -> Any:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"remat": True}, {"compiler": never}], ids=["kept", "remat", "compiled"])
 def test_a_penalty_needs_any_order_and_says_so(options: Any) -> None:
     model, units, x = case("TransformerEncoder")

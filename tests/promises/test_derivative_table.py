@@ -116,6 +116,7 @@ def table() -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the table is of torch 2.13")
 def test_the_table_is_what_torch_does() -> None:
     lines, page = table(), PAGE.read_text()
@@ -123,6 +124,7 @@ def test_the_table_is_what_torch_does() -> None:
     assert [name for name in OPERATORS if f"`{name.partition(',')[0]}" not in page] == []
 
 
+@pytest.mark.slow
 def test_what_is_replaced_has_every_derivative() -> None:
     for name in list(OPERATORS)[:3]:
         with fs.any_order():

@@ -108,7 +108,7 @@ def in_float64(mesh, name, steps):
     return load(ROOT / "examples" / f"{name}.py").train(mesh, steps)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_an_example_of_derivatives_has_the_numbers_of_its_plain_modules_in_float64(name):

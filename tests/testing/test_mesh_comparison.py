@@ -261,7 +261,7 @@ AXES = {"data": ("replicate", "shard"), "both": ("shard", "tensor"), "": None}
 CASES = {name: (program, *expected) for expected, programs in MISTAKES.items() for name, program in programs.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_mistake_is_named_with_its_axes(name: str) -> None:
     program, meshes, cause, axes = CASES[name]
@@ -323,6 +323,7 @@ RIGHT: dict[str, tuple[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_program_is_the_same(name: str) -> None:
     meshes, program = RIGHT[name]

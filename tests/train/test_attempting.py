@@ -143,6 +143,7 @@ def test_a_failed_step_is_as_if_it_had_never_run(place: str, at: int, shape: Any
 SEVERAL = {0: "backward 2", 1: "forward 1"}
 
 
+@pytest.mark.nightly(one_in=2)
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
 @pytest.mark.parametrize(
     ("places", "at", "shape", "options"),
@@ -227,6 +228,7 @@ def test_a_rank_may_fail_between_any_two_collectives() -> None:
     run_simulated(trapped, 3, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
 def test_a_process_may_fail_between_any_two_collectives(shared_memory: bool) -> None:
     run_ranks(trapped, 3, shared_memory)
@@ -282,6 +284,7 @@ HOPELESS: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
 @pytest.mark.parametrize("name", HOPELESS)
 def test_what_cannot_be_attempted_again_raises_on_every_rank(name: str, shared_memory: bool) -> None:
@@ -304,6 +307,7 @@ def lost(mesh: fs.Mesh) -> str:
     return "no error"
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_attempt() -> None:
     _, message = run_ranks(lost, 2, may_die=[0])
     assert "rank 0" in message
