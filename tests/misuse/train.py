@@ -72,7 +72,7 @@ def with_adafactor():
 COSINE = torch.optim.lr_scheduler.CosineAnnealingLR
 
 CASES += [
-    ("torch_schedule", "a scheduler instead of its class", TypeError("'CosineAnnealingLR' object is not callable"),
+    ("torch_schedule", "a scheduler instead of its class", TypeError("or a function; found CosineAnnealingLR"),
      lambda mesh: fs.torch_schedule(COSINE(SGD(NET.parameters(), lr=0.1), 4), lr=0.1)),
     ("torch_schedule", "a function of the step", TypeError("a function from the step to a rate is a schedule already"),
      lambda mesh: fs.torch_schedule(lambda step: 0.1, lr=0.1)),
