@@ -15,8 +15,9 @@ Example:
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -24,7 +25,7 @@ import torch
 from funcshard._utils import tree
 from funcshard._utils.options import check_choice, check_count, check_flag, check_number
 from funcshard.comm import Mesh
-from funcshard.core import randn_like, vdot
+from funcshard.core import axpy, randn_like, vdot
 from funcshard.plan import Plan
 
 __all__ = [
@@ -97,31 +98,33 @@ def cg(
     check_number("atol", atol, least=0)
     check_count("maxiter", maxiter, of="steps")
     dot = _inner_product(plan, mesh, inner)
-    x = tree.map(torch.zeros_like, b)
+    x, residual = tree.map(torch.zeros_like, b), b
     size = dot(b, b).sqrt().item()
     if size == 0:
         return x, 0
     bound = max(rtol * size, atol)
-    if x0 is None:
-        residual = b
-    else:
-        x, residual = x0, _axpy(-1.0, A(x0), b)
-    direction, old_fall = residual, None
+    if x0 is not None:
+        x, residual = x0, axpy(-1.0, A(x0), b)
+    direction = old_fall = None
     for _ in range(maxiter):
         square = dot(residual, residual)
         if square.sqrt() <= bound:
             return x, 0
-        descent = residual if M is None else M(residual)
-        fall = square if M is None else dot(residual, descent)
-        direction = descent if old_fall is None else _axpy(fall / old_fall, direction, descent)
+        descent, fall = residual, square
+        if M is not None:
+            descent = M(residual)
+            fall = dot(residual, descent)
+        if old_fall is not None:
+            descent = axpy(fall / old_fall, direction, descent)
+        direction, old_fall = descent, fall
         product = A(direction)
         curvature = dot(direction, product)
         # Note: written so that NaN ends the loop too. Negative curvature doesn't, as in SciPy: the
         # residual says whether the solution is right.
         if not curvature.abs() > 0:
             return x, -1
-        length, old_fall = fall / curvature, fall
-        x, residual = _axpy(length, direction, x), _axpy(-length, product, residual)
+        length = fall / curvature
+        x, residual = axpy(length, direction, x), axpy(-length, product, residual)
     return x, 0 if dot(residual, residual).sqrt() <= bound else maxiter
 
 
@@ -171,7 +174,7 @@ def power_iteration(
     for number in range(1, maxiter + 1):
         product = A(v)
         value = dot(v, product)
-        rest = _axpy(-value, v, product)
+        rest = axpy(-value, v, product)
         residual = dot(rest, rest).sqrt()
         if residual <= tol * value.abs() or number == maxiter:
             break
@@ -317,7 +320,7 @@ def lanczos_quadrature(
     dot = _inner_product(plan, mesh, None)
     nodes, weights = torch.zeros(2, num_repeats, ncv, dtype=torch.float64, device="cpu")
     for number in range(num_repeats):
-        start = _normalized(_probe(like, plan, mesh, "rademacher", generator), dot)
+        start = _normalized(_probe(like, plan, mesh, generator, "rademacher"), dot)
         basis = _room_for(start, ncv if reorthogonalize else min(ncv, 2))
         projected = torch.zeros(ncv, ncv, dtype=torch.float64, device="cpu")
         filled, _, _ = _extend(A, basis, projected, 0, dot)
@@ -363,12 +366,9 @@ def hutchinson_trace(
     Source: Hutchinson, "A stochastic estimator of the trace of the influence matrix", 1989;
     ``curvlinops.hutchinson_trace``.
     """
-    check_count("num_matvecs", num_matvecs, of="vectors")
-    check_choice("distribution", distribution, ("rademacher", "normal"))
     dot = _inner_product(plan, mesh, None)
     total: Any = 0.0
-    for _ in range(num_matvecs):
-        v = _probe(like, plan, mesh, distribution, generator)
+    for v in _probes(like, plan, mesh, generator, num_matvecs, distribution):
         total = total + dot(v, A(v)) / num_matvecs
     return total
 
@@ -385,20 +385,10 @@ def hutchinson_diag(
 ) -> Any:
     """Estimate the diagonal of ``A``, as the mean of ``v * A v`` over random vectors ``v``.
 
-    Arguments:
-        A: the operator.
-        like: a tree of the form of the vectors, such as the shards; its values don't matter.
-        plan: the plan of the shards; ``None`` for trees of whole tensors.
-        mesh: the ranks.
-        generator: the generator of the vectors; see ``fs.randn_like``.
-        num_matvecs: the number of vectors.
-        distribution: ``"rademacher"`` for random signs, or ``"normal"``.
+    The arguments and errors are those of ``hutchinson_trace``.
 
     Returns:
         The estimate, a tree like ``like``.
-
-    Raises:
-        ValueError: a number is out of range, or there is a plan without a mesh.
 
     Example:
         >>> import torch, funcshard as fs
@@ -410,15 +400,11 @@ def hutchinson_diag(
     Source: Bekas, Kokiopoulou and Saad, "An estimator for the diagonal of a matrix", 2007;
     ``curvlinops.hutchinson_diag``.
     """
-    check_count("num_matvecs", num_matvecs, of="vectors")
-    check_choice("distribution", distribution, ("rademacher", "normal"))
-    _inner_product(plan, mesh, None)
-    mean: Any = None
-    for _ in range(num_matvecs):
-        v = _probe(like, plan, mesh, distribution, generator)
-        part = tree.map(lambda left, right: left * right / num_matvecs, v, A(v))
-        mean = part if mean is None else _axpy(1.0, part, mean)
-    return mean
+    parts = (
+        tree.map(lambda left, right: left * right / num_matvecs, v, A(v))
+        for v in _probes(like, plan, mesh, generator, num_matvecs, distribution)
+    )
+    return functools.reduce(functools.partial(axpy, 1.0), parts)
 
 
 def _extend(
@@ -452,7 +438,7 @@ def _extend(
         row = torch.zeros(filled, dtype=torch.float64, device="cpu")
         for _ in range(_MOST_PASSES):
             parts = _dots(known, product, dot)
-            product = _axpy(-1.0, _combine(parts, known), product)
+            product = axpy(-1.0, _combine(parts, known), product)
             row += parts.cpu()
             norm = dot(product, product).sqrt().item()
             # Why this test: a part that is no larger than the rest was removed up to rounding.
@@ -486,22 +472,48 @@ def _inner_product(
     """Return the inner product of shards, of trees of whole tensors, or the user's."""
     if inner is not None:
         return inner
+    _check_both(plan, mesh)
     if plan is not None and mesh is not None:
         return lambda a, b: vdot(a, b, plan, mesh)
-    if plan is not None or mesh is not None:
+    return lambda a, b: torch.stack(tree.leaves(tree.map(_whole_product, a, b))).sum()
+
+
+def _check_both(plan: Plan | None, mesh: Mesh | None) -> None:
+    if (plan is None) != (mesh is None):
         raise ValueError(
             f"shards need both a plan and a mesh; found plan {plan!r} and mesh {mesh!r}: pass both, "
             "or neither for trees of whole tensors"
         )
-    return lambda a, b: torch.stack(tree.leaves(tree.map(lambda x, y: (x * y).sum(), a, b))).sum()
+
+
+def _whole_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    # Why at least float32: as in ``fs.vdot``.
+    wide_dtype = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(wide_dtype) * y.to(wide_dtype)).sum()
+
+
+def _probes(
+    like: Any,
+    plan: Plan | None,
+    mesh: Mesh | None,
+    generator: torch.Generator,
+    num_matvecs: int,
+    distribution: Distribution,
+) -> Iterator[Any]:
+    """Yield the random vectors of an estimate, after checking its arguments."""
+    check_count("num_matvecs", num_matvecs, of="vectors")
+    check_choice("distribution", distribution, ("rademacher", "normal"))
+    _check_both(plan, mesh)
+    for _ in range(num_matvecs):
+        yield _probe(like, plan, mesh, generator, distribution)
 
 
 def _probe(
     like: Any,
     plan: Plan | None,
     mesh: Mesh | None,
-    distribution: Distribution,
     generator: torch.Generator,
+    distribution: Distribution,
 ) -> Any:
     """Return a random vector of independent elements with mean 0 and variance 1."""
     if plan is not None and mesh is not None:
@@ -513,7 +525,9 @@ def _probe(
             ),
             like,
         )
-    return tree.map(torch.sign, v) if distribution == "rademacher" else v
+    if distribution == "rademacher":
+        v = tree.map(torch.sign, v)
+    return v
 
 
 def _normalized(v: Any, dot: InnerProduct) -> Any:
@@ -528,12 +542,6 @@ def _normalized(v: Any, dot: InnerProduct) -> Any:
 
 def _scaled(scale: float, x: Any) -> Any:
     return tree.map(lambda leaf: scale * leaf, x)
-
-
-def _axpy(scale: Any, x: Any, y: Any) -> Any:
-    """Return ``scale * x + y`` of any trees; the number may be on another device."""
-    scale = torch.as_tensor(scale)
-    return tree.map(lambda left, right: scale.to(left) * left + right, x, y)
 
 
 def _room_for(v: Any, size: int) -> Any:

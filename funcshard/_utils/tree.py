@@ -102,9 +102,12 @@ def leaves_up_to(tree: Any, deeper: Any) -> list[Any]:
     return optree.tree_structure(tree).flatten_up_to(deeper)
 
 
-def map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Return a tree of ``function(*leaves)`` for trees of one structure."""
-    return optree.tree_map(function, tree, *rest)
+def map(function: Callable[..., Any], tree: Any, *rest: Any, of_none: bool = False) -> Any:
+    """Return a tree of ``function(*leaves)`` for trees of one structure; ``None`` is no leaf.
+
+    With ``of_none``, the function is called where trees hold ``None`` too.
+    """
+    return optree.tree_map(function, tree, *rest, none_is_leaf=of_none)
 
 
 def describe(

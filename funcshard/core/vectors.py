@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from funcshard._utils import tree
+from funcshard._utils.options import outline
 from funcshard._utils.torch_private import untraced
 from funcshard.comm import Mesh, Topology, check_same
 from funcshard.core.checks import check_cut, check_fits
@@ -133,8 +134,8 @@ def axpy(alpha: Any, x: Any, y: Any) -> Any:
         alpha: a number, a tensor of one number, or a tree like ``y``: what ``broadcast_to_shards``
             makes of a number that is differentiated.
         x: a tree like ``y``.
-        y: a tree like shards, or a dictionary of such trees. ``None`` counts as zeros, in ``x`` and
-            in ``y``.
+        y: any tree of tensors, such as shards, or shards of several models in a tuple. ``None``
+            counts as zeros, in ``x`` and in ``y``.
 
     Returns:
         A tree like ``y``, with ``None`` where both have ``None``.
@@ -150,20 +151,26 @@ def axpy(alpha: Any, x: Any, y: Any) -> Any:
 
     Source: BLAS's ``axpy``; ``optax.tree_utils.tree_add_scale``.
     """
-    if isinstance(y, Mapping):
-        if not isinstance(x, Mapping) or x.keys() != y.keys():
-            found = list(x) if isinstance(x, Mapping) else type(x).__name__
-            raise ValueError(
-                f"axpy takes two trees with the same keys; found {found} beside {list(y)}: make "
-                "both with the same plan"
-            )
-        alphas = alpha if isinstance(alpha, Mapping) else dict.fromkeys(y, alpha)
-        return {key: axpy(alphas[key], x[key], y[key]) for key in y}
+    scales = alpha
+    if all(leaf is alpha for leaf in tree.leaves(alpha)):
+        scales = tree.map(lambda _: alpha, y, of_none=True)
+    try:
+        return tree.map(_scaled_sum, y, scales, x, of_none=True)
+    except ValueError as error:
+        raise ValueError(
+            f"axpy takes two trees with the same keys; found {outline(x)} beside {outline(y)}: make "
+            "both with the same plan"
+        ) from error
+
+
+def _scaled_sum(y: Any, scale: Any, x: Any) -> Any:
     if x is None:
         return y
-    if isinstance(alpha, torch.Tensor):
-        alpha = alpha.to(x.device)  # shards of offloaded units lie on the CPU
-    return alpha * x if y is None else alpha * x + y
+    if isinstance(scale, torch.Tensor):
+        scale = scale.to(x.device)  # shards of offloaded units lie on the CPU
+        if x.ndim == 0:
+            scale = scale.to(x.dtype)  # Why: it would decide on the dtype of the sum.
+    return scale * x if y is None else scale * x + y
 
 
 @untraced

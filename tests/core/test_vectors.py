@@ -125,6 +125,17 @@ def test_ties_count_once_and_frozen_leaves_nothing(mesh):
     same_bits(fs.axpy(1.0, numbers, nothing), numbers)
 
 
+def test_axpy_takes_any_tree():
+    x, y = torch.arange(3.0), torch.ones(3)
+    close(fs.axpy(2.0, x, y), 2 * x + y)
+    # A number of another dtype decides on no dtype, also of leaves without dims.
+    pair = fs.axpy(torch.tensor(2.0).double(), (x, [x[1]]), (y, [y[0]]))
+    close(pair, (2 * x + y, [torch.tensor(3.0)]))
+    close(fs.axpy((2.0, {"a": y}), (x, {"a": x}), (None, {"a": y})), (2 * x, {"a": x + y}))
+    turned = fs.axpy(1.0, {"b": x, "a": y}, {"b": y, "a": None})
+    assert list(turned) == ["b", "a"]
+
+
 LOCAL = {"row": "replicate", "column": "shard", "own": ("shard", "replicate")}
 
 
