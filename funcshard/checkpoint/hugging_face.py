@@ -6,6 +6,7 @@ Mixtral. Its own tables of conversions serve here, one tensor after another.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import re
@@ -246,38 +247,56 @@ def _in_dtype(module: nn.Module, dtype: Any) -> nn.Module:
 
 def embedding_names(module: Any) -> set[str]:
     """Return the names of the parameters that have a row for each token."""
-    if not is_hugging_face(module):
-        return set()
-    embeddings = (module.get_input_embeddings(), module.get_output_embeddings())
-    modules = [embedding for embedding in embeddings if isinstance(embedding, nn.Module)]
-    parameter_ids = {id(parameter) for embedding in modules for parameter in embedding.parameters()}
+    parameter_ids = {id(parameter) for end in _ends(module) for parameter in end.parameters()}
     named = module.named_parameters(remove_duplicate=False)
     return {name for name, parameter in named if id(parameter) in parameter_ids}
 
 
-def default_units(module: nn.Module) -> list[str]:
-    """Return the paths of a model's layers: the modules in its outermost lists."""
+def default_units(module: nn.Module, *, ends: bool = False) -> list[str]:
+    """Return the paths of a model's layers: the modules in its outermost lists.
+
+    Arguments:
+        module: the model.
+        ends: whether to add the embedding and the head of a model of Hugging Face.
+    """
     whole_classes = set(getattr(module, "_no_split_modules", None) or ())
+    end_modules = _ends(module) if ends else []
     layers: dict[str, nn.Module] = {}
+    end_paths: dict[str, nn.Module] = {}
     for path, submodule in module.named_modules():
         is_layer = path.rpartition(".")[2].isdecimal()
         # Note: a model of Hugging Face says which modules must not be split.
         if whole_classes:
             is_layer = path != "" and type(submodule).__name__ in whole_classes
-        if is_layer and not any(path.startswith(f"{layer}.") for layer in layers):
+        if any(path.startswith(f"{layer}.") for layer in layers):
+            continue
+        if is_layer:
             layers[path] = submodule
+        elif path and submodule in end_modules:
+            end_paths[path] = submodule
     # Note: a unit must gather all uses of a parameter, and a tied one has uses elsewhere.
     names_of: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
     unit_paths = []
-    for path, layer in layers.items():
+    for path, submodule in {**layers, **end_paths}.items():
         parameter_names = [
-            name for parameter in layer.parameters() for name in names_of[id(parameter)]
+            name for parameter in submodule.parameters() for name in names_of[id(parameter)]
         ]
         if parameter_names and all(name.startswith(f"{path}.") for name in parameter_names):
             unit_paths.append(path)
     return unit_paths
+
+
+def _ends(module: Any) -> list[nn.Module]:
+    """Return the embedding and the head of a model of Hugging Face."""
+    if not is_hugging_face(module):
+        return []
+    ends = [module.get_output_embeddings()]
+    # Why: transformers raises it for models that embed no tokens, such as Wav2Vec2.
+    with contextlib.suppress(NotImplementedError):
+        ends.append(module.get_input_embeddings())
+    return [end for end in ends if isinstance(end, nn.Module)]
 
 
 # --- names in files -------------------------------------------------------------------------------

@@ -284,7 +284,7 @@ def plan_run(
     if batch is not None:
         batch = check_count("batch", batch, of="samples")
     seq = default_seq(config) if seq is None else check_count("seq", seq, of="tokens")
-    unit_names = _units(module) if units is None else list(units)
+    unit_names = default_units(module, ends=True) if units is None else list(units)
     search = _Search(
         functional=make_functional(module),
         make_inputs=_inputs_of(module, inputs),
@@ -354,33 +354,6 @@ def _limits(
             f"{table.size(budget_bytes)}: leave it out, and {table.size(most)} count"
         )
     return min(budget_bytes, most), margin_bytes
-
-
-def _units(module: nn.Module) -> list[str]:
-    """Return a model's blocks, and its embeddings and heads that nothing else uses."""
-    blocks = default_units(module)
-    names_of: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names_of.setdefault(id(parameter), []).append(name)
-    ends, end_modules = [], _ends(module)
-    for name, submodule in module.named_modules():
-        parameter_names = [names_of[id(parameter)] for parameter in submodule.parameters()]
-        # Note: a unit must gather all uses of a parameter, and a tied one has uses elsewhere.
-        is_untied = bool(parameter_names) and all(len(names) == 1 for names in parameter_names)
-        is_inside = any(f"{name}.".startswith(f"{block}.") for block in blocks)
-        if submodule in end_modules and name and is_untied and not is_inside:
-            ends.append(name)
-    return [*blocks, *ends]
-
-
-def _ends(module: Any) -> list[Any]:
-    """Return the embedding of tokens and the head of a model of transformers."""
-    if not is_hugging_face(module):
-        return []
-    try:
-        return [module.get_input_embeddings(), module.get_output_embeddings()]
-    except NotImplementedError:  # a model of sounds
-        return []
 
 
 def _inputs_of(

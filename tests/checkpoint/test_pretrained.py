@@ -232,6 +232,19 @@ class Own(nn.Module):
         return self.norm(x) * self.scale
 
 
+def test_a_model_that_embeds_no_tokens_is_loaded(tmp_path: Path) -> None:
+    small = {"conv_dim": [8, 8], "conv_kernel": [8, 4], "conv_stride": [4, 2], "num_conv_pos_embeddings": 8}
+    model = build("Wav2Vec2ForSequenceClassification", "wav2vec2", {**small, "num_conv_pos_embedding_groups": 2}).eval()
+    model.save_pretrained(tmp_path)
+    sound = torch.linspace(-1, 1, 400).view(2, 200)
+
+    def main(mesh: fs.Mesh) -> Any:
+        apply, shards, buffers, plan = fs.from_pretrained(tmp_path, mesh)
+        return fs.fully_shard(apply, plan, mesh)(shards, buffers, input_values=sound).logits
+
+    torch.testing.assert_close(fs.simulate(main, 2)[0], model(sound).logits)
+
+
 def test_a_module_on_meta_of_any_kind_is_filled(tmp_path: Path) -> None:
     real = Own()
     real(torch.randn(8, 3))  # changes the statistics
