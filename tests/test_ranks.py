@@ -61,6 +61,7 @@ def random_and_threads(mesh: fs.Mesh) -> tuple[float, int]:
     return torch.rand(()).item(), torch.get_num_threads()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [run_ranks, run_simulated])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_rank_runs_and_its_result_comes_back_in_order(run, world_size):

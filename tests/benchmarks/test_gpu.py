@@ -104,7 +104,7 @@ gpu.main(sys.argv[1:])
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_battery_that_is_killed_goes_on_where_it_was(ran: list[str], tmp_path: Path) -> None:
     arguments = ["--out", str(tmp_path), "--dry", "--parts", "suite,programs"]
     battery = subprocess.Popen([sys.executable, "-c", _BATTERY, *arguments])

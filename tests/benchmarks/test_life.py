@@ -17,7 +17,7 @@ from benchmarks.rank_processes import FailedError
 pytestmark = pytest.mark.usefixtures("server_of_forks")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_row_runs(tmp_path: Path) -> None:
     found = main(["--tiny", "--rounds", "1", "--json", str(tmp_path / "out.json"), "--markdown", str(tmp_path / "out.md")])
     names = [name for file in racing.FILES for name in racing.cases_of(file)]

@@ -53,6 +53,7 @@ WATCHED: dict[str, Callable[[Path, Path, Any], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", WATCHED)
 def test_progress_rises_to_the_whole(what: str, tmp_path: Path) -> None:
     fs.simulate(lambda mesh: train(mesh, tmp_path), 3)
@@ -69,6 +70,7 @@ def load(state_dict: Mapping[str, Any], folder: Path, **options: Any) -> None:
         dcp.load(dict(state_dict), checkpoint_id=folder, no_dist=True, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_module_and_its_optimizer_load_what_export_dcp_wrote(mesh: str, tmp_path: Path) -> None:
     weights, moments = fs.simulate(lambda mesh: train(mesh, tmp_path), MESHES[mesh])[0]

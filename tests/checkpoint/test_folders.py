@@ -85,6 +85,7 @@ def test_a_folder_that_is_deleted_while_a_save_begins_is_made_again(tmp_path: Pa
     assert names(path) == [LOCK, "0123abcd-0.safetensors", "0123abcd.part"]
 
 
+@pytest.mark.slow
 @forks
 def test_a_lock_ends_with_its_process_and_not_with_a_fork_of_it(tmp_path: Path) -> None:
     path = tmp_path / "a"

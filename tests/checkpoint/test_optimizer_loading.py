@@ -169,7 +169,7 @@ def from_rank(mesh: fs.Mesh, case: str, src: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("case", CASES)
 def test_the_state_of_one_rank_is_that_of_all(case: str) -> None:
     for world, src in ((3, 0), ({"shard": 2, "tensor": 2}, 3)):

@@ -58,6 +58,7 @@ def test_state_dicts_and_files_are_the_whole_models(
     assert same(fs.to_state_dict(fs.import_safetensors(tmp_path, plan, mesh), plan, mesh))
 
 
+@pytest.mark.slow
 @meshes
 def test_pieces_say_which_elements_of_the_whole_tensor_they_hold_and_load_on_another_mesh(world: dict[str, int]) -> None:
     def cut(mesh: fs.Mesh) -> dict[str, fs.Piece]:

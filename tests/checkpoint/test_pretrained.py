@@ -155,6 +155,7 @@ HEADS: dict[str, tuple[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HEADS)
 def test_another_class_takes_the_parameters_that_the_files_hold(name: str, tmp_path: Path) -> None:
     family, choose = HEADS[name]

@@ -45,7 +45,7 @@ def check_state(state: dict[str, Any], plan: fs.Plan, mesh: fs.Mesh) -> None:
         torch.testing.assert_close(again, state["opt"], rtol=0, atol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize(("before", "after"), MOVES)
 def test_states_restore_under_another_degree(before: str, after: str, tmp_path: Path) -> None:
     def begin(mesh: fs.Mesh) -> dict[str, Any]:

@@ -327,6 +327,7 @@ ABSENT: dict[str, Callable[[dict[str, Any]], Any]] = {  # shards -> a state that
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ABSENT)
 def test_none_comes_back_where_it_was_under_every_plan(what, tmp_path):
     params = {"a": torch.arange(6.0).view(2, 3), "b": {"w": torch.arange(5.0), "v": torch.ones(4)}}

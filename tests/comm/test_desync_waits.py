@@ -411,6 +411,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize(("name", "shared_memory"), RUNS)
 def test_ranks_that_wait_are_told_why_or_go_on(name: str, shared_memory: bool, tmp_path: Path) -> None:
     case, may_die = CASES[name], [] if CASES[name].lost is None else [CASES[name].lost]

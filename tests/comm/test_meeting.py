@@ -157,6 +157,7 @@ def test_what_takes_long_is_waited_for_while_no_rank_is_lost() -> None:
     assert watch(lambda: go_on.wait(60), heart, 0.01) is True
 
 
+@pytest.mark.slow
 def test_a_lost_rank_ends_the_wait() -> None:
     heart, go_on, start = heart_of("", "rank 1 is lost"), threading.Event(), time.monotonic()
     with pytest.raises(LostError, match="rank 1 is lost"):

@@ -110,7 +110,7 @@ def test_reductions_on_a_group_of_their_own_give_the_same_numbers() -> None:
     assert run_ranks(reduce_on_a_group, 2, True) == [sorted([*gatherings, *reductions])] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nothing_needs_numpy(tmp_path):
     script = f"""
 import sys, warnings

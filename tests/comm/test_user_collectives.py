@@ -96,6 +96,7 @@ def gradient(mesh: fs.Mesh, options: dict[str, Any]) -> Any:
     return loss, fs.gather(grads, plan, mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "options", "world"),
     [

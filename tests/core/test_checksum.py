@@ -42,7 +42,7 @@ def of(values: torch.Tensor) -> int:
     return int(checksum(values))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @crossed(dtype={str(dtype): dtype for dtype in DTYPES}, shape=SHAPES)
 def test_every_bit_counts(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     values = filled(shape, dtype)
@@ -107,6 +107,7 @@ def unseeded(mesh: fs.Mesh, strategy: str) -> str:
 GRID = {"replicate": 2, "shard": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "strategy", "shape"),
     [

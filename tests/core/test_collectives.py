@@ -27,7 +27,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int16
 LINEAR = [name for name, operation in OPERATIONS.items() if operation.linear]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("name", OPERATIONS)
 @on_every_axis
 @on_ranks()
@@ -53,7 +53,7 @@ VIEWS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("view", VIEWS)
 @on_ranks({"shard": 1, "tensor": 2})
@@ -139,7 +139,7 @@ def curved(x: torch.Tensor) -> torch.Tensor:
     return x + 0.1 * x.sin()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("name", LINEAR)
 @on_some_axes
 def test_the_gradient_is_the_exact_adjoint(world: Any, axis: Any, name: str) -> None:
@@ -190,7 +190,7 @@ CURVED = ["psum", "pmean", "pmax", "all_gather, dim -1", "all_gather, tiled", "p
           "all_to_all, 0 to 2", "all_to_all, tiled, 2 to 0", "ppermute, a ring", "ppermute, one pair"]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize(
     ("name", "world", "axis"),
     [(name, GRID, ("tensor", "shard")) for name in CURVED]

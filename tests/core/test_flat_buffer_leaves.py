@@ -55,6 +55,7 @@ def twice_and_again(mesh, strategy):
     close(second, of(of(run))(shard.detach()))
 
 
+@pytest.mark.slow
 @STRATEGIES
 @WORLDS
 def test_backward_runs_several_times_and_twice_over(world, strategy):

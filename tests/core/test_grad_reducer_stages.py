@@ -131,6 +131,7 @@ def test_a_unit_that_the_last_micro_batch_leaves_out_is_all_reduced_all_the_same
     torch.testing.assert_close(grads, {"a": 2 * 2 * params["a"] * 3, "b": 2 * params["b"] * 8 / 3})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce", ["each", "once", "shard_each"])
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 20], ids=["alone", "buckets"])
 @on_ranks(GRID)

@@ -331,6 +331,7 @@ def overlap(mesh, backward):
     return late.line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", ["pre", "post"])
 def test_a_rank_computes_while_another_has_not_started_the_next_all_gather(backward):
     # Rank 1 starts the next all-gather only when rank 0 has computed. If rank 0 waited for it

@@ -86,7 +86,7 @@ def kept(mesh: fs.Mesh, row: str, frozen: bool, keeps: str) -> Any:
     return found, events
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.usefixtures("without_garbage_collection")
 @crossed(keeps=["on rank 0", "in a cycle"], frozen={"trainable": False, "frozen": True}, row=list(ROWS))
 def test_a_rank_that_keeps_an_output_which_the_loss_does_not_use_gathers_what_the_others_gather(row, frozen, keeps):

@@ -70,7 +70,7 @@ CASES = {  # world, ranks, options
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("case", CASES)
 def test_backward_gathers_from_the_neighbours_as_predicted_and_gives_the_same_bits(case):
     world, ranks, options = CASES[case]

@@ -56,6 +56,7 @@ def step(mesh, freed, ahead, seen=None):
     return plan, (loss, fs.gather(grads, plan, mesh)), tuple(events)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [1, 2])
 @pytest.mark.parametrize("freed", [True, False], ids=["reshard", "unshard"])
 @pytest.mark.parametrize("world", [2, {"replicate": 2, "shard": 2}], ids=str)

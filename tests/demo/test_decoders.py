@@ -83,6 +83,7 @@ def published(name: str, **changes: Any) -> int:
     return four + (DECODERS[name].layers - 4) * (four - three)
 
 
+@pytest.mark.slow
 def test_named_configurations_have_the_published_number_of_parameters() -> None:
     assert {name: published(name) for name in PUBLISHED} == PUBLISHED
     assert {key: published(key[0], context=key[1]) for key in MPT_BY_CONTEXT} == MPT_BY_CONTEXT
@@ -94,6 +95,7 @@ def test_deepseek_has_a_module_for_each_expert() -> None:
     assert not any("experts" in name for name in names if name.startswith(("blocks.0.", "blocks.1.", "blocks.2.")))
 
 
+@pytest.mark.slow
 @cases
 def test_small_models_train(config: Config) -> None:
     torch.manual_seed(0)

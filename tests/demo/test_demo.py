@@ -109,7 +109,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_on_two_ranks_learns_and_saves_what_it_says(tmp_path: Path, text: Path) -> None:
     out, err = run(
         *TRAIN, "--text", str(text), "--steps", "60", "--batch", "8", "--lr", "5e-3", "--out", str(tmp_path / "new" / "o")

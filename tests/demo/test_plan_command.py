@@ -57,6 +57,7 @@ def test_hardware_adds_the_report_of_a_step(capsys: pytest.CaptureFixture[str]) 
     assert tables[0].startswith("Memory at the peak")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("budget", "code"), [("1MB", 0), ("10KB", 1)])
 def test_a_peak_over_the_budget_is_exit_code_1(budget: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
     out = printed([*ESTIMATE, "--budget", budget], capsys, code)
@@ -149,6 +150,7 @@ BAD = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("argv", "words"), BAD.values(), ids=BAD.keys())
 def test_bad_input_is_one_line_and_exit_code_2(
     argv: str, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -82,6 +82,7 @@ def check(graph: fx.Graph, before: fx.Graph) -> None:
     check_graph(graph)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(step_graph: StepGraph, fault: str) -> None:
     plant, words = FAULTS[fault]

@@ -72,6 +72,7 @@ def test_each_kind_of_operation_moves_the_bytes_of_its_tensors() -> None:
     assert cost_of(dataclasses.replace(step_graph, graph=graph)).bytes == 24 * (3 + 2 + 2 + 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["foreach", "fused"])
 def test_operations_without_a_result_have_a_cost_on_one_rank(option: str) -> None:
     mesh = fs.Mesh()

@@ -33,7 +33,7 @@ def run(mesh: fs.Mesh, take: Any, state: Any) -> Any:
     return steps(mesh, take, state, [size + 2 * mesh.rank for size in SIZES])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=2)
 @pytest.mark.parametrize("case", CASES)
 def test_one_recording_has_the_bits_and_collectives_of_the_step_for_batches_of_any_size(case: str) -> None:
     options = CASES[case]
@@ -48,7 +48,7 @@ def test_one_recording_has_the_bits_and_collectives_of_the_step_for_batches_of_a
     fs.simulate(main, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_passes_files_and_compiled_steps_serve_any_size_too(tmp_path: Path) -> None:
     def main(mesh: fs.Mesh) -> None:
         eager = run(mesh, *made(mesh, optimizer=SGD))

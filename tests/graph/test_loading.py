@@ -133,6 +133,7 @@ def test_with_its_step_a_loaded_one_records_other_arguments(file: Path) -> None:
     assert same(found, expected)
 
 
+@pytest.mark.slow
 def test_schedules_come_from_the_step(tmp_path: Path) -> None:
     mesh = fs.Mesh()
 

@@ -146,7 +146,7 @@ LOADED = (
 )  # fmt: skip
 
 
-@pytest.mark.nightly(one_in=2)
+@pytest.mark.nightly(one_in=4)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:ignored_classes of the precision hold")
 def test_a_traced_step_has_the_bits_and_the_collectives_of_the_step(case: str, tmp_path: Path) -> None:

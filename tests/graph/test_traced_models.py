@@ -226,7 +226,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.nightly(one_in=2)
+@pytest.mark.nightly(one_in=4)
 @pytest.mark.parametrize("case", CASES)
 def test_a_traced_step_has_the_bits_and_the_collectives_of_the_step(case: str) -> None:
     ranks, options = CASES[case]

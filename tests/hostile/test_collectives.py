@@ -93,7 +93,7 @@ def paused_collectives(folder: str, seed: int, shape: Mapping[str, int], shared_
     return {"collectives": count, **pauses}
 
 
-@pytest.mark.nightly(one_in=2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
 def test_collectives_of_paused_ranks_give_what_each_rank_computes(campaign: Campaign, shared_memory: bool) -> None:
     def one(draw: Random) -> dict[str, int]:

@@ -164,6 +164,7 @@ def end_in_some_order(job: Job, seed: int) -> dict[str, int]:
     return {"orders": 1}
 
 
+@pytest.mark.nightly
 def test_ranks_that_fork_run_programs_and_end_in_any_order_end_in_time(campaign: Campaign) -> None:
     def one(draw: Random) -> dict[str, int]:
         with empty_folder() as folder:

@@ -117,6 +117,7 @@ def kill_a_process(how: str, seed: int, name: str, meant: dict[str, Any]) -> dic
     return {"kills": 1}
 
 
+@pytest.mark.nightly
 def test_a_job_whose_process_is_killed_ends_and_its_restart_gives_the_bits_of_a_whole_run(
     campaign: Campaign, whole_run: dict[str, Any]
 ) -> None:

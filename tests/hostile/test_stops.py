@@ -30,6 +30,7 @@ def pause_a_job(job: Job, seed: int) -> dict[str, int]:
     return pauses
 
 
+@pytest.mark.nightly
 def test_ranks_that_pause_train_and_save_the_same_bits(campaign: Campaign) -> None:
     def one(draw: Random) -> dict[str, int]:
         with empty_folder() as folder:

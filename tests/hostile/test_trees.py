@@ -73,6 +73,7 @@ def one_tree(draw: Random) -> dict[str, int]:
     return {"accepted": 1}
 
 
+@pytest.mark.nightly
 def test_a_tree_that_a_plan_accepts_comes_back_to_the_bit(campaign: Campaign) -> None:
     def one(draw: Random) -> dict[str, int]:
         return sum((Counter(one_tree(draw)) for _ in range(10)), Counter(trees=10))

@@ -118,6 +118,7 @@ WRITES: dict[str, tuple[Callable[[Any], object], bool]] = {
 NO_RANDOM_NUMBERS = ("a constant", "identity", "copied", "its own generator", "a list of tensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WRITES)
 def test_a_parameter_is_written_alike_on_every_mesh(case: str) -> None:
     write, made_whole = WRITES[case]

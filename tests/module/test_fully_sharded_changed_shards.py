@@ -77,6 +77,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("run", "strategy", "how"), CASES)
 def test_what_becomes_of_a_change_between_forward_and_backward(run, strategy, how):
     for change, promised in zip(CHANGES, PROMISED[strategy, how], strict=True):

@@ -98,7 +98,7 @@ def steps(how, *, prefetch, calls=1, **options):
     return found, log.most
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("how", WAYS)
 def test_the_bits_are_the_same_the_memory_is_less_and_the_gathers_are_predicted(how, setting):
@@ -110,6 +110,7 @@ def test_the_bits_are_the_same_the_memory_is_less_and_the_gathers_are_predicted(
     assert before >= BLOCKS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", ["pre", "post", None])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 def test_units_with_all_inside_a_checkpoint_are_gathered_ahead_once_a_backward_has_reached_them(strategy, prefetch):

@@ -37,6 +37,7 @@ def batch(rank):
     return torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH).roll(rank, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("option", "times"), [(None, (1, 2)), (True, (2, 2)), (False, (1, 1))])
 @pytest.mark.parametrize("world", [2, {"replicate": 2, "shard": 2}], ids=str)
 def test_the_caller_decides_whether_root_and_units_are_freed_after_forward(option, times, world):

@@ -72,6 +72,7 @@ def check(results):
         assert {*grads, *own_grads} == mine.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("units", UNITS)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 def test_ranks_train_experts_of_another_number_outside_the_plan(units, strategy):

@@ -64,6 +64,7 @@ def gathers(events):
     return Counter(event.unit for event in events if event.kind == "all_gather")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "way"), [*((2, way) for way in WAYS), (GRID, "shard_grad_op")], ids=str)
 def test_two_forwards_before_one_backward_gather_a_unit_that_stays_once(world, way):
     units, options, stays = WAYS[way]
@@ -171,6 +172,7 @@ def around(block, x):
     return checkpoint(block, x, use_reentrant=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("wrap", "remat"), [(None, ALL[1:]), (around, [])], ids=["remat", "checkpoint"])
 @pytest.mark.parametrize("forwards", [1, 2])
 def test_a_recomputation_gathers_a_unit_that_stays_not_again(wrap, remat, forwards):

@@ -198,6 +198,7 @@ def kept(place, policy):
     return max(left)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["inside", "around"])
 def test_a_policy_keeps_more_than_full_recomputation_and_less_than_no_checkpoint(place):
     nothing, full = kept("nothing", None), kept(place, "PREFER_RECOMPUTE")

@@ -56,6 +56,7 @@ def off_zero(model: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize(("make", "units"), GRAPHS.values(), ids=GRAPHS)
 def test_gradients_are_those_of_the_module(make, units, remat) -> None:

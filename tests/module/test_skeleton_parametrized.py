@@ -76,6 +76,7 @@ def cached_calls(loss_fn):
 UNITS = [([], []), (["a", "b"], []), (["a", "b"], ["a"]), (["a.parametrizations.weight"], [])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parametrization", [Symmetric, View])
 @pytest.mark.parametrize(("units", "remat"), UNITS)
 @pytest.mark.parametrize("evaluate", [fs.value_and_grad, cached_calls])

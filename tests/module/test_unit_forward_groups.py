@@ -88,6 +88,7 @@ def tokens(rank):
     return torch.randint(0, WORDS, (3, 5), generator=torch.Generator().manual_seed(rank))
 
 
+@pytest.mark.slow
 @crossed(world=[2, GRID], strategy=["full_shard", "shard_grad_op", "no_shard"], tied=[False, True])
 def test_a_group_trains_as_unsharded_and_its_collectives_are_the_predicted_ones(world, strategy, tied):
     for call in check_equal(made(tied=tied), tokens, GROUP, world, strategy=strategy):
@@ -97,6 +98,7 @@ def test_a_group_trains_as_unsharded_and_its_collectives_are_the_predicted_ones(
         assert kinds == ["all_gather"] * times + ["all_reduce" if strategy == "no_shard" else "reduce_scatter"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 def test_modules_of_a_group_are_called_in_any_way(way, strategy):
@@ -134,6 +136,7 @@ REMAT = {
 }
 
 
+@pytest.mark.slow
 @crossed(again=REMAT, way=["once", "twice", "again", "checkpoint"], strategy=["full_shard", "shard_grad_op"])
 def test_modules_of_a_group_are_computed_again_from_leaves_that_are_gathered_once(strategy, way, again):
     functional, (remat, recomputed) = fs.make_functional(made(way=way)), again

@@ -89,7 +89,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=6)
 @pytest.mark.parametrize(("units", "options"), CASES.values(), ids=CASES)
 def test_compiled_units_give_the_same_bits_and_collectives_and_are_compiled_once(units, options):
     backend = compiled(fs.make_functional(made()), TOKENS, units, program=program, **options)
@@ -134,7 +134,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize(("name", "units"), [("grad", []), ("jvp", []), ("hvp", ["blocks.*"])])
 def test_under_transforms_units_run_as_they_are_and_before_and_after_as_compiled(name, units):
     apply, params, buffers = fs.make_functional(made())
@@ -188,6 +188,7 @@ def test_the_function_of_a_whole_model_is_one_graph():
     assert (backend.graphs, backend.runs) == (1, 2)
 
 
+@pytest.mark.slow
 def test_a_module_in_full_precision_without_parameters_keeps_its_unit_from_being_compiled():
     inner = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False))
     functional = fs.make_functional(nn.Sequential(inner, nn.Linear(3, 3)), mutable=True)
@@ -269,7 +270,7 @@ class Checkpointed(nn.Module):
         return x + checkpoint(inner, x, use_reentrant=False)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=2)
 @pytest.mark.parametrize("remat", [[], ["first"]], ids=["kept", "computed again"])
 def test_a_compiled_unit_that_runs_another_one_breaks_its_graph_there(remat):
     first, second = nn.Linear(3, 3), Runs(lambda m, x: torch.tanh(m.others[0](m.own(x))), own=nn.Linear(3, 3))
@@ -319,7 +320,7 @@ def test_a_module_that_does_more_than_compute_is_compiled_once(cls, strategy):
     assert backend.graphs == 2  # the input of the first unit needs no gradient
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bert_trains_compiled_and_with_gradient_checkpointing():
     subject = SUBJECTS["bert"]
     net, batch = subject.build(0.0), subject.make_batch(2, 0)

@@ -78,6 +78,7 @@ def batch(rank):
     return torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH).roll(rank, 0).requires_grad_()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("way", WAYS)
 def test_methods_give_the_unsharded_gradients_and_gather_as_predicted(way, name):

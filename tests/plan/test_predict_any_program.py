@@ -51,7 +51,7 @@ SETTINGS = st.fixed_dictionaries({
 })  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @given(
     world=st.sampled_from([2, {"replicate": 2, "shard": 2}]),
     order=orders(6, 0, 1, 2, 2, 3),

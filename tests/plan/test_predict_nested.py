@@ -75,7 +75,7 @@ def test_units_on_demand_are_not_gathered_ahead_and_the_others_are(mesh, setting
     assert "ahead, on demand 1, 3" in str(sharded.schedule)
 
 
-@pytest.mark.nightly(one_in=3)
+@pytest.mark.nightly(one_in=6)
 @pytest.mark.parametrize("remat", [True, ["1", "2"]], ids=["each unit", "outer units"])
 @pytest.mark.parametrize("order", [(None, 0, 1), (0, 1, None), (0, None, 1, None)], ids=str)
 @on_ranks(2)

@@ -48,6 +48,7 @@ def test_the_page_has_these_recipes():
     assert found == {*AXIS_OF, "context_and_tensor"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "data", [{}, {"shard": 2}, {"replicate": 2}, {"replicate": 2, "shard": 2}], ids=lambda data: "x".join(data) or "alone"
 )

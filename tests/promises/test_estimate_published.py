@@ -171,6 +171,7 @@ def test_tables_are_written_between_the_markers_of_a_page(tmp_path):
         put(page, START, END, "new")
 
 
+@pytest.mark.slow
 def test_a_loop_takes_time_for_its_metrics_and_for_its_kernel_of_attention():
     foundry, titan = cases()[numbered(model="mpt-125m", shards=8)[0]], cases()[only(source=TITAN, shards=8, compiled=False)]
     assert foundry.loop_bytes == 2 * 14 * foundry.batch * foundry.length * 50368

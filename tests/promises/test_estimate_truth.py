@@ -86,7 +86,7 @@ def test_the_simulated_peak_is_the_measured_one_for_every_model_strategy_precisi
     assert len(check(rest)) + len(FAST) == len(SIMULATED) > 270
 
 
-@pytest.mark.nightly(one_in=3)
+@pytest.mark.nightly(one_in=2)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "slices"])
 @pytest.mark.parametrize("remat", ["none", "remat"])
 def test_the_simulated_peak_is_the_measured_one_with_frozen_units(monkeypatch, strategy, remat):
@@ -102,7 +102,7 @@ def test_the_simulated_peak_is_the_measured_one_with_frozen_units(monkeypatch, s
     assert Simulate()(prepare(case)) == pytest.approx(measure(case).peak, rel=MOST)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=2)
 @pytest.mark.skipif(not torch.__version__.startswith(MEASURED["torch"]), reason="measured with another version of torch")
 @pytest.mark.parametrize(
     "name", ["gpt full_shard bf16", "llama slices remat", "moe hybrid checkpoint", "convnet no_shard bf16 remat offload"]

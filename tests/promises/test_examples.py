@@ -87,7 +87,7 @@ def test_every_example_says_how_to_run_it_in_its_first_line_and_is_in_a_table():
         assert len(lines) < 150, path.name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=8)
 @pytest.mark.parametrize("name", AS_ONE_RANK)
 def test_an_example_prints_the_same_numbers_on_two_processes_as_on_one_rank(name, tmp_path):
     options, pattern, atol = AS_ONE_RANK[name]
@@ -123,7 +123,7 @@ def test_an_example_of_derivatives_has_the_numbers_of_its_plain_modules_in_float
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_fine_tuning_resumes_with_the_next_batch_on_another_number_of_ranks_and_exports_a_model(tmp_path):
     from transformers import AutoModelForCausalLM  # seconds
 
@@ -152,7 +152,7 @@ def test_fine_tuning_resumes_with_the_next_batch_on_another_number_of_ranks_and_
     torch.testing.assert_close(loss.item(), held_out, rtol=0.01, atol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=2)
 @pytest.mark.parametrize("name", LEARNS)
 def test_an_example_learns_its_task_on_two_processes(name):
     options, least = LEARNS[name]

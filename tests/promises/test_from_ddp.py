@@ -184,7 +184,7 @@ def compare(mesh: fs.Mesh, name: str) -> None:
     assert step == pytest.approx(ddp, rel=2e-3, abs=0)
 
 
-@pytest.mark.nightly(one_in=2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_of_ddp_and_its_ports_have_the_same_losses_also_under_autocast(name: str) -> None:
     run_ranks(compare, 2, name)

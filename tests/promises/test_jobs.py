@@ -45,7 +45,7 @@ def test_a_job_trains_as_the_plain_module_to_the_bits_of_its_plain_twin_which_wa
     check(job, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @given(st.builds(Job, **{name: st.sampled_from(values) for name, values in CHOICES.items()}).filter(is_possible))
 @settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much])
 def test_any_job_does(tmp_path_factory: pytest.TempPathFactory, job: Job) -> None:

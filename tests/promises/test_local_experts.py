@@ -112,7 +112,7 @@ WORLDS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @crossed(world=WORLDS, strategy=STRATEGIES, weighted=(False, True))
 def test_training_equals_the_unsharded_model_of_all_ranks(world, strategy, weighted):
     (shape, units), (losses, params) = world, reference(world[0], weighted)

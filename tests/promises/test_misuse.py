@@ -37,7 +37,9 @@ def _folder():
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * ("trace" in case.of)) for case in CASES], ids=str
+)
 def test_outcome(case):
     check(case)
 

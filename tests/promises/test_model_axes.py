@@ -213,7 +213,7 @@ GRADIENTS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize(("world", "options", "reduce", "weighted"), GRADIENTS)
 def test_the_gradient_is_that_of_the_unsharded_model(world: str, options: str, reduce: Any, weighted: bool) -> None:
     sizes, number = sizes_of(MESHES[world]), 2 if reduce else 1
@@ -326,6 +326,7 @@ def test_the_global_norm_counts_each_element_of_the_whole_gradient_once(world: s
 DATA_AND_MODEL = [("shard", "tensor"), ("replicate", "tensor"), ("replicate", "shard", "tensor"), ("shard",)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("axes", DATA_AND_MODEL, ids=str)
 def test_a_leaf_that_is_local_along_a_data_axis_too_has_the_mean_over_the_ranks_of_its_model(

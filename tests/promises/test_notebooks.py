@@ -86,7 +86,7 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
-@pytest.mark.nightly(one_in=3)
+@pytest.mark.nightly(one_in=7)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path, tmp_path, kernel):
     notebook = nbformat.read(path, as_version=4)

@@ -57,6 +57,7 @@ def theirs(mesh: fs.Mesh, order: str) -> Result:
     return {name: None if grad is None else grad.full_tensor() for name, grad in grads.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 def test_a_penalty_before_or_after_other_forwards_has_the_gradient_of_the_module(order: str, strategy: str) -> None:

@@ -277,7 +277,7 @@ def on_two_ranks(mesh: fs.Mesh) -> list[float]:
     return [difference(kept[1], reference), difference(repeated, reference)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_dimension_trains_as_the_unsharded_model() -> None:
     for found in run_ranks(on_two_ranks, 2, shape={"tensor": 2}):
         assert max(found) < 1e-13, found

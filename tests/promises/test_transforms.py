@@ -411,13 +411,13 @@ def run_all(run, strategy, world, *args):
     run(check, 4 if shape else world, strategy, *args, shape=shape, timeout=150)
 
 
-@pytest.mark.nightly(one_in=3)
+@pytest.mark.nightly(one_in=8)
 @pytest.mark.parametrize(("strategy", "world"), CASES, ids=lambda x: str(x).replace("'", ""))
 def test_transforms_of_shards_are_those_of_the_whole(strategy, world):
     run_all(run_simulated, strategy, world)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_same_on_real_ranks():
     run_all(run_ranks, "full_shard", 2)
     run_all(run_ranks, "shard_grad_op", HYBRID)

@@ -158,7 +158,7 @@ def train_every_way(mesh: fs.Mesh, name: str) -> dict[str, torch.Tensor]:
     return params
 
 
-@pytest.mark.nightly(one_in=2)
+@pytest.mark.nightly(one_in=4)
 @pytest.mark.parametrize("name", MODELS)
 def test_training_equals_ddp_to_the_bit_and_communicates_as_predicted(name):
     first, second = run_ranks(train_every_way, 2, name, timeout=200)
@@ -243,6 +243,7 @@ def without_gradients(mesh: fs.Mesh, **options: Any) -> None:
     assert [event.unit for event in events] == list(sharded.run.schedule.order)
 
 
+@pytest.mark.nightly
 def test_eval_equals_no_grad_after_a_training_step():
     run_ranks(on_every_schedule, 2, without_gradients, (None, FP16))
 

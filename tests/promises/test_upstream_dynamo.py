@@ -32,6 +32,7 @@ def rows(*sizes: int) -> list[Tensor]:
 # --- guards and recompiles ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the forward of .* set attributes of the module")
 @pytest.mark.parametrize("cls", [Mutating, Shared, Checkpointed])
 def test_fifteen_steps_make_one_recording_of_a_module_that_does_more_than_compute(
@@ -71,7 +72,7 @@ OWN_BATCHES: dict[str, tuple[list[Any], list[Any]]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("case", OWN_BATCHES)
 def test_ranks_with_batches_of_other_shapes_record_their_own_and_communicate_alike(case: str) -> None:
     def weight(_: fs.Mesh, x: Any) -> float:
@@ -89,6 +90,7 @@ def test_ranks_with_batches_of_other_shapes_record_their_own_and_communicate_ali
     assert first == second
 
 
+@pytest.mark.slow
 def test_ranks_whose_graphs_communicate_differently_raise_and_name_the_ranks() -> None:
     def main(mesh: fs.Mesh) -> None:
         extra = lambda out, x: out.mean() + (fs.psum(out.mean(), mesh) if mesh.rank else 0)  # noqa: E731
@@ -153,7 +155,7 @@ def test_forward_in_contexts_that_calls_forward_and_draws_numbers() -> None:
     fs.simulate(lambda mesh: check_traced(mesh, batches, model=model, call=call), 1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bert_traced_with_gradient_checkpointing() -> None:
     subject = SUBJECTS["bert"]
 

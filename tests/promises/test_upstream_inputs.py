@@ -167,7 +167,7 @@ def train_embedded(mesh: fs.Mesh) -> None:
         assert travelled == {(False, *each) for each in low} | {(True, *each) for each in full}, name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_embedding_tables_take_integers_and_train_in_every_precision():
     run_ranks(train_embedded, 2, timeout=120)
 
@@ -194,6 +194,6 @@ def evaluate(mesh: fs.Mesh) -> None:
             assert travelled == (moved(compute, FP16) if low else moved(FP32, FP32)), (precision, mode)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_transformer_evaluates_and_reduces_in_full_precision_where_it_should():
     run_ranks(evaluate, 2, timeout=120)

@@ -201,7 +201,7 @@ TABLE = [
 ]
 
 
-@pytest.mark.nightly(one_in=3)
+@pytest.mark.nightly(one_in=6)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("named", "full", "scaled"), TABLE)
 def test_every_way_moves_the_dtypes_of_its_precision_and_equals_plain_torch(named, full, scaled, strategy):
@@ -221,7 +221,7 @@ def check_all(mesh: fs.Mesh) -> None:
             check_ways(mesh, named, full, scaled, STRATEGIES, ways, (1, 3))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=2)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_on_processes_every_precision_equals_plain_torch(world_size):
     run_ranks(check_all, world_size, timeout=120)

@@ -167,6 +167,7 @@ def test_an_override_that_does_not_exist_is_refused() -> None:
         fs.make_plan(params, 2, units=wrap.by_function(lambda m: {"sharding_strategy": 1})(net))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", ["pre", "post"])
 @pytest.mark.parametrize("forward", [True, False])
 def test_a_chain_of_units_of_one_element_trains_in_each_of_six_steps(forward: bool, backward: str) -> None:

@@ -89,6 +89,7 @@ LEAVES: dict[str, tuple[torch.Tensor, str | None, float]] = {
 }
 
 
+@pytest.mark.slow
 @meshes
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_norms_and_clipping_count_every_element_of_the_whole_model_once(shape: dict[str, int], strategy: str) -> None:

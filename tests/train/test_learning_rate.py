@@ -80,6 +80,7 @@ def test_metrics_hold_the_rate_that_the_step_took(lr: Any, expected: list[float]
     assert all(type(each) is float for each in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lr", [0.1, falling], ids=["a number", "a function"])
 def test_a_graph_returns_the_rate_of_each_step_from_one_recording(lr: Any) -> None:
     optimizer = fs.torch_optimizer(torch.optim.SGD, lr=lr, momentum=0.9)

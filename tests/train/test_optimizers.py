@@ -95,7 +95,7 @@ def on_shards(mesh: fs.Mesh, make: Any, strategy: str = "full_shard", steps: int
     return fs.gather(shards, plan, mesh)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=2)
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_on_shards_are_steps_on_the_whole(name: str, world: Any) -> None:

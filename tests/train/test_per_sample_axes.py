@@ -31,6 +31,7 @@ def one_by_one(max_norm: float | None) -> tuple[torch.Tensor, torch.Tensor, dict
     return ranks(main, WHOLE)[0]
 
 
+@pytest.mark.nightly(one_in=3)
 @meshes
 @pytest.mark.parametrize(("strategy", "max_norm", "chunk_size"), [("full_shard", 8.0, None), ("no_shard", 15.0, 2)])
 def test_samples_are_clipped_as_by_the_whole_model(

@@ -57,6 +57,7 @@ def after_a_step(optimizer: Any, params: Any = None, gradient: Any = None) -> An
     return optimizer.step(shards() if gradient is None else gradient, optimizer.init(params), params)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("maker", OPTIMIZERS)
 def test_a_state_is_taken_by_its_own_optimizer_only(maker: str) -> None:
     words = r"found .*make a new one with optimizer\.init\(shards\), or keep the optimizer, plan and mesh"

@@ -101,7 +101,7 @@ def assert_equal_runs(actual: Run, expected: Run) -> None:
     torch.testing.assert_close(actual.params, {name: expected.params[name] for name in actual.params}, **TOLERANCE)
 
 
-@pytest.mark.nightly(one_in=2)
+@pytest.mark.nightly(one_in=4)
 @pytest.mark.filterwarnings("ignore")  # of the packages, in their own forwards
 @pytest.mark.parametrize("name", INSTALLED)
 def test_twenty_steps_are_those_of_the_plain_module(name):

@@ -161,7 +161,7 @@ FORMS = {
 }
 
 
-@pytest.mark.nightly(one_in=2)
+@pytest.mark.nightly(one_in=4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_collective_of_every_kind_of_tensor(size, dtype) -> None:
@@ -547,6 +547,7 @@ def go_on_after_errors(mesh: fs.Mesh, shared_memory: bool) -> tuple[list[float],
     return losses, group.pool.made + (0 if group.shm is None else group.shm.blocks.pool.made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
 def test_training_goes_on_after_errors_in_backward_and_uses_memory_again(shared_memory: bool) -> None:
     for losses, made in run_ranks(go_on_after_errors, 2, shared_memory):

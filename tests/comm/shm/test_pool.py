@@ -130,6 +130,7 @@ def test_a_block_serves_sizes_above_half_of_its_own() -> None:
     assert [fits(block, size) for size in sizes] == [False, False, True, True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", KINDS)
 def test_an_idle_block_is_dropped(make, monkeypatch) -> None:
     monkeypatch.setattr(pools, "_IDLE_TAKES", 10)
@@ -191,6 +192,7 @@ def test_a_mapping_made_in_inference_mode_can_be_written_to_in_every_mode() -> N
     assert block.tensor(100, torch.uint8).sum() == 200
 
 
+@pytest.mark.slow
 @needs_memfd
 def test_a_tracked_view_tells_once_that_it_is_gone_and_keeps_the_memory_until_then() -> None:
     block, ends, before = shared_block(100), [], open_files()

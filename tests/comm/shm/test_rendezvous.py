@@ -95,6 +95,7 @@ def _closed() -> Iterator[None]:
 leaves_nothing = pytest.mark.usefixtures("_closed")
 
 
+@pytest.mark.slow
 @leaves_nothing
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_every_pair_of_ranks_is_connected_and_bounds_of_messages_are_kept(size) -> None:
@@ -135,6 +136,7 @@ REFUSALS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
+@pytest.mark.slow
 @leaves_nothing
 @pytest.mark.parametrize("name", [*REFUSALS, "it does not want to be"])
 def test_no_rank_is_connected_if_one_cannot_be(name, monkeypatch) -> None:
@@ -216,6 +218,7 @@ def test_a_stranger_is_hung_up_and_keeps_no_rank_from_being_connected(name) -> N
         stranger.close()
 
 
+@pytest.mark.slow
 @leaves_nothing
 def test_a_queue_that_strangers_have_filled_makes_all_ranks_use_gloo(monkeypatch) -> None:
     monkeypatch.setattr(rendezvous, "_QUEUE", 0)
@@ -231,6 +234,7 @@ def test_a_queue_that_strangers_have_filled_makes_all_ranks_use_gloo(monkeypatch
         stranger.close()
 
 
+@pytest.mark.slow
 @leaves_nothing
 def test_a_rank_with_another_token_is_no_rank() -> None:
     def falsified(rank: int, step: int, texts: Texts, text: str) -> list[str]:

@@ -27,6 +27,7 @@ def test_it_measures_in_processes_and_writes_a_file_that_loads(tmp_path):
         assert collective_time(hardware, kind, 1 << 20, 2).source == "calibrated"
 
 
+@pytest.mark.slow
 def test_every_figure_is_measured_and_names_the_command_and_the_day():
     # Ranks that are threads of this process, which start at once.
     figures = fs.simulate(lambda mesh: measure(mesh, (1 << 10, 1 << 16), 0.001, TINY, passes=1), world_size=2)

@@ -31,6 +31,7 @@ def without_pauses(program: Program) -> Program:
     return dataclasses.replace(program, steps=tuple(steps))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wanted", [4, 5, 6])
 def test_a_spliced_program_is_the_traced_one(found: Profile, wanted: int) -> None:
     plan = fs.make_plan(found.forms, 2, units=NAMES)

@@ -228,6 +228,7 @@ def test_a_folded_trace_says_what_the_whole_one_says_and_every_parameter_gets_a_
     assert folded["end"] <= 8  # nothing is left but the loss and its gradient, scalars that the caller holds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["layers with dropout", "every layer checkpointed", "layers with a checkpoint inside"])
 def test_a_folded_trace_of_compiled_modules_says_what_the_whole_one_says(name):
     compiled = {f"layers.{number}" for number in range(4)}
@@ -260,6 +261,7 @@ def test_experts_with_inputs_of_their_own_are_traced_once_in_a_layer():
     assert paths[:2] == ["layers.0", "layers.0.experts.0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["experts with the same input", "experts in a row", "experts checkpointed"])
 def test_modules_whose_backward_differs_are_not_folded_inside_a_layer(name):
     assert all(fold.path.count(".") == 1 for fold in tape_of(name).folds)

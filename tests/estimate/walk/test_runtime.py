@@ -91,6 +91,7 @@ def test_no_category_of_memory_is_ever_negative_or_left(runtime, strategy, optio
     assert timeline[-1].memory == timeline[0].memory
 
 
+@pytest.mark.slow
 @RUNTIMES
 def test_nothing_gathered_is_left_after_the_step(runtime):
     assert set(report(runtime).timeline[-1].memory) <= {"shards", "inputs", "loss"}

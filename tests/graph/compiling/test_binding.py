@@ -155,7 +155,7 @@ def test_regions_whose_inputs_differ_are_compiled_apart() -> None:
     assert region_text(make_fx(torch.sin, tracing_mode="fake")(x + 1).graph) == texts[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_equal_blocks_are_compiled_once_and_later_recordings_too() -> None:
     def main(mesh: fs.Mesh) -> list[int]:
         counts = []
@@ -222,8 +222,8 @@ def _compare_and_count(mesh: fs.Mesh, cache: Path) -> tuple[int, int, list[float
     return counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"], losses
 
 
+@pytest.mark.nightly
 @NO_COMPILER
-@pytest.mark.slow
 def test_inductor_is_close_to_the_step_and_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     def process() -> tuple[int, int, list[float]]:
         with contextlib.closing(Pool()) as pool:

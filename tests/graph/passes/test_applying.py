@@ -79,7 +79,7 @@ def test_all_passes_in_a_row_keep_the_bits(setting: str) -> None:
     assert len(set(texts)) == 1, "every rank makes the same changes"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_pass_keeps_the_bits_in_later_recordings_too() -> None:
     def main(mesh: fs.Mesh) -> None:
         kept, state = compare(mesh, PASSES)["keep_gathered"]
@@ -115,6 +115,7 @@ def test_the_memory_of_a_changed_step_is_that_of_a_run() -> None:
         assert found.peak < traced.memory().peak or name != "update_early"
 
 
+@pytest.mark.slow
 def test_only_operations_without_users_and_effects_go(full_shard: Any) -> None:
     def add(step_graph: Any) -> Any:
         new = step_graph.copy()

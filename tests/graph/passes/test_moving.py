@@ -18,6 +18,7 @@ def distance(traced: Any, kind: str) -> int:
     return sum(position[wait] - position[start] for start, wait in pairs)
 
 
+@pytest.mark.slow
 def test_gathers_start_earlier_within_the_peak_of_the_step(shard_grad_op: Any) -> None:
     earlier = fs.passes.gather_earlier(shard_grad_op)
     assert distance(earlier, "all_gather") > distance(shard_grad_op, "all_gather")
