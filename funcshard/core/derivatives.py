@@ -457,7 +457,7 @@ def _or_zeros(value: Any, like: torch.Tensor, name: str) -> torch.Tensor:
 def _means(caller: str, of_leaves: _Leaves, sums: Tensors) -> list[torch.Tensor | None]:
     """Return derivatives by shards of the mean over ranks, given sums over ranks."""
     use = of_leaves.use
-    mesh = world_of(use.worlds, use.mesh, caller)
+    mesh = world_of(use, caller)
     # A value_and_grad around this one differentiates a loss that is computed from this mean.
     note_collective(mesh)
     means: list[torch.Tensor | None] = []

@@ -64,11 +64,11 @@ class ShardUse:
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
         """Note what happens in the ``with`` block; so do all blocks around it."""
-        context_token = _shard_uses.set((*_shard_uses.get(), self))
+        context_token = shard_uses.set((*shard_uses.get(), self))
         try:
             yield
         finally:
-            _shard_uses.reset(context_token)
+            shard_uses.reset(context_token)
 
     def note(self, shard: torch.Tensor, comm: BufferComm) -> None:
         """Note that a unit gathers a shard."""
@@ -155,20 +155,17 @@ class GradReducer:
             axes; with the unreduced gradient, if its buffer is not cut.
         reduce: when the gradients of several backwards are reduced.
         gathered: the gathered parts of each leaf, if units are to gather nothing.
-        mesh: see the attribute.
+        mesh: the mesh over whose ranks the caller takes the mean, if known.
 
     Attributes:
         leaves: the leaves, and their gradients.
         leaf_by_id: the same by the identity of the tensor.
-        mesh: the mesh over whose ranks the caller takes the mean; ``None`` for that of the
-            collectives that are met.
-        worlds: the meshes that were met, by world size.
+        use: what the loss function communicates over, and the shards that units gathered and that
+            are no leaves, such as leaves that a transform inside the loss has wrapped.
         zero_weight: whether the micro-batch that runs counts nothing, infinities and NaN included.
         received: whether a gradient has arrived since ``pre_backward``.
         has_gathered: whether units gather nothing.
         at_end: functions to call at the end of the backward that runs.
-        transformed: the shards that units gathered and that are no leaves, such as leaves that a
-            transform inside the loss has wrapped.
     """
 
     def __init__(
@@ -182,20 +179,20 @@ class GradReducer:
         mesh: Mesh | None = None,
     ) -> None:
         self.leaves = [LeafGradient() for _ in leaves]
-        self.mesh = mesh
-        self.worlds: dict[int, Mesh] = {}
+        self.use = ShardUse(mesh)
         self.received = False
         self.has_gathered = bool(gathered)
         self.at_end: list[Callable[[], None]] = []
-        self.transformed = ShardUse()
         # Why by id: the tree may hold the shards of several models, so unit and buffer name no
         # leaf; and a shard that ``loss_fn`` computes from a leaf has the leaf's unit and buffer,
         # and is another.
         self.leaf_by_id = {id(shard): leaf for shard, leaf in zip(leaves, self.leaves, strict=True)}
         self._on_grad, self._on_scattered, self._reduce = on_grad, on_scattered, reduce
-        # Errors name the one that is in use.
-        hook_by_name = {"on_grads": on_grad, "on_reduce_scattered": on_scattered}
-        self._hook = next((name for name, hook in hook_by_name.items() if hook is not None), "")
+        self._hook = ""  # Errors name the one that is in use.
+        if on_scattered is not None:
+            self._hook = "on_reduce_scattered"
+        if on_grad is not None:
+            self._hook = "on_grads"
         # Autograd's number of this reducer's backward, while that runs.
         self._task: int | None = None
         self._accumulating = False
@@ -210,11 +207,11 @@ class GradReducer:
         """Note that a unit gathers a shard; return the leaves if these are gathered already."""
         mesh = comm.mesh
         # The mean is over these ranks; evaluate raises if there are several numbers of them.
-        self.worlds[mesh.world_size] = mesh
+        self.use.worlds[mesh.world_size] = mesh
         leaf = self.leaf_by_id.get(id(shard))
         if leaf is None:
             self._check_computed(shard, comm)
-            self.transformed.note(shard, comm)
+            self.use.note(shard, comm)
             return None
         leaf.comm = leaf.comm or comm
         return leaf.gathered
@@ -439,7 +436,8 @@ def _divided(leaf: LeafGradient, parts: list[torch.Tensor], comm: BufferComm) ->
 _current: contextvars.ContextVar[GradReducer | None] = contextvars.ContextVar(
     "funcshard_reducer", default=None
 )
-_shard_uses: contextvars.ContextVar[tuple[ShardUse, ...]] = contextvars.ContextVar(
+# Those of all functions of torch.func around the code that runs.
+shard_uses: contextvars.ContextVar[tuple[ShardUse, ...]] = contextvars.ContextVar(
     "funcshard_shard_uses", default=()
 )
 
@@ -462,18 +460,12 @@ def current_reducer() -> GradReducer | None:
 
 def note_collective(mesh: Mesh) -> None:
     """Tell active functions that take a mean that their loss communicates over ``mesh``."""
-    for use in _shard_uses.get():
+    uses, reducer = shard_uses.get(), _current.get()
+    if reducer is not None:
+        uses = (*uses, reducer.use)
+    for use in uses:
         if use.mesh is None:
             use.worlds[mesh.world_size] = mesh
-    reducer = _current.get()
-    if reducer is not None and reducer.mesh is None:
-        reducer.worlds[mesh.world_size] = mesh
-
-
-def note_shard(shard: torch.Tensor, comm: BufferComm) -> None:
-    """Note that a unit gathers a shard, for all functions around it."""
-    for use in _shard_uses.get():
-        use.note(shard, comm)
 
 
 def _memory(shard: torch.Tensor) -> tuple[int, int]:

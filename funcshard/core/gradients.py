@@ -26,7 +26,13 @@ from funcshard.comm import Mesh, current_recording, ranks_of_job
 from funcshard.core.accumulation import micro_batch_calls
 from funcshard.core.collectives import psum_world
 from funcshard.core.flat_buffer import all_reduce_flat
-from funcshard.core.grad_reducer import GradReducer, LeafGradient, activate, note_collective
+from funcshard.core.grad_reducer import (
+    GradReducer,
+    LeafGradient,
+    ShardUse,
+    activate,
+    note_collective,
+)
 from funcshard.core.gradient_options import (
     GradientOptions,
     OnGrads,
@@ -365,7 +371,7 @@ def evaluate(
             aux_values.append(tree.map(detached, aux))
             del loss  # frees the graph before the next forward
     total_loss = functools.reduce(operator.add, loss_values)
-    mesh = world_of(reducer.worlds, reducer.mesh)
+    mesh = world_of(reducer.use)
     # A value_and_grad around this one differentiates a loss that is computed from this gradient.
     note_collective(mesh)
     # Why here, and not in the reductions: a sum is the exact adjoint of an all-gather, so gradients
@@ -383,7 +389,7 @@ def evaluate(
         divisor = torch.where(world_sums[1] > 0, world_sums[1], 1.0)
         total_loss, world_weight = (world_sums[0] / divisor).to(total_loss.dtype), world_sums[1]
     for shard, leaf in zip(local_leaves, reducer.leaves, strict=True):
-        leaf.comm = leaf.comm or reducer.transformed.comm(shard)
+        leaf.comm = leaf.comm or reducer.use.comm(shard)
     local_axes = [_local_axes(leaf) for leaf in reducer.leaves]
     axes_divisors: dict[Any, float | torch.Tensor] = {}
     if options.divisor is not None:
@@ -494,19 +500,13 @@ def _gradient(
     return reduced_grad if is_undivided else reduced_grad.div_(divisor)
 
 
-def world_of(worlds: Mapping[int, Mesh], mesh: Mesh | None, caller: str = "value_and_grad") -> Mesh:
-    """Return the mesh that the mean runs over.
-
-    Arguments:
-        worlds: the meshes that the loss function communicated over, by world size.
-        mesh: the mesh that the user passed, if any.
-        caller: the function that takes the mean, for errors.
-    """
-    world_sizes = {*worlds, *([] if mesh is None else [mesh.world_size])}
+def world_of(use: ShardUse, caller: str = "value_and_grad") -> Mesh:
+    """Return the mesh over which ``caller`` takes the mean of a loss function."""
+    mesh, world_sizes, mesh_text = use.mesh, {*use.worlds}, "meshes"
+    if mesh is not None:
+        world_sizes.add(mesh.world_size)
+        mesh_text = "units of other meshes than mesh=,"
     if len(world_sizes) > 1:
-        mesh_text = "meshes"
-        if mesh is not None:
-            mesh_text = "units of other meshes than mesh=,"
         raise ValueError(
             f"{caller} takes the mean over one mesh, to which the units inside loss_fn "
             f"belong; found {mesh_text} of {sorted(world_sizes)} ranks: run the units of another "
@@ -524,7 +524,7 @@ def world_of(worlds: Mapping[int, Mesh], mesh: Mesh | None, caller: str = "value
             "model, shard them, with strategy='no_shard' for copies; pass mesh=mesh if each "
             "rank's tensors are variables of their own, mesh=fs.Mesh() for this rank alone"
         )
-    return next(iter(worlds.values()), Mesh())
+    return next(iter(use.worlds.values()), Mesh())
 
 
 def _local_axes(leaf: LeafGradient) -> tuple[Mesh, tuple[str, ...]] | None:

@@ -47,7 +47,7 @@ from funcshard.core.buffer_comm import (
 from funcshard.core.checks import check_shard
 from funcshard.core.dtensor_leaves import DTensorForm, as_dtensors
 from funcshard.core.flat_buffer import ShardToLeaves
-from funcshard.core.grad_reducer import GradReducer, current_reducer, note_shard
+from funcshard.core.grad_reducer import GradReducer, current_reducer, shard_uses
 from funcshard.core.prefetcher import (
     Prefetcher,
     SavedUnit,
@@ -153,7 +153,8 @@ class Unshard:
         # Without handles, the Function starts each gather itself, so that transforms see it.
         for comm, handle in zip(self.comms, handles or itertools.repeat(None), strict=False):
             local_shard = shard[comm.buffer]
-            note_shard(local_shard, comm)
+            for use in shard_uses.get():
+                use.note(local_shard, comm)
             # per_sample_grad differentiates by leaves that it gathered itself.
             leaves: Any = reducer and reducer.note_gather(local_shard, comm)
             if leaves is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -23,8 +23,6 @@ from funcshard.module.changes import DiscardedChanges, LateChanges, unchanged
 from funcshard.module.checks import absent_attribute
 from funcshard.module.copying import NamedTensors, Tensors
 from funcshard.module.skeleton import Skeleton, make_skeleton
-
-T = TypeVar("T")
 
 
 def make_functional(
@@ -143,8 +141,9 @@ class Functional:
         self.check_names("params", params, self.skeleton.parameters)
         call_buffers = self.copies(buffers)
         modules = self.skeleton.instantiate(params, call_buffers, training=self.training)
-        if torch.compiler.is_compiling():  # Dynamo cannot trace what undoes changes
-            out = self.run(modules[0], args, kwargs)
+        # Note: Dynamo traces neither what undoes changes nor what looks at transforms.
+        if torch.compiler.is_compiling():
+            out = self.run_plain(modules[0], args, kwargs)
         else:
             with unchanged(params):
                 out = self.run(modules[0], args, kwargs)
@@ -253,14 +252,25 @@ class Functional:
         return _copies(buffers)
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the method on ``module``; under a transform or dual level, with ``any_order``."""
+        if transforms_active() or dual_level_active():
+            with any_order():
+                return self.run_plain(module, args, kwargs)
+        try:
+            return self.run_plain(module, args, kwargs)
+        except RuntimeError as error:
+            check_derivatives(error)
+            raise
+
+    def run_plain(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the method on ``module``, the root of a call's modules."""
         method_name = self.method_name
         if callable(method_name):
-            out = _run_any_order(method_name, module, *args, **kwargs)
+            out = method_name(module, *args, **kwargs)
         else:
             # Why the module itself: its hooks run only then.
             method = module if method_name == "forward" else getattr(module, method_name)
-            out = _run_any_order(method, *args, **kwargs)
+            out = method(*args, **kwargs)
         if not self.mutable:
             return out
         buffers_after = dict(module.named_buffers(remove_duplicate=False))
@@ -294,6 +304,8 @@ class Functional:
 
 def _copies(tensors: NamedTensors) -> Tensors:
     """Return copies of tensors; large ones share their memory until it is written to."""
+    if not tensors:
+        return {}
     # Why not below a transform: it has to see the copy, and so has a graph that is recorded.
     large_copy: Callable[[torch.Tensor], torch.Tensor] = late_copy
     if torch.compiler.is_compiling() or recording_or_transforming():
@@ -302,17 +314,3 @@ def _copies(tensors: NamedTensors) -> Tensors:
         name: tensor.clone() if tensor.numel() < LARGE else large_copy(tensor)
         for name, tensor in tensors.items()
     }
-
-
-def _run_any_order(f: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Return ``f(*args, **kwargs)``; inside a transform or a dual level, with ``any_order``."""
-    if torch.compiler.is_compiling():
-        return f(*args, **kwargs)
-    if not (transforms_active() or dual_level_active()):
-        try:
-            return f(*args, **kwargs)
-        except RuntimeError as error:
-            check_derivatives(error)
-            raise
-    with any_order():
-        return f(*args, **kwargs)
