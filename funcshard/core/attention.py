@@ -54,12 +54,14 @@ def attention(
     # Why at least float32: so computes torch's composition of plain operations.
     dtype = torch.promote_types(out_dtype, torch.float32)
     query, key, value = (tensor.to(out_dtype).to(dtype) for tensor in (query, key, value))
-    query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    query = query * scale
     if enable_gqa:
         queries_per_key = query.shape[-3] // key.shape[-3]
         key = key.repeat_interleave(queries_per_key, -3)
         value = value.repeat_interleave(queries_per_key, -3)
-    bias = unseeing = None
+    bias = unseeing = dropout = None
     if attn_mask is not None:
         bias = attn_mask
         if bias.dtype == torch.bool:
@@ -76,7 +78,8 @@ def attention(
     query, key, value = (
         tensor.expand(*batches, *tensor.shape[-2:]).contiguous() for tensor in (query, key, value)
     )
-    dropout = Dropout(dropout_p, RandomState.take(), batches) if dropout_p > 0.0 else None
+    if dropout_p > 0.0:
+        dropout = Dropout(dropout_p, RandomState.take(), batches)
     with torch.autocast(device_type, enabled=False):
         chunk_map = ChunkMap(f=_outputs, is_causal=is_causal, dropout=dropout)
         (out,) = _Mapped.apply(chunk_map, query, key, value, bias)
@@ -102,14 +105,16 @@ class Chunk:
 
     def probs(self, query: torch.Tensor, key: torch.Tensor, bias: torch.Tensor | None) -> Any:
         """Return the probabilities before dropout."""
-        scores = _sum((query, key.mT), bias)
+        scores = _sum((query, key.mT), plus=bias)
         if self.causal_bias is not None:
             scores[..., scores.shape[-1] - self.causal_bias.shape[-1] :] += self.causal_bias
         return scores.softmax(-1)
 
     def drop(self, probs: Any) -> Any:
         """Return probabilities after dropout, or what is linear in them."""
-        return probs if probs is None or self.kept is None else probs * self.kept
+        if probs is None or self.kept is None:
+            return probs
+        return probs * self.kept
 
 
 def _outputs(chunk: Chunk, query: Any, key: Any, value: Any, bias: Any) -> Results:
@@ -120,8 +125,10 @@ def _outputs_jvp(chunk: Chunk, *inputs: Any) -> Results:
     """Return the tangent of ``_outputs``, from its inputs and their tangents."""
     query, key, value, bias, query_dot, key_dot, value_dot, bias_dot = inputs
     probs = chunk.probs(query, key, bias)
-    score_dot = _sum((query_dot, key.mT), (query, _turned(key_dot)), bias_dot)
-    prob_dot = None if score_dot is None else chunk.drop(_softmax_jvp(probs, score_dot)[0])
+    score_dot = _sum((query_dot, key.mT), (query, _turned(key_dot)), plus=bias_dot)
+    prob_dot = None
+    if score_dot is not None:
+        prob_dot = chunk.drop(_softmax_jvp(probs, score_dot)[0])
     return (_sum((prob_dot, value), (chunk.drop(probs), value_dot)),)
 
 
@@ -143,11 +150,11 @@ def _grads_jvp(chunk: Chunk, *inputs: Any) -> Results:
     probs = chunk.probs(query, key, bias)
     prob_grad = chunk.drop(out_grad @ value.mT)
     prob_grad_dot = chunk.drop(_sum((out_grad_dot, value.mT), (out_grad, _turned(value_dot))))
-    score_dot = _sum((query_dot, key.mT), (query, _turned(key_dot)), bias_dot)
+    score_dot = _sum((query_dot, key.mT), (query, _turned(key_dot)), plus=bias_dot)
     score_grad, mean = _softmax_jvp(probs, prob_grad)
     # The tangent of score_grad is the product rule's for probs * (prob_grad - mean).
-    score_grad_dot = torch.zeros_like(probs) if prob_grad_dot is None else probs * prob_grad_dot
     prob_dot = None
+    score_grad_dot = torch.zeros_like(probs) if prob_grad_dot is None else probs * prob_grad_dot
     if score_dot is not None:
         prob_dot, _ = _softmax_jvp(probs, score_dot)
         score_grad_dot = _add_product(score_grad_dot, prob_dot, prob_grad)
@@ -200,23 +207,22 @@ def _add_product(total: torch.Tensor, first: torch.Tensor, second: torch.Tensor)
     return torch.addcmul(total, first, second)
 
 
-def _sum(*terms: Any) -> Any:
-    """Return the sum of tensors, and of matrix products that are pairs, except for ``None``."""
+def _sum(*products: Any, plus: Any = None) -> Any:
+    """Return the sum of matrix products and of ``plus``, except for what is ``None``."""
     total = None
-    for term in terms:
-        factors = term if isinstance(term, tuple) else (term,)
-        if any(factor is None for factor in factors):
+    for left, right in products:
+        if left is None or right is None:
             continue
         if total is None:
-            total = factors[0] if len(factors) == 1 else factors[0] @ factors[1]
-        elif not _in_place():
-            total = total + (factors[0] if len(factors) == 1 else factors[0] @ factors[1])
-        elif len(factors) == 1:
-            total.add_(factors[0])
+            total = left @ right
+        elif _in_place():
+            flat_total, *factors = (t.reshape(-1, *t.shape[-2:]) for t in (total, left, right))
+            flat_total.baddbmm_(*factors)
         else:
-            flat, *flat_factors = (t.reshape(-1, *t.shape[-2:]) for t in (total, *factors))
-            flat.baddbmm_(*flat_factors)
-    return total
+            total = total + left @ right
+    if total is None or plus is None:
+        return plus if total is None else total
+    return total.add_(plus) if _in_place() else total + plus
 
 
 # --- maps over chunks -----------------------------------------------------------------------------
@@ -270,29 +276,21 @@ class ChunkMap:
     def run(self, *tensors: Any) -> tuple[torch.Tensor, ...]:
         """Return the wanted results of whole tensors."""
         num_keys = tensors[1].shape[-2]
-        parts: dict[int, list[torch.Tensor]] = {i: [] for i in self.wanted}
+        parts: dict[int, list[torch.Tensor]] = {i: [] for i in self.wanted if self.outputs[i]}
         sums: dict[int, torch.Tensor] = {}
-        # Why not the values: they draw first.
-        dropout = self.dropout if self.f is not _outputs else None
-        with dropout.repeated() if dropout else contextlib.nullcontext():
+        with contextlib.ExitStack() as exit_stack:
+            if self.dropout is not None and self.f is not _outputs:  # which draws first
+                exit_stack.enter_context(self.dropout.repeated())
             for queries, keys, chunk in self._chunks(tensors[0], num_keys):
-                pieces = [
-                    None if tensor is None else tensor[..., queries if by_query else keys, :]
-                    for tensor, by_query in zip(tensors, self.inputs, strict=True)
-                ]
-                results = self.f(chunk, *pieces)
+                ranges = [(keys, queries)[by_query] for by_query in self.inputs]
+                results = self.f(chunk, *map(_rows, tensors, ranges))
                 for i in self.wanted:
-                    result = results[i]
-                    if self.outputs[i]:
-                        parts[i].append(result)
-                    elif i in sums or keys.stop < num_keys:
-                        if i not in sums:
-                            shape = *result.shape[:-2], result.shape[-1], num_keys
-                            sums[i] = result.new_zeros(shape).mT
-                        sums[i][..., keys, :] += result
+                    if i in parts:
+                        parts[i].append(results[i])
                     else:
-                        sums[i] = result
-        return tuple(torch.cat(parts[i], -2) if self.outputs[i] else sums[i] for i in self.wanted)
+                        sums[i] = _add_rows(sums.get(i), results[i], num_keys)
+        whole = sums | {i: torch.cat(rows, -2) for i, rows in parts.items()}
+        return tuple(whole[i] for i in self.wanted)
 
     def _chunks(self, query: torch.Tensor, num_keys: int) -> Iterator[tuple[slice, slice, Chunk]]:
         num_queries, num_batches = query.shape[-2], math.prod(query.shape[:-2])
@@ -300,9 +298,9 @@ class ChunkMap:
         step = max(LEAST_QUERIES, step // LEAST_QUERIES * LEAST_QUERIES)
         for start in range(0, max(1, num_queries), step):
             stop = min(start + step, num_queries)
-            num_seen = min(stop, num_keys) if self.is_causal else num_keys
-            causal_bias = kept = None
+            num_seen, causal_bias, kept = num_keys, None, None
             if self.is_causal:
+                num_seen = min(stop, num_keys)
                 # Why no more keys: all queries of the chunk see those before it.
                 shape = stop - start, max(0, num_seen - start)
                 causal_bias = query.new_full(shape, -math.inf).triu(1)
@@ -353,6 +351,22 @@ class ChunkMap:
         return dataclasses.replace(self, f=f or derived, inputs=self.inputs * 2)
 
 
+def _rows(tensor: Any, rows: slice) -> Any:
+    return None if tensor is None else tensor[..., rows, :]
+
+
+def _add_rows(total: torch.Tensor | None, part: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Add the first rows to a sum of ``num_rows``, which begins with ``None``."""
+    num_seen = part.shape[-2]
+    if total is None and num_seen == num_rows:
+        return part
+    if total is None:
+        # Why turned: so are the parts.
+        total = part.new_zeros((*part.shape[:-2], part.shape[-1], num_rows)).mT
+    total[..., :num_seen, :] += part
+    return total
+
+
 def _replaced(values: Sequence[Any], indices: Sequence[int], by: Sequence[Any]) -> list[Any]:
     new_values = dict(enumerate(values)) | dict(zip(indices, by, strict=True))
     return list(new_values.values())
@@ -393,11 +407,8 @@ class _Mapped(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, chunk_map: ChunkMap, *tensors: Any) -> Any:
         size, dims = info.batch_size, in_dims[1:]
         batched = [
-            tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-            for tensor, dim in zip(tensors, dims, strict=True)
-            if tensor is not None
+            _batch_first(tensor, dim, size) for tensor, dim in zip(tensors, dims, strict=True)
         ]
-        batched = _replaced(tensors, _present(tensors), batched)
         dropout = chunk_map.dropout
         if dropout is not None:
             if info.randomness == "error":
@@ -407,7 +418,17 @@ class _Mapped(torch.autograd.Function):
                 )
             # Note: the values have drawn for each sample only if one of their inputs had samples.
             has_samples = any(dim is not None for dim in dims[:4])
-            draws = size if info.randomness == "different" and has_samples else 1
+            draws = 1
+            if info.randomness == "different" and has_samples:
+                draws = size
             dropout = dataclasses.replace(dropout, batches=(draws, *dropout.batches))
         outs = _Mapped.apply(dataclasses.replace(chunk_map, dropout=dropout), *batched)
         return outs, (0,) * len(outs)
+
+
+def _batch_first(tensor: Any, dim: int | None, size: int) -> Any:
+    if tensor is None:
+        return None
+    if dim is None:
+        return tensor.expand(size, *tensor.shape)
+    return tensor.movedim(dim, 0)

@@ -42,6 +42,9 @@ def any_order() -> Iterator[None]:
 
     Source: ``torch.nn.attention.sdpa_kernel``, which chooses among torch's kernels.
     """
+    if any_order_active():  # Why not twice: each mode is asked about every operation.
+        yield
+        return
     with _AnyOrder():
         yield
 
@@ -51,7 +54,8 @@ def check_derivatives(error: RuntimeError) -> None:
     if _MISSING.search(str(error)):
         raise RuntimeError(
             "torch's attention kernels have a first derivative in reverse mode, and another one was "
-            "taken of them: run the forward inside `with fs.any_order():`, which replaces them"
+            "taken of them: run the forward inside `with fs.any_order():`, which replaces them if "
+            "all of them are enabled"
         ) from error
 
 
@@ -74,7 +78,7 @@ def repeating_any_order(f: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> T:
-        with _AnyOrder():
+        with any_order():
             return f(*args, **kwargs)
 
     return run
@@ -86,10 +90,10 @@ class _AnyOrder(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         replacement = PLAIN_LOSSES.get(func)
-        if replacement is None and not _kernel_chosen():
-            replacement = _ATTENTION.get(func)
-        if replacement is None or any(map(is_dtensor, args)):
-            return func(*args, **kwargs)
+        if func in _ATTENTION and not _kernel_chosen():
+            replacement = _ATTENTION[func]
+        if replacement is None or any(map(is_dtensor, (*args, *kwargs.values()))):
+            replacement = func
         return replacement(*args, **kwargs)
 
 
@@ -103,20 +107,18 @@ def _kernel_chosen() -> bool:
     )
 
 
-def _copied(function: Any, **names: Any) -> Any:
-    """Return a copy of a Python function in which some global names have other values."""
-    all_names = {**function.__globals__, **names}
-    copy = types.FunctionType(function.__code__, all_names, argdefs=function.__defaults__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
+# Why a copy with other globals: torch turns the mode off while this function runs, which calls
+# attention.
+_multi_head = types.FunctionType(
+    functional.multi_head_attention_forward.__code__,
+    {
+        **vars(functional),
+        "has_torch_function": lambda _: False,
+        "scaled_dot_product_attention": attention,
+    },
+    argdefs=functional.multi_head_attention_forward.__defaults__,
+)
 _ATTENTION: dict[Any, Callable[..., Any]] = {
     functional.scaled_dot_product_attention: attention,
-    # Why a copy: torch turns the mode off while this function runs, which calls attention.
-    functional.multi_head_attention_forward: _copied(
-        functional.multi_head_attention_forward,
-        has_torch_function=lambda _: False,
-        scaled_dot_product_attention=attention,
-    ),
+    functional.multi_head_attention_forward: _multi_head,
 }
