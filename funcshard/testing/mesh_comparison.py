@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from funcshard._utils.options import check_number
 from funcshard.comm import Mesh, simulate
 from funcshard.plan import AXES, mesh_axes_of
 from funcshard.testing.operations import axes_phrase, explain, recorded
 from funcshard.testing.relations import (
-    RankValues,
     distance,
     factor_of,
-    mean_of,
+    partial_cause,
     powers,
     relation,
     tolerance_of,
@@ -33,12 +33,21 @@ _MESHES: tuple[int | Mapping[str, int], ...] = (
     {"shard": 2, "tensor": 2},
 )
 
-# What is most likely wrong with a factor: by whether the axis is a data axis, and its power.
+# What is most likely wrong with a factor: by whether the axis is a data axis, and it's too large.
+_SCALE_HINTS = {
+    (True, True): "ranks' terms are added there, where their mean is due",
+    (True, False): "they are divided by the number of ranks too often there, or a psum is missing",
+    (
+        False,
+        True,
+    ): "a psum adds a value there that's whole already, or its backward isn't its adjoint",
+    (False, False): "a psum is missing there, in its forward or of its gradient",
+}
 _HINTS = {
-    (True, 1): "ranks' terms are added there, where their mean is due",
-    (True, -1): "they are divided by the number of ranks too often there, or a psum is missing",
-    (False, 1): "a psum adds a value there that's whole already, or its backward isn't its adjoint",
-    (False, -1): "a psum is missing there, in its forward or of its gradient",
+    "norm": "is the norm of each rank's own part {}: add the squares with psum",
+    "max": "is the max of each rank's own part {}: take the largest by pmax",
+    "not added": "is one term on each rank {}: add them with psum",
+    "not averaged": "is each rank's own {}: take the mean, e.g. by pmean",
 }
 
 
@@ -144,27 +153,31 @@ def same_on_every_mesh(
         check_number("tolerance", tolerance, least=0, none="for that of the dtype", remedy="pass 0")
     shapes = [mesh_axes_of(mesh, "meshes") for mesh in meshes]
     ones = {axis: 1 for shape in shapes for axis in shape}
-    runs: list[_Run] = []
-    reference, has_steps = _values(main, 1, ones)
+    runs = []
+    (has_steps, reference), *_ = _values(main, 1, ones)
     for mesh, shape in zip(meshes, shapes, strict=True):
-        axes = ones | shape if len(shape) == len(ones) else {**shape, **_missing(ones, shape)}
-        if math.prod(axes.values()) > 1:
-            runs.append(_Run(mesh, axes, _values(main, mesh, axes)[0]))
-    judge = _Judge(main, ones, reference, tuple(runs), has_steps, tolerance)
+        sizes = shape | {axis: 1 for axis in ones if axis not in shape}
+        if math.prod(sizes.values()) > 1:
+            runs.append(_Run(mesh, sizes, [values for _, values in _values(main, mesh, sizes)]))
+    judge = _Judge(main, ones, reference, runs, has_steps, tolerance)
     differences = [difference for run in runs for difference in judge.differences(run)]
-    rounding = max((judge.rounding(run) for run in runs), default=0.0) if not differences else 0.0
+    rounding = 0.0
+    if not differences:
+        rounding = max((judge.apart(run, path) for run in runs for path in reference), default=0.0)
     return Comparison(tuple(run.mesh for run in runs), tuple(differences), rounding)
 
 
-def _missing(ones: Mapping[str, int], shape: Mapping[str, int]) -> dict[str, int]:
-    return {axis: 1 for axis in ones if axis not in shape}
+def _values(
+    main: Callable[[Mesh], Any], mesh: Any, sizes: Mapping[str, int]
+) -> list[tuple[bool, dict[str, Any]]]:
+    """Return for each rank whether it returned steps, and the values by path."""
 
+    def values_of_rank(mesh: Mesh) -> tuple[bool, dict[str, Any]]:
+        result = main(mesh)
+        return isinstance(result, list), values_by_path(result, mesh)
 
-def _values(main: Callable[[Mesh], Any], mesh: Any, axes: Mapping[str, int]) -> tuple[Any, bool]:
-    """Return the values by path, and whether they are those of steps."""
     try:
-        results = simulate(main, axes)
-        return values_by_path(results, axes), isinstance(results[0], list)
+        return simulate(values_of_rank, sizes)
     except Exception as error:
         error.add_note(f"raised on the mesh {mesh} of same_on_every_mesh")
         raise
@@ -172,9 +185,14 @@ def _values(main: Callable[[Mesh], Any], mesh: Any, axes: Mapping[str, int]) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
+    """What each rank of a mesh returned, by path."""
+
     mesh: Any
-    axes: Mapping[str, int]
-    values: Mapping[str, Any]
+    sizes: Mapping[str, int]
+    by_rank: Sequence[Mapping[str, Any]]
+
+    def at(self, path: str) -> list[Any]:
+        return [values[path] for values in self.by_rank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,159 +200,144 @@ class _Judge:
     main: Callable[[Mesh], Any]
     ones: Mapping[str, int]
     reference: Mapping[str, Any]
-    runs: tuple[_Run, ...]
+    runs: Sequence[_Run]
     has_steps: bool
     tolerance: float | None
 
     def limit(self, path: str) -> float:
-        if self.tolerance is not None:
-            return self.tolerance
-        return tolerance_of(self.reference[path].values[0].dtype)
+        """Return the difference that counts as rounding."""
+        expected = self.reference[path]
+        if not isinstance(expected, torch.Tensor):
+            return 0.0
+        return tolerance_of(expected.dtype) if self.tolerance is None else self.tolerance
 
     def apart(self, run: _Run, path: str) -> float:
         """Return how far a value is from that of one rank; infinity for values that can't be."""
-        value, expected = run.values.get(path), self.reference[path]
-        if not isinstance(expected, RankValues) or not isinstance(value, RankValues):
-            items = value if isinstance(value, list) else [value]
-            return 0.0 if all([item] == expected for item in items) else math.inf
+        expected = self.reference[path]
+        if not all(isinstance(value, torch.Tensor) for value in (expected, *run.at(path))):
+            return 0.0 if all(value == expected for value in run.at(path)) else math.inf
         # Why a scale: what is zero but for rounding, such as the gradient of a bias before a norm,
         # is compared with its neighbours.
-        scale = 1e-3 * self.largest(path)
-        return max(distance(item, expected.values[0], scale) for item in value.values)
+        scale = 1e-3 * max(_largest(self.reference[other]) for other in self.neighbours(path))
+        return max(distance(value, expected, scale) for value in run.at(path))
 
-    def largest(self, path: str) -> float:
-        group = self.group(path)
-        tensors = [
-            value.values[0].detach().abs()
-            for other, value in self.reference.items()
-            if isinstance(value, RankValues) and self.group(other) == group
-        ]
-        return max((tensor.max().item() for tensor in tensors if tensor.numel()), default=0.0)
-
-    def group(self, path: str) -> list[str]:
-        return path.split(".")[: 2 if self.has_steps else 1]
-
-    def differs(self, run: _Run, path: str) -> bool:
-        numbers = isinstance(self.reference[path], RankValues)
-        return self.apart(run, path) > (self.limit(path) if numbers else 0)
-
-    def rounding(self, run: _Run) -> float:
-        return max((self.apart(run, path) for path in self.reference), default=0.0)
+    def neighbours(self, path: str) -> list[str]:
+        length = 1 + self.has_steps
+        first_names = path.split(".")[:length]
+        return [other for other in self.reference if other.split(".")[:length] == first_names]
 
     def differences(self, run: _Run) -> list[Difference]:
-        if other := sorted(run.values.keys() ^ self.reference.keys()):
-            text = "is not returned by every mesh: return the same entries"
-            return [Difference(mesh=run.mesh, path=other[0], cause="form", text=text)]
-        paths = [path for path in self.reference if self.differs(run, path)]
+        """Return where a mesh differs, in its first step that does, and why."""
+        for values in run.by_rank:
+            if other := sorted(values.keys() ^ self.reference.keys()):
+                text = "is not returned by every mesh: return the same entries"
+                return [Difference(mesh=run.mesh, path=other[0], cause="form", text=text)]
+        paths = [path for path in self.reference if self.apart(run, path) > self.limit(path)]
         step = None
         if paths and self.has_steps:
             step = min(int(path.split(".")[0]) for path in paths)
             paths = [path for path in paths if path.split(".")[0] == str(step)]
-        by_kind: dict[Any, list[Difference]] = collections.defaultdict(list)
+        merged: dict[Any, Difference] = {}
         for path in paths:
-            found = dataclasses.replace(self.difference(run, path), step=step)
-            if step is not None:
-                found = dataclasses.replace(found, path=path.partition(".")[2])
-            by_kind[found.cause, found.axes, found.text].append(found)
-        merged = [dataclasses.replace(same[0], count=len(same)) for same in by_kind.values()]
+            new = self.difference(run, path)
+            new_path = path.partition(".")[2] if self.has_steps else path
+            key = new.cause, new.axes, new.text
+            old = merged.get(key, dataclasses.replace(new, path=new_path, step=step, count=0))
+            merged[key] = dataclasses.replace(old, count=old.count + 1)
         # Why: what is small beside a difference of another cause is most likely a part of it.
-        merged = [found for found in merged if found.cause != "rounding"] or merged
-        if any(found.cause in ("value", "copies", "not added") for found in merged):
-            merged = self.explained(run, merged)
-        return merged
+        large = [new for new in merged.values() if new.cause != "rounding"]
+        return self.explained(run, large or list(merged.values()))
 
     def explained(self, run: _Run, differences: list[Difference]) -> list[Difference]:
-        """Return the differences with the cause that a recording shows."""
+        """Return the differences, with the cause that a recording shows where they have none."""
+        open_ones = [old for old in differences if old.cause in ("value", "copies")]
+        if not open_ones:
+            return differences
+        first = open_ones[0]
         try:
             (reference,) = simulate(lambda mesh: recorded(self.main, mesh), self.ones)
-            logs = simulate(lambda mesh: recorded(self.main, mesh), run.axes)
+            logs = simulate(lambda mesh: recorded(self.main, mesh), run.sizes)
         # Why: a program that can't be recorded, e.g. with compiled code, differs all the same.
-        except Exception:
-            return differences
-        finding = explain(reference, logs, run.axes)
+        except Exception as error:
+            text = f"{first.text} (no cause: recording it raised {type(error).__name__}: {error})"
+            new = dataclasses.replace(first, text=text)
+            return [new if old is first else old for old in differences]
+        finding = explain(reference, logs, run.sizes)
         if finding is None:
             return differences
-        result, is_told = [], False
-        for old in differences:
-            if old.cause in ("value", "copies") or old.cause == finding.cause == "not added":
-                if not is_told:
-                    text = f"{old.text}: {finding.text}"
-                    new = dataclasses.replace(
-                        old, cause=finding.cause, axes=finding.axes, text=text
-                    )
-                    result.append(new)
-                is_told = True
-            else:
-                result.append(old)
-        return result
+        text = f"{first.text}: {finding.text}"
+        new = dataclasses.replace(first, cause=finding.cause, axes=finding.axes, text=text)
+        return [new if old is first else old for old in differences if old not in open_ones[1:]]
 
     def difference(self, run: _Run, path: str) -> Difference:
-        make = lambda cause, text, axes=(), factor=None: Difference(  # noqa: E731
-            mesh=run.mesh, path=path, cause=cause, axes=tuple(axes), factor=factor, text=text
-        )
-        value, expected = run.values[path], self.reference[path]
-        if not isinstance(value, RankValues) or not isinstance(expected, RankValues):
+        """Return what the values alone show."""
+        values, whole, limit = run.at(path), self.reference[path], self.limit(path)
+
+        def make(
+            cause: str, text: str, axes: Iterable[str] = (), factor: float | None = None
+        ) -> Difference:
+            return Difference(
+                mesh=run.mesh, path=path, cause=cause, axes=tuple(axes), factor=factor, text=text
+            )
+
+        if not all(isinstance(value, torch.Tensor) for value in (whole, *values)):
             return make("value", "is not that of one rank")
-        whole, limit = expected.values[0], self.limit(path)
-        shapes = {tuple(item.shape) for item in value.values}
-        if shapes != {tuple(whole.shape)}:
-            text = f"has the shape {min(shapes)}, and {tuple(whole.shape)} on one rank"
+        if other_shapes := {tuple(value.shape) for value in values} - {tuple(whole.shape)}:
+            text = f"has the shape {min(other_shapes)}, and {tuple(whole.shape)} on one rank"
             return make("form", text)
-        varying = varying_axes(value)
-        how = relation(value, whole) or {}
-        for name, hint in (
-            ("norm", "add the squares with psum"),
-            ("max", "take the largest by pmax"),
-        ):
-            if axes := [axis for axis, other in how.items() if other == name]:
-                text = f"is the {name} of each rank's own part {axes_phrase(axes)}: {hint}"
-                return make(name, text, axes)
-        right = [i for i, item in enumerate(value.values) if distance(item, whole) <= limit]
-        if right and varying:
-            text = f"is that of one rank on rank {right[0]} alone: the others don't get it"
-            return make("one rank", text, varying)
-        factor = factor_of(mean_of(value), whole, limit)
-        if factor is not None and (found := self.scaled(run, path, factor, varying, make)):
-            return found
+        if varying := varying_axes(values, run.sizes):
+            partial = partial_cause([relation(values, run.sizes, whole)])
+            right = [rank for rank, value in enumerate(values) if distance(value, whole) <= limit]
+            if right and (partial is None or partial[0] in ("not added", "not averaged")):
+                text = f"is that of one rank on rank {right[0]} alone: the others don't get it"
+                return make("one rank", text, varying)
+            if partial is not None:
+                cause, axes = partial
+                return make(cause, _HINTS[cause].replace("{}", axes_phrase(axes)), axes)
         apart = self.apart(run, path)
+        lower = _lower_dtype(values, whole)
         if apart <= 100 * limit:
             text = f"differs by {apart:.0e}, by rounding: compute in float64 to be sure"
+            return make("rounding", text)
+        if lower is not None and apart <= tolerance_of(lower):
+            text = f"differs by {apart:.0e}, because it's rounded to {lower}: reduce it in float32"
             return make("rounding", text)
         if varying:
             text = f"is not the same on all ranks {axes_phrase(varying)}"
             return make("copies", text, varying)
         if apart == math.inf:
             return make("value", "has infinities or NaN, in other places than on one rank")
-        return make("value", f"differs by {apart:.0e} of the largest element")
-
-    def scaled(self, run: _Run, path: str, factor: float, varying: list[str], make: Any) -> Any:
-        factors = []
-        for other in self.runs:
-            value = other.values.get(path)
-            if isinstance(value, RankValues):
-                ratio = factor_of(mean_of(value), self.reference[path].values[0], self.limit(path))
-                factors += [(other.axes, ratio)] if ratio is not None else []
-        exponents = powers(factors) or powers([(run.axes, factor)]) or {}
-        exponents = {axis: power for axis, power in exponents.items() if run.axes[axis] > 1}
-        if varying and not math.isclose(factor, self.product(run, exponents), rel_tol=1e-3):
-            return None
-        if varying:
-            added = [axis for axis in varying if exponents.get(axis, 0) < 0]
-            if added:
-                text = f"is one term on each rank {axes_phrase(added)}: add them with psum"
-                return make("not added", text, added, factor)
-            text = f"is each rank's own {axes_phrase(varying)}: take the mean, e.g. by pmean"
-            return make("not averaged", text, varying, factor)
+        factor = factor_of(values[0], whole)
+        # Why not a scale without exponents: any number is a multiple of another one.
+        if factor is None:
+            return make("value", f"differs by {apart:.0e} of the largest element")
         text = f"is {factor:.2f} times that of one rank"
-        if exponents:
-            axis, power = next(iter(exponents.items()))
-            hint = _HINTS[axis in AXES, 1 if power > 0 else -1]
-            return make(
-                "scale", f"{text} {axes_phrase(list(exponents))}: {hint}", exponents, factor
-            )
-        # Why not a scale: any number is a multiple of another one.
-        return make("value", text, (), factor)
+        exponents = self.exponents(run, path, factor)
+        if not exponents:
+            return make("value", text, (), factor)
+        axis, power = next(iter(exponents.items()))
+        hint = _SCALE_HINTS[axis in AXES, power > 0]
+        return make("scale", f"{text} {axes_phrase([*exponents])}: {hint}", exponents, factor)
 
-    @staticmethod
-    def product(run: _Run, exponents: Mapping[str, int]) -> float:
-        return math.prod(run.axes[axis] ** power for axis, power in exponents.items())
+    def exponents(self, run: _Run, path: str, factor: float) -> dict[str, int]:
+        """Return by which powers of the sizes of axes a value is too large, on every mesh."""
+        factors = [
+            (other.sizes, factor_of(other.at(path)[0], self.reference[path])) for other in self.runs
+        ]
+        every = powers([(sizes, other) for sizes, other in factors if other is not None])
+        exponents = every or powers([(run.sizes, factor)]) or {}
+        return {axis: power for axis, power in exponents.items() if run.sizes[axis] > 1}
+
+
+def _largest(value: Any) -> float:
+    is_number = isinstance(value, torch.Tensor) and value.numel()
+    return value.abs().max().item() if is_number else 0.0
+
+
+def _lower_dtype(values: Sequence[torch.Tensor], reference: torch.Tensor) -> torch.dtype | None:
+    """Return the dtype of 16 bits that holds all digits of the values, but not of the reference."""
+    is_exact = lambda value, dtype: torch.equal(value, value.to(dtype).to(value.dtype))  # noqa: E731
+    for dtype in (torch.bfloat16, torch.float16):
+        if all(is_exact(value, dtype) for value in values) and not is_exact(reference, dtype):
+            return dtype
+    return None

@@ -5,22 +5,26 @@ from __future__ import annotations
 import collections
 import inspect
 import linecache
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from funcshard._utils import tree
-from funcshard._utils.torch_private import TorchDispatchMode
+from funcshard._utils.torch_operators import is_random
+from funcshard._utils.torch_private import TorchDispatchMode, graph_task_id
+from funcshard.comm import Mesh
 from funcshard.plan import AXES
 from funcshard.testing.relations import (
-    RankValues,
-    contains_rows,
+    Sizes,
+    Values,
     distance,
+    partial_cause,
     powers,
     relation,
-    scaled_relation,
+    scale_of,
+    tolerance_of,
     varying_axes,
 )
 
@@ -29,73 +33,58 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 class Finding(NamedTuple):
-    """Why results differ.
-
-    Attributes:
-        cause: a ``Difference.cause``.
-        axes: the mesh axes along which the ranks are at fault.
-        text: what happened, and in which line.
-    """
+    """Why results differ: a ``Difference.cause``, the axes at fault, and what happened where."""
 
     cause: str
     axes: tuple[str, ...]
     text: str
 
 
-class Operation(NamedTuple):
-    """One operation of torch.
+class _Operation(NamedTuple):
+    """A call of one of torch's operations: where, which, and copies of its tensors."""
 
-    Attributes:
-        place: the module, the file and the line of the user's code that called it.
-        name: its name.
-        inputs: copies of the tensors that it took.
-        outputs: copies of the tensors that it returned.
-        is_random: whether it drew random numbers.
-    """
-
-    place: tuple[str, str, int]
+    place: str
     name: str
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
     is_random: bool
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.inputs + self.outputs
 
-_Pair = tuple[RankValues, torch.Tensor]  # as ranks have it, and as one rank has it
+
+Calls = Mapping[tuple[str, str], Sequence[_Operation]]  # by place and name
+Relations = Sequence[Mapping[str, str] | None]  # of each input, as ``relation`` returns them
 
 
-class OperationLog(TorchDispatchMode):
-    """Keeps the operations that user code calls inside a ``with`` block."""
+def recorded(main: Callable[[Mesh], Any], mesh: Mesh) -> list[_Operation]:
+    """Run a program, and return the operations that user code calls outside of backward."""
+    with _Recorder() as recorder:
+        main(mesh)
+    return recorder.log
 
+
+class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.operations: list[Operation] = []
+        self.log: list[_Operation] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        place = None if "empty" in str(func) else _place()
+        # Why not views: a list of them has the parts of all ranks, of which each uses one.
+        # Why not backward: there each rank has the gradient of its own loss, not of their mean.
+        is_left_out = func.is_view or "empty" in str(func) or graph_task_id() != -1
+        place = "" if is_left_out else _place()
         # Why before the call: it may write to its inputs.
         inputs = _copies((args, kwargs)) if place else ()
         result = func(*args, **kwargs)
-        if place and not _is_view(result, (args, kwargs)):
-            is_random = torch.Tag.nondeterministic_seeded in func.tags
-            operation = Operation(place, str(func), inputs, _copies(result), is_random)
-            self.operations.append(operation)
+        if place:
+            draws = is_random(func, args, kwargs)
+            self.log.append(_Operation(place, str(func), inputs, _copies(result), draws))
         return result
-
-
-def _is_view(result: Any, arguments: Any) -> bool:
-    """Return whether a result is new and yet shares memory with an argument."""
-    # Why: a list of views has the parts of all ranks, of which each uses one.
-    tensors = [leaf for leaf in tree.leaves(arguments) if isinstance(leaf, torch.Tensor)]
-    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    return any(
-        isinstance(leaf, torch.Tensor)
-        and leaf.untyped_storage().data_ptr() in storages
-        and not any(leaf is tensor for tensor in tensors)
-        for leaf in tree.leaves(result)
-    )
 
 
 def _copies(values: Any) -> tuple[torch.Tensor, ...]:
@@ -104,178 +93,192 @@ def _copies(values: Any) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors)
 
 
-def _place() -> tuple[str, str, int] | None:
-    """Return where the user's code called the operation that runs; ``None`` if the library did."""
+def _place() -> str:
+    """Return where user code called the operation that runs, or ``""`` if the library did."""
     frame = inspect.currentframe()
     modules: list[torch.nn.Module] = []
-    line: tuple[str, int] | None = None
-    is_inside = True  # the library's own operations, and torch's
+    line, is_library = "", False
     while frame := frame.f_back if frame else None:
         file = frame.f_code.co_filename
-        module = frame.f_locals.get("self") if frame.f_code.co_name != "_call_impl" else None
-        if isinstance(module, torch.nn.Module):
-            modules.append(module)
-        if file == __file__ or file.startswith(_TORCH):
+        # Note: a hook of modules runs in ``_call_impl`` too, but not inside the module.
+        owner = frame.f_locals.get("self") if frame.f_code.co_name != "_call_impl" else None
+        if isinstance(owner, torch.nn.Module):
+            modules.append(owner)
+        if line or is_library or file == __file__ or file.startswith(_TORCH):
             continue
         if file.startswith(_PACKAGE):
-            if is_inside and not modules:
-                return None
-        elif line is None and is_inside:
-            line = file, frame.f_lineno
-        is_inside = False
-    path = ""
-    if modules:
-        names = (name for name, other in modules[-1].named_modules() if other is modules[0])
-        path = next(names, type(modules[0]).__name__)
-    if line is None:
-        return (path, "", 0) if modules else None
-    return path, *line
-
-
-def place_text(place: tuple[str, str, int]) -> str:
-    """Return a place in the user's code as text."""
-    path, file, number = place
-    texts = [f"module {path!r}"] if path else []
-    if file:
-        code = linecache.getline(file, number).strip()
-        texts.append(f"line {number} of {Path(file).name}" + (f", `{code}`" if code else ""))
-    return " in ".join(texts)
+            if not modules:
+                return ""
+            is_library = True
+        else:
+            code = linecache.getline(file, frame.f_lineno).strip()
+            line = f"line {frame.f_lineno} of {Path(file).name}, `{code}`"
+    if not modules:
+        return line
+    names = (name for name, module in modules[-1].named_modules() if module is modules[0])
+    module_text = f"module {next(names, '') or type(modules[0]).__name__!r}"
+    return f"{module_text} in {line}" if line else module_text
 
 
 def explain(
-    reference: Sequence[Operation], logs: Sequence[Sequence[Operation]], axes: Mapping[str, int]
+    reference: Sequence[_Operation], logs: Sequence[Sequence[_Operation]], sizes: Sizes
 ) -> Finding | None:
     """Return why ranks differ from one rank, by the first operation whose result does.
 
     Arguments:
         reference: the operations of one rank.
         logs: those of each rank of the mesh.
-        axes: size of each mesh axis.
+        sizes: size of each mesh axis.
     """
-    by_rank = [_numbered(log) for log in logs]
     first: Finding | None = None
-    for key, operation in _numbered(reference).items():
-        if not all(key in numbered for numbered in by_rank):
-            continue
-        others = [numbered[key] for numbered in by_rank]
-        columns = zip(operation.inputs, *(other.inputs for other in others), strict=False)
-        inputs = [(RankValues(tuple(own), tuple(axes.items())), value) for value, *own in columns]
-        columns = zip(operation.outputs, *(other.outputs for other in others), strict=False)
-        outputs = [(RankValues(tuple(own), tuple(axes.items())), value) for value, *own in columns]
-        # Note: an operation that draws in place gets memory without values.
-        batches = [] if operation.is_random else inputs
-        faults = [_batch_fault(*pair, operation) for pair in batches]
-        faults += [_cause(operation, inputs, *pair) for pair in outputs if relation(*pair) is None]
-        for finding in filter(None, faults):
-            # Why not the first of any cause: ranks may well hold numbers between that make up
-            # nothing, such as rows of a table's part that a mask drops. What follows is right then.
-            if first is None and finding.cause == "value":
-                first = finding
-            elif finding.cause != "value" and (
-                first is None or all(relation(*pair) is not None for pair in inputs)
-            ):
-                return finding
+    for finding, inputs_make_sense in _findings(reference, logs, sizes):
+        # Why not the first of any cause: ranks may well hold numbers between that make up nothing,
+        # such as rows of a table's part that a mask drops. What follows is right then.
+        if finding.cause != "value" and (first is None or inputs_make_sense):
+            return finding
+        first = first or finding
     return first
 
 
-def _numbered(log: Sequence[Operation]) -> dict[Any, Operation]:
-    counts: collections.Counter[Any] = collections.Counter()
-    numbered = {}
-    for operation in log:
+def _findings(
+    reference: Sequence[_Operation], logs: Sequence[Sequence[_Operation]], sizes: Sizes
+) -> Iterator[tuple[Finding, bool]]:
+    """Yield what is wrong with operations, and whether their inputs make up those of one rank."""
+    reference_calls, *rank_calls = [_by_place(log) for log in (reference, *logs)]
+    numbers: collections.Counter[tuple[str, str]] = collections.Counter()
+    for operation in reference:
         key = operation.place, operation.name
-        counts[key] += 1
-        numbered[*key, counts[key]] = operation
-    return numbered
+        number = numbers[key]
+        numbers[key] += 1
+        every_call = [calls.get(key, []) for calls in rank_calls]
+        if number == 0 and all(every_call) and not operation.is_random:
+            yield from _batch_faults(reference_calls[key], every_call, sizes)
+        ranks = [calls[number] for calls in every_call if number < len(calls)]
+        if len(ranks) == len(logs):
+            yield from _faults(operation, ranks, sizes)
+
+
+def _by_place(log: Sequence[_Operation]) -> Calls:
+    calls = collections.defaultdict(list)
+    for operation in log:
+        calls[operation.place, operation.name].append(operation)
+    return calls
+
+
+def _faults(
+    operation: _Operation, ranks: Sequence[_Operation], sizes: Sizes
+) -> Iterator[tuple[Finding, bool]]:
+    outputs = list(zip(*(rank.outputs for rank in ranks), strict=False))
+    for values, output in zip(outputs, operation.outputs, strict=False):
+        if relation(values, sizes, output) is not None:
+            continue
+        inputs = list(zip(*(rank.inputs for rank in ranks), strict=False))
+        pairs = list(zip(inputs, operation.inputs, strict=False))
+        relations = [relation(values, sizes, reference) for values, reference in pairs]
+        if operation.is_random:
+            yield _random_fault(operation, values, sizes), True
+        # Why: whole numbers may be indices into a rank's own part.
+        elif output.is_floating_point() or output.is_complex():
+            cause = _cause(operation.place, values, output, relations, sizes)
+            cause = cause or _scale([*pairs, (values, output)], operation.place, sizes)
+            if cause is None:
+                cause = _finding(
+                    "value", varying_axes(values, sizes), "it first differs in " + operation.place
+                )
+            yield cause, None not in relations
+
+
+def _random_fault(operation: _Operation, values: Values, sizes: Sizes) -> Finding:
+    if varying := varying_axes(values, sizes):
+        return _finding("randomness", varying, "ranks {} drew other numbers in " + operation.place)
+    long_axes = [axis for axis, size in sizes.items() if size > 1]
+    return _finding("randomness", long_axes, "ranks {} drew the same numbers in " + operation.place)
+
+
+def _batch_faults(
+    reference_calls: Sequence[_Operation], rank_calls: Sequence[Sequence[_Operation]], sizes: Sizes
+) -> Iterator[tuple[Finding, bool]]:
+    """Yield what is wrong with ranks' parts of a batch, if all calls of an operation have one."""
+    place = reference_calls[0].place
+    for index, tensor in enumerate(reference_calls[0].tensors):
+        # Note: a whole number for each sample is no sample, but an index or a label.
+        is_number = tensor.ndim == 0 or (tensor.ndim == 1 and not tensor.is_floating_point())
+        if tensor.requires_grad or is_number:
+            continue
+        # Why all calls: ranks may split the same samples into other micro-batches.
+        try:
+            whole, *parts = [
+                torch.cat([call.tensors[index].detach() for call in calls])
+                for calls in (reference_calls, *rank_calls)
+            ]
+        except (RuntimeError, IndexError):  # calls with other shapes or inputs
+            continue
+        varying = varying_axes(parts, sizes)
+        if relation(parts, sizes, whole) is not None or not {*varying} <= {*AXES}:
+            continue
+        equal = [axis for axis in AXES if sizes.get(axis, 1) > 1 and axis not in varying]
+        if varying and distance(parts[0], whole) <= tolerance_of(whole.dtype):
+            text = "ranks {} add batches to that of one rank, in " + place
+            yield _finding("data", varying, text), False
+        elif equal and _contains_rows(whole, parts):
+            yield _finding("data", equal, "ranks {} saw the same batch, in " + place), False
+        elif _contains_rows(whole, parts):
+            text = "ranks {} saw some samples twice or left some out, in " + place
+            yield _finding("data", varying, text), False
+
+
+def _contains_rows(whole: torch.Tensor, parts: Values) -> bool:
+    """Return whether every row of the parts is a row of the whole, and can be told from others."""
+    rows = whole.reshape(len(whole), -1).unique(dim=0)
+    # Note: zeros and ones of a mask are in every part.
+    if len(rows) <= 2 or any(part.shape[1:] != whole.shape[1:] for part in parts):
+        return False
+    every_row = torch.cat(list(parts)).reshape(-1, rows.shape[1])
+    return all((row == rows).all(1).any() for row in every_row)
 
 
 def _cause(
-    operation: Operation, inputs: Sequence[_Pair], outputs: RankValues, output: torch.Tensor
+    place: str,
+    values: Values,
+    output: torch.Tensor,
+    relations: Relations,
+    sizes: Sizes,
 ) -> Finding | None:
-    where = place_text(operation.place)
-    long_axes = [axis for axis, size in outputs.axes if size > 1]
-    varying = varying_axes(outputs)
-    if operation.is_random:
-        if varying:
-            return _finding("randomness", varying, "ranks {} drew other numbers in " + where)
-        return _finding("randomness", long_axes, "ranks {} drew the same numbers in " + where)
-    if (fault := _batch_fault(outputs, output, operation)) is not None:
-        return fault
-    if not output.is_floating_point() and not output.is_complex():
-        return None  # e.g. indices into a rank's own part
-    return (
-        _cause_in_inputs(operation, inputs, outputs, where)
-        or _scale(outputs, output, f"the result of {where}")
-        or _finding("value", varying, f"it first differs in {where}")
-    )
-
-
-def _batch_fault(
-    rank_values: RankValues, reference: torch.Tensor, operation: Operation
-) -> Finding | None:
-    """Return what is wrong with ranks' parts of a batch, if it is one."""
-    if reference.requires_grad or relation(rank_values, reference) is not None:
-        return None
-    where, varying = place_text(operation.place), varying_axes(rank_values)
-    if not {*varying} <= {*AXES}:  # such as indices into a rank's own part
-        return None
-    long_axes = [axis for axis, size in rank_values.axes if size > 1 and axis in AXES]
-    is_first = distance(rank_values.values[0], reference) < 1e-3
-    if is_first and reference.ndim and varying:
-        return _finding("data", varying, "ranks {} add batches to that of one rank, in " + where)
-    if not contains_rows(reference, rank_values.values):
-        return None
-    if equal := [axis for axis in long_axes if axis not in varying]:
-        return _finding("data", equal, "ranks {} saw the same batch, in " + where)
-    return _finding(
-        "data", varying, "ranks {} saw some samples twice or left some out, in " + where
-    )
-
-
-def _cause_in_inputs(
-    operation: Operation, inputs: Sequence[_Pair], outputs: RankValues, where: str
-) -> Finding | None:
-    relations, finding = [], None
-    for rank_values, value in inputs:
-        relations.append(relation(rank_values, value))
-        if relations[-1] is None and finding is None:
-            finding = _scale(rank_values, value, f"an input of {where}")
-    varying, output = varying_axes(outputs), operation.outputs[0]
-    ways = [(axis, how) for how_by_axis in relations for axis, how in (how_by_axis or {}).items()]
-    is_mean = output.numel() == 1 and {*varying} <= {*AXES} and _within(outputs.values, output)
-    if is_mean and varying and "mean" not in {how for _, how in ways}:
+    varying = varying_axes(values, sizes)
+    ways = [way for by_axis in relations for way in (by_axis or {}).items()]
+    are_means = output.numel() == 1 and min(values) < output < max(values)
+    if are_means and {*varying} <= {*AXES} and "mean" not in dict(ways).values():
         text = "ranks {} have means of unequal numbers of samples, which count equally, in "
-        return _finding("weights", varying, text + where)
-    added = [
-        axis for axis, how in ways if how == "sum" and (axis not in AXES or (axis, "mean") in ways)
-    ]
-    if added:
-        text = "ranks {} have a term each, which is used as the whole: a psum is missing before it, in "
-        return _finding("not added", sorted(set(added)), text + where)
-    if norms := [axis for axis, how in ways if how == "norm"]:
-        text = "ranks {} use the norm of their own part in " + where
-        return _finding("norm", sorted(set(norms)), text)
-    for how_by_axis, value in zip(relations, operation.inputs, strict=False):
-        cut = [
-            axis for axis, how in (how_by_axis or {}).items() if how == "cut" and axis not in AXES
-        ]
-        if not value.requires_grad and any(ways.count((axis, "cut")) > 1 for axis in cut):
-            return _finding("data", cut, "ranks {} saw other samples, in " + where)
-    return finding
+        return _finding("weights", varying, text + place)
+    if partial := partial_cause(relations):
+        cause, axes = partial
+        return _finding(cause, axes, _PARTIAL_TEXTS[cause] + place)
+    joined = sorted({axis for axis, way in ways if ways.count((axis, way)) > 1 and way == "cut"})
+    if joined:
+        text = "ranks {} saw other samples, or need an all_gather of one of the inputs, in "
+        return _finding("data", joined, text + place)
+    return None
 
 
-def _scale(rank_values: RankValues, reference: torch.Tensor, what: str) -> Finding | None:
-    """Return by which sizes of axes the joined values of ranks are too large or too small."""
-    found = scaled_relation(rank_values, reference)
-    if found is None:
-        return None
-    exponents = powers([(dict(rank_values.axes), found)])
-    text = f"{what} is {found:.2f} times that of one rank {{}}"
-    return _finding("scale", list(exponents), text) if exponents else None
+_PARTIAL_TEXTS = {
+    "norm": "ranks {} use the norm of their own part in ",
+    "max": "ranks {} use the maximum of their own part in ",
+    "not added": "ranks {} have a term each, which is used as the whole: a psum is missing before it, in ",
+    "not averaged": "ranks {} have a mean each, which is used as that of all: a pmean is missing before it, in ",
+}
 
 
-def _within(values: Sequence[torch.Tensor], output: torch.Tensor) -> bool:
-    numbers = [value.item() for value in values if value.numel() == 1]
-    return len(numbers) == len(values) and min(numbers) < output.item() < max(numbers)
+def _scale(
+    pairs: Sequence[tuple[Values, torch.Tensor]], place: str, sizes: Sizes
+) -> Finding | None:
+    """Return the first tensor that is too large or too small by the sizes of axes."""
+    for values, reference in pairs:
+        factor = None if relation(values, sizes, reference) else scale_of(values, sizes, reference)
+        exponents = powers([(sizes, factor)]) if factor else None
+        if exponents:
+            text = f"a tensor is {factor:.2f} times that of one rank {{}} in {place}"
+            return _finding("scale", list(exponents), text)
+    return None
 
 
 def _finding(cause: str, axes: Sequence[str], text: str) -> Finding:
@@ -285,10 +288,3 @@ def _finding(cause: str, axes: Sequence[str], text: str) -> Finding:
 def axes_phrase(axes: Sequence[str]) -> str:
     """Return axes as text, such as ``along 'shard' and 'tensor'``."""
     return "along " + " and ".join(map(repr, axes)) if axes else "everywhere"
-
-
-def recorded(main: Callable[[Any], Any], mesh: Any) -> list[Operation]:
-    """Run a program, and return its operations."""
-    with OperationLog() as log:
-        main(mesh)
-    return log.operations

@@ -1,4 +1,4 @@
-"""The values that a program returns on the ranks of a mesh, by path, with shards put together."""
+"""The values that a program returns on a rank, by path, with shards put together."""
 
 from __future__ import annotations
 
@@ -7,80 +7,46 @@ from typing import Any
 
 import torch
 
-from funcshard.plan import BufferPlan, LeafSpec, Plan, own_axes, position_of, slice_offsets
-from funcshard.testing.relations import RankValues
+from funcshard._utils import tree
+from funcshard.comm import Mesh
+from funcshard.core import all_gather, views
+from funcshard.plan import BufferPlan, Plan, own_axes
 
-# Why a key of two: a tensor of shards has its leaf beside its path.
-_Entry = tuple[Plan, BufferPlan, LeafSpec] | None
 
+def values_by_path(result: Any, mesh: Mesh) -> dict[str, Any]:
+    """Return what a rank's program returned, by path: numbers as tensors, other leaves as they are.
 
-def values_by_path(results: Sequence[Any], axes: Mapping[str, int]) -> dict[str, Any]:
-    """Return what ranks returned, by path: numbers as ``RankValues``, other leaves as lists.
-
-    Arguments:
-        results: what each rank returned. A tree of shards is put together if the result holds its
-            plan too.
-        axes: the size of each mesh axis.
+    A tree of shards is gathered if the result holds its plan too.
     """
-    plans = [leaf for leaf in _leaves(results[0]) if isinstance(leaf, Plan)]
-    by_rank = [dict(_entries(result, "", plans)) for result in results]
-    by_path: dict[str, Any] = {}
-    for path, (_, entry) in by_rank[0].items():
-        leaves = [entries[path][0] if path in entries else None for entries in by_rank]
-        tensors = [_as_tensor(leaf) for leaf in leaves]
-        if any(tensor is None for tensor in tensors):
-            by_path[path] = leaves
-        elif entry is None:
-            by_path[path] = RankValues(tuple(tensors), tuple(axes.items()))
-        elif not own_axes(_long(entry[1].local, axes), entry[2].cuts):
-            by_path[path] = _put_together(tensors, entry, axes)
-    return by_path
+    plans = [leaf for leaf in tree.leaves(result) if isinstance(leaf, Plan)]
+    with torch.no_grad():
+        return {path: _as_tensor(leaf) for path, leaf in _entries(result, "", plans, mesh)}
 
 
 def _as_tensor(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.detach()
     is_number = isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
-    return torch.tensor(leaf, dtype=torch.float64, device="cpu") if is_number else None
+    return torch.tensor(leaf, dtype=torch.float64, device="cpu") if is_number else leaf
 
 
-def _long(local: Sequence[str], axes: Mapping[str, int]) -> list[str]:
-    return [axis for axis in local if axes[axis] > 1]
-
-
-def _children(node: Any) -> list[tuple[str, Any]] | None:
-    """Return a container's children by name; ``None`` for a leaf."""
-    if isinstance(node, Mapping):
-        return [(str(key), child) for key, child in node.items()]
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return list(zip(node._fields, node, strict=True))
-    if isinstance(node, (list, tuple)):
-        return [(str(index), child) for index, child in enumerate(node)]
-    return None
-
-
-def _leaves(node: Any) -> Iterator[Any]:
-    children = _children(node)
-    if children is None:
-        yield node
-    for _, child in children or ():
-        yield from _leaves(child)
-
-
-def _entries(
-    node: Any, path: str, plans: Sequence[Plan]
-) -> Iterator[tuple[str, tuple[Any, _Entry]]]:
-    if isinstance(node, Plan):
-        return
+def _entries(node: Any, path: str, plans: Sequence[Plan], mesh: Mesh) -> Iterator[tuple[str, Any]]:
     for plan in plans:
         if _has_form_of(node, plan):
-            yield from _shard_entries(node, path, plan)
+            yield from _whole_leaves(node, path, plan, mesh)
             return
-    children = _children(node)
-    if children is None:
-        yield path, (node, None)
-    for name, child in children or ():
-        yield from _entries(child, f"{path}.{name}" if path else name, plans)
+    if isinstance(node, Mapping):
+        children = dict(node)
+    elif isinstance(node, tuple) and hasattr(node, "_fields"):
+        children = node._asdict()
+    elif isinstance(node, (list, tuple)):
+        children = dict(enumerate(node))
+    else:
+        if not isinstance(node, Plan):
+            yield path, node
+        return
+    for name, child in children.items():
+        yield from _entries(child, f"{path}.{name}".lstrip("."), plans, mesh)
 
 
 def _has_form_of(node: Any, plan: Plan) -> bool:
@@ -91,44 +57,38 @@ def _has_form_of(node: Any, plan: Plan) -> bool:
         numels = {buffer.key: buffer.shard_numel for buffer in plan.units[unit_name].buffers}
         if not isinstance(of_unit, Mapping) or not of_unit.keys() <= numels.keys():
             return False
-        tensors = [(key, leaf) for key, child in of_unit.items() for leaf in _leaves(child)]
-        if any(getattr(leaf, "ndim", 0) and leaf.shape != (numels[key],) for key, leaf in tensors):
-            return False
+        for key, of_buffer in of_unit.items():
+            shapes = [leaf.shape for leaf in tree.leaves(of_buffer) if _is_shard(leaf)]
+            if any(shape != (numels[key],) for shape in shapes):
+                return False
     return True
 
 
-def _shard_entries(node: Any, path: str, plan: Plan) -> Iterator[tuple[str, tuple[Any, _Entry]]]:
-    for unit_name, of_unit in node.items():
+def _is_shard(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0
+
+
+def _whole_leaves(
+    shards: Mapping[str, Any], path: str, plan: Plan, mesh: Mesh
+) -> Iterator[tuple[str, Any]]:
+    for unit_name, of_unit in shards.items():
         for buffer in plan.units[unit_name].buffers:
-            for leaf in buffer.leaves if buffer.key in of_unit else ():
-                where = f"{path}.{leaf.path}" if path else leaf.path
-                # Note: an optimizer's state has several tensors in place of each shard.
-                for name, (value, _) in _entries(of_unit[buffer.key], "", ()):
-                    is_shard = isinstance(value, torch.Tensor) and value.ndim
-                    entry = (plan, buffer, leaf) if is_shard else None
-                    yield f"{where}.{name}" if name else where, (value, entry)
+            # Note: an optimizer's state has several tensors in place of each shard.
+            for name, value in _entries(of_unit.get(buffer.key, {}), "", (), mesh):
+                for leaf_path, whole in _gathered(value, buffer, mesh):
+                    yield ".".join(filter(None, (path, leaf_path, name))), whole
 
 
-def _put_together(
-    shards: Sequence[torch.Tensor], entry: Any, axes: Mapping[str, int]
-) -> RankValues:
-    """Return the whole tensor of a leaf, once for each copy that ranks hold."""
-    _, buffer, leaf = entry
-    cut_axes = {cut.axis for cut in leaf.cuts} | ({"shard"} if buffer.shards > 1 else set())
-    copy_axes = tuple((axis, size) for axis, size in axes.items() if axis not in cut_axes)
-    slices: dict[tuple[int, ...], dict[tuple[int, ...], torch.Tensor]] = {}
-    for rank, shard in enumerate(shards):
-        position = position_of(rank, axes)
-        part = buffer.part(leaf, position["shard"])
-        copy = slices.setdefault(tuple(position[axis] for axis, _ in copy_axes), {})
-        origin = slice_offsets(leaf.shape, leaf.cuts, position)
-        flat = copy.setdefault(origin, shard.new_empty(leaf.numel))
-        flat[part.in_leaf] = shard[part.in_shard]
-    wholes = []
-    for copy in slices.values():
-        whole = shards[0].new_empty(leaf.whole_shape)
-        for origin, flat in copy.items():
-            box = tuple(slice(o, o + n) for o, n in zip(origin, leaf.shape, strict=True))
-            whole[box] = flat.view(leaf.shape)
-        wholes.append(whole)
-    return RankValues(tuple(wholes), copy_axes)
+def _gathered(value: Any, buffer: BufferPlan, mesh: Mesh) -> Iterator[tuple[str, Any]]:
+    is_cut = _is_shard(value)
+    if is_cut and buffer.shards > 1:
+        value = all_gather(value, mesh, axis="shard", tiled=True)
+    leaf_values = views(value, buffer) if is_cut else [value] * len(buffer.leaves)
+    long_axes = [axis for axis in buffer.local if mesh.shape[axis] > 1]
+    for leaf, whole in zip(buffer.leaves, leaf_values, strict=True):
+        # Note: one rank has no leaf that's local without being a slice.
+        if own_axes(long_axes, leaf.cuts):
+            continue
+        for cut in reversed(leaf.cuts if is_cut else ()):
+            whole = all_gather(whole, mesh, axis=cut.axis, dim=cut.dim, tiled=True)
+        yield leaf.path, whole

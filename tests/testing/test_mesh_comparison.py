@@ -221,6 +221,7 @@ MISTAKES: dict[tuple[str, str, str], dict[str, Any]] = {
         "each rank's own loss": Program(report=lambda v, m: v),
         "no reduction": by_hand(lambda g, m: g),
         "large leaves alone are reduced": by_hand(lambda g, m: fs.pmean(g, m) if g.ndim > 1 else g),
+        "a mean of roots": metric(lambda e, m: mean(e.square().mean().sqrt(), m)),
     },
     ("data", "not averaged", "replicate"): {
         "the loss averaged along shard": Program(report=lambda v, m: fs.pmean(v, m, axis="shard")),
@@ -248,7 +249,6 @@ MISTAKES: dict[tuple[str, str, str], dict[str, Any]] = {
         "clipped by it": after(lambda g, m: scaled(g, 1 / g[""]["float64"].norm())),
     },
     ("data", "value", ""): {
-        "a mean of roots": metric(lambda e, m: mean(e.square().mean().sqrt(), m)),
         "decay from step 3 on": Program(update=lambda s, g, m, i: scaled(s, 1 - i // 2 * 0.01 * m.world_size), steps=4),
     },
     ("tensor", "value", ""): {"a psum along shard": mixed(lambda y, m: fs.psum(y, m))},
