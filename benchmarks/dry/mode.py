@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch._C._distributed_c10d import FakeWork
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
@@ -92,14 +92,14 @@ class DryCuda(TorchDispatchMode):
             return self._of_pinned(name, args)
         pinned = kwargs.pop("pin_memory", None)
         found = self._check(name, args, kwargs)
-        if name == "_local_scalar_dense" and found is not None:
-            return _answer(found.answer, args[0].dtype)
+        if name == "_local_scalar_dense" and (found or _has_no_value(args[0])):
+            return _answer(found.answer if found else 1.0, args[0].dtype)
         if found is not None and name == "equal":
             return bool(found.answer)
         try:
             out = func(*args, **kwargs)
-        except DataDependentOutputException:  # a value on the CPU, for which the host does not wait
-            return _answer(1.0, torch.bool if name == "equal" else args[0].dtype)
+        except DataDependentOutputException:  # of tensors on the CPU, for which the host does not wait
+            return True
         if pinned:
             self._pinned.add(out.untyped_storage())
         return out
@@ -167,6 +167,11 @@ def _site(frame: FrameType | None) -> tuple[str, bool]:
             caller = f"{file.rpartition('/')[2]}:{function}"
         frame = frame.f_back
     return inner or caller, in_step
+
+
+def _has_no_value(tensor: FakeTensor) -> bool:
+    # Why not in a recording: make_fx makes a symbol of the value.
+    return tensor.constant is None and not recording_graph()
 
 
 def _answer(value: float, dtype: torch.dtype) -> Any:

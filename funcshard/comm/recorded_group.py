@@ -184,7 +184,9 @@ def own_row(rows: torch.Tensor, group: Group, axis: str) -> torch.Tensor:
     """Return a copy of this rank's row of ``rows``, of which each rank of the group has one."""
     if current_recording() is None:
         return rows[group.rank].clone()
-    row_index = torch.ops.funcshard.coordinate(axis, group.size).to(rows.device)
+    row_index = torch.ops.funcshard.coordinate(axis, group.size)
+    # Why not blocking: the host would wait for all that the device has been given.
+    row_index = row_index.to(rows.device, non_blocking=True)
     return rows.index_select(0, row_index.reshape(1))[0]
 
 
@@ -201,5 +203,6 @@ def at_own_rank(value: torch.Tensor, mesh: Mesh) -> torch.Tensor:
                 axis, group.size
             )
     # Why no index: a rank's number must not become a constant of the graph.
-    is_own = torch.arange(mesh.world_size, device=value.device) == rank_number.to(value.device)
+    rank_number = rank_number.to(value.device, non_blocking=True)
+    is_own = torch.arange(mesh.world_size, device=value.device) == rank_number
     return torch.where(is_own, value, of_ranks)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import fcntl
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,12 @@ def test_no_device_is_wrong_no_wait_of_the_host_is_unknown_and_no_accesses_are_u
 def test_a_planted_fault_is_found(results: dict[str, Any], fault: str) -> None:
     found = results[f"fault: {fault}"]["found"]
     assert any(FAULTS[fault].words in each for each in found), found
+
+
+@pytest.mark.nightly
+def test_the_cases_and_faults_that_take_longer_run_as_the_others_do() -> None:
+    done = subprocess.run([sys.executable, "-m", "benchmarks.dry"], capture_output=True, text=True)
+    assert done.returncode == 0, "\n".join(line for line in done.stdout.splitlines() if not line.startswith("ok"))
 
 
 def test_a_step_on_cuda_takes_the_estimated_memory(results: dict[str, Any]) -> None:
