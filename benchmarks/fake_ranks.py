@@ -7,23 +7,13 @@ process can run a step of the real library as one of 1,024 ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 import funcshard as fs
-from funcshard.comm import AllGatherWork, Group, Work, all_gather_private, concatenate
-
-
-class _Holding:
-    """A collective that keeps its input, as one that still runs does, until it is waited for."""
-
-    def __init__(self, held: torch.Tensor) -> None:
-        self._held: torch.Tensor | None = held
-
-    def wait(self) -> None:
-        self._held = None
+from funcshard.comm import DeferredWork, Group, Op, Work, concatenate
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,31 +25,30 @@ class FakeGroup(Group):
     global_rank: int = 0
 
     def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
-        return FakeGroup(self.rank % len(global_ranks), len(global_ranks))
+        return replace(self, rank=self.rank % len(global_ranks), size=len(global_ranks))
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
-        out.view(self.size, -1).copy_(shard.reshape(1, -1).expand(self.size, -1))
-        return _Holding(shard)
+    def start(self, op: Op) -> Work:
+        data = self.sent(op)
+        self.move(op, data)
+        # Why held: a collective that still runs keeps its input, until it is waited for.
+        return DeferredWork([op.out if data is None else data].clear)
 
-    def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
-        return all_gather_private(self, shard, label=label)
+    def sent(self, op: Op) -> Any:
+        """Return what a collective sends."""
+        if op.kind != "reduce_scatter":
+            return op.data
+        if len(op.data) == 1:
+            return op.data[0]
+        return concatenate(op.data, self.empty(self.size * op.out.numel(), op.out))
 
-    def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
-        full = parts[0] if len(parts) == 1 else concatenate(parts, self.empty(self.size * out.numel(), out))
-        out.view(-1).copy_(full.view(self.size, -1)[self.rank])
-        return _Holding(full)
-
-    def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
-        return _Holding(tensor)
-
-    def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
-        return _Holding(tensor)
-
-    def all_to_all(
-        self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], *, label: str = ""
-    ) -> Work:
-        out.zero_()
-        return _Holding(full)
+    def move(self, op: Op, data: Any) -> None:
+        """Write the result of a collective."""
+        if op.kind == "all_gather":
+            op.out.view(self.size, -1).copy_(data.reshape(1, -1).expand(self.size, -1))
+        elif op.kind == "reduce_scatter":
+            op.out.view(-1).copy_(data.view(self.size, -1)[self.rank])
+        elif op.kind == "all_to_all":
+            op.out.zero_()
 
     def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
         return [text] * self.size
