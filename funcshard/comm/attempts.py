@@ -9,10 +9,10 @@ after any other step.
 
 During an attempt each rank keeps an ``AttemptLog`` of the collectives that it issues. All ranks
 issue the same ones in the same order, so the failed rank issues what follows the end of its log in
-the log of any other rank. It reads these logs through ``Peers``: in a simulation where they lie,
-and between processes (``StorePeers``) through the job's store. A rank writes its log there only
-once it finds that another one has failed. A thread looks for that after the first fifth of a
-second, so it costs a short step nothing but the thread.
+the log of any other rank. In a simulation it reads these logs where they lie, and between processes
+(``StoreAttempt``) through the job's store. A rank writes its log there only once it finds that
+another one has failed. A thread looks for that after the first fifth of a second, so it costs a
+short step nothing but the thread.
 
 A large all-reduce has a second phase, which begins where a rank waits for it. So waiting for an
 all-reduce is an entry of the log too.
@@ -20,19 +20,23 @@ all-reduce is an entry of the log too.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import json
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from funcshard.comm.group import DeferredWork, Group, Op, Work
+from funcshard.comm.journal import Journal
 from funcshard.comm.liveness import SilentStoreError, StorePart, read
+
+Result = TypeVar("Result")
 
 # The label of the exchange at the end of an attempt.
 AGREEMENT = "whether an attempt has failed"
@@ -40,9 +44,6 @@ AGREEMENT = "whether an attempt has failed"
 # Seconds after which a rank first looks whether another one has failed, and between two looks at a
 # log that grows.
 _FIRST_LOOK, _NEXT_LOOK = 0.1, 0.002
-
-# Number of looks between attempts after which the thread ends.
-_IDLE_LOOKS = 50
 
 # Seconds between two looks for ranks that are lost.
 _LOST = 1.0
@@ -87,12 +88,35 @@ class Entry(NamedTuple):
         return cls(group, op.kind, op.label, dtype, tuple(op.out.shape), data_shape, op.src, *sizes)
 
 
-class Peers(Protocol):
-    """The logs of the other ranks of an attempt."""
+class AttemptLog(ABC):
+    """The collectives that this rank issues in an attempt, and a view of those of the others.
 
-    def fail(self, entries: Sequence[Entry]) -> None:
-        """Tell the other ranks that this one has failed, after these entries."""
+    Arguments:
+        ranks: global numbers of the ranks of the attempt.
+        rank: that of this rank.
+        group_of: returns this rank's group of a number.
 
+    Attributes:
+        ranks, rank: see above.
+        entries: the log.
+        inside: whether this rank is inside a call of a group that the log has.
+        undo: what to call if the attempt fails: it undoes what this rank remembers of the attempt,
+            because a rank that has failed does not remember it.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, group_of: Callable[[int], Any]) -> None:
+        self.ranks, self.rank, self._group_of = ranks, rank, group_of
+        self.entries: list[Entry] = []
+        self.inside = self._half_done = False
+        self.undo: list[Callable[[], Any]] = []
+        # The all-reduces that were not waited for, by position in the log.
+        self._unfinished: dict[int, Work] = {}
+
+    @abstractmethod
+    def fail(self) -> None:
+        """Tell the other ranks that this one has failed, after its entries so far."""
+
+    @abstractmethod
     def entry(self, index: int, rank: int | None = None) -> Entry | None:
         """Wait for entry number ``index`` of any rank, or of one with this global number.
 
@@ -103,67 +127,43 @@ class Peers(Protocol):
             RuntimeError: a rank is lost, or cannot communicate any more.
         """
 
+    @abstractmethod
     def is_broken(self) -> bool:
         """Return whether a group has failed, so that it cannot be used any more."""
 
+    @abstractmethod
     def give_up(self, why: str) -> None:
         """End the communication of this rank, so that all others raise."""
 
-    def look(self, entries: Sequence[Entry]) -> bool:
-        """Show the other ranks this log if one has failed, and return whether one has."""
-
-
-@dataclass(slots=True, eq=False)
-class AttemptLog:
-    """The collectives that this rank issues in an attempt.
-
-    Attributes:
-        peers: the logs of the other ranks.
-        group_of: returns this rank's group of a number.
-        entries: the log.
-        unfinished: the all-reduces that were not waited for, by position in the log.
-        inside: whether this rank is inside a call of a group.
-        undo: what to call if the attempt fails: it undoes what this rank remembers of the attempt,
-            because a rank that has failed does not remember it.
-    """
-
-    peers: Peers
-    group_of: Callable[[int], Any]
-    entries: list[Entry] = field(default_factory=list)
-    unfinished: dict[int, Work] = field(default_factory=dict)
-    inside: bool = False
-    undo: list[Callable[[], Any]] = field(default_factory=list)
-
-    def start(self, group: int, op: Op, start: Callable[[Op], Work]) -> Work:
-        """Return ``start(op)``, with an entry in the log."""
+    def start(self, group: Any, op: Op) -> Work:
+        """Return ``group.start(op)``, with an entry in the log."""
         index = len(self.entries)
-        work = self.note(Entry.of(group, op), lambda: start(op))
+        work: Work = self.note(Entry.of(group.number, op), lambda: group.start(op))
         if op.kind != "all_reduce":
             return work
-        self.unfinished[index] = work
-        return DeferredWork(lambda: self._finish(group, index))
+        self._unfinished[index] = work
+        return DeferredWork(lambda: self._finish(group.number, index))
 
-    def note(self, entry: Entry, call: Callable[[], Any]) -> Any:
+    def note(self, entry: Entry, call: Callable[[], Result]) -> Result:
         """Return ``call()``, which issues what ``entry`` says."""
         # Why first: ``call`` may wait for the other ranks.
         self.entries.append(entry)
         self.inside = True
-        result = call()
-        # Why not in a ``finally``: a call that raised may be half done.
-        self.inside = False
-        return result
+        try:
+            return call()
+        except BaseException:
+            self._half_done = True
+            raise
+        finally:
+            self.inside = False
 
-    def gather_text(
-        self, group: int, text: str, label: str, gather: Callable[[str, str], list[str]]
-    ) -> list[str]:
-        """Return ``gather(text, label)``, with an entry in the log."""
-        texts: list[str] = self.note(
-            Entry(group, _TEXT, label, text=text), lambda: gather(text, label)
-        )
-        return texts
+    def gather_text(self, group: Any, text: str, label: str) -> list[str]:
+        """Return ``group.all_gather_text(text)``, with an entry in the log."""
+        entry = Entry(group.number, _TEXT, label, text=text)
+        return self.note(entry, lambda: group.all_gather_text(text, label=label))
 
     def _finish(self, group: int, index: int) -> Any:
-        work = self.unfinished.pop(index)
+        work = self._unfinished.pop(index)
         return self.note(Entry(group, _FINISH, started=index), work.wait)
 
     def check_usable(self, error: Exception) -> None:
@@ -173,16 +173,16 @@ class AttemptLog:
             RuntimeError: the step failed inside a collective.
             Exception: ``error``, if communication itself failed.
         """
-        if self.peers.is_broken():
-            self.peers.give_up(str(error))
+        if self.is_broken():
+            self.give_up(str(error))
             raise error
-        if self.inside:
+        if self._half_done:
             why = (
                 "a step failed inside a collective, which other ranks wait for, so it cannot be "
                 f"attempted again: {type(error).__name__}: {error}; start the job again from its "
                 "last checkpoint"
             )
-            self.peers.give_up(why)
+            self.give_up(why)
             raise RuntimeError(why) from error
 
     def join_rest(self, device: torch.device) -> None:
@@ -194,17 +194,17 @@ class AttemptLog:
         try:
             self._join_rest(device)
         except Exception as error:
-            self.peers.give_up(f"a rank could not catch up after its step had failed: {error}")
+            self.give_up(f"a rank could not catch up after its step had failed: {error}")
             raise
 
     def _join_rest(self, device: torch.device) -> None:
-        self.peers.fail(self.entries)
+        self.fail()
         while True:
             index = len(self.entries)
-            entry = self.peers.entry(index)
+            entry = self.entry(index)
             if entry is None or (entry.kind, entry.label) == (_TEXT, AGREEMENT):
                 return
-            group = self.group_of(entry.group)
+            group = self._group_of(entry.group)
             if entry.kind == _FINISH:
                 self._finish(entry.group, entry.started)
             elif entry.kind == _TEXT:
@@ -225,8 +225,7 @@ class AttemptLog:
         if entry.kind == "all_to_all":
             # Why of each rank: what it expects of this one, and sends to it.
             rank_entries = [
-                None if rank == group.global_rank else self.peers.entry(index, rank)
-                for rank in group.ranks
+                None if rank == self.rank else self.entry(index, rank) for rank in group.ranks
             ]
             sent_sizes = [0 if x is None else x.out_sizes[group.rank] for x in rank_entries]
             received_sizes = [0 if x is None else x.sizes[group.rank] for x in rank_entries]
@@ -249,15 +248,13 @@ def _zeros(shape: Any, entry: Entry, device: torch.device) -> torch.Tensor:
     return torch.zeros(tuple(shape), dtype=getattr(torch, entry.dtype), device=device)
 
 
-class StorePeers:
-    """The logs of other processes, through the job's store.
+class StoreAttempt(AttemptLog):
+    """The log of a process, which shows it to others through the job's store.
 
     Arguments:
         store: the part of the store for this attempt.
         ranks: global numbers of the ranks of the attempt.
-        rank: that of this process.
-        is_broken: returns whether a group has failed.
-        close_connections: closes this rank's connections.
+        journal: that of this process.
         find_lost: returns an error message if a rank is lost.
     """
 
@@ -265,47 +262,60 @@ class StorePeers:
         self,
         store: StorePart,
         ranks: Sequence[int],
-        rank: int,
-        is_broken: Callable[[], bool],
-        close_connections: Callable[[], None],
+        journal: Journal,
         find_lost: Callable[[], str],
     ) -> None:
-        self._store, self._ranks, self._rank = store, ranks, rank
-        self.is_broken = is_broken
-        self._close_connections, self._find_lost = close_connections, find_lost
-        self._published, self._has_failed = 0, False
+        super().__init__(ranks, journal.rank, journal.groups.__getitem__)
+        self._store, self._journal, self._find_lost = store, journal, find_lost
+        self._published, self._silent = 0, False
+        self._keys: list[str] = []
+        self._lock = threading.Lock()  # between the thread that looks, and that of the step
+        self.undo.append(self._forget)
 
-    def look(self, entries: Sequence[Entry]) -> bool:
+    def look(self) -> bool:
         """Write this rank's log if another one has failed, and return whether one has."""
-        if self._has_failed or not self._store.check(["failed"]):
-            return False
-        self._publish(entries)
-        return True
+        with self._lock:
+            if self._silent or not self._store.check(["failed"]):
+                return False
+            self._publish()
+            return True
 
-    def _publish(self, entries: Sequence[Entry]) -> None:
-        count = len(entries)
-        if count == self._published:
-            return
-        # Why: the logs of all ranks are equal, so one of them writes each entry.
-        shared_count = int(read(self._store, "count") or b"0")
-        for index in range(self._published, count):
-            text = json.dumps(entries[index])
-            if index >= shared_count:
-                self._store.set(str(index), text)
-            if entries[index].kind == "all_to_all":  # its sizes differ between ranks
-                self._store.set(f"{index}/{self._rank}", text)
-        if count > shared_count:
-            self._store.set("count", str(count))
-        self._published = count
+    def fail(self) -> None:
+        with self._lock:
+            self._silent = True
+            self._publish()
+            self._write(f"failed/{self.rank}", "")
+            self._write("failed", "")
 
-    def fail(self, entries: Sequence[Entry]) -> None:
-        self._has_failed = True
-        self._publish(entries)
-        self._store.set(f"failed/{self._rank}", "")
-        self._store.set("failed", "")
+    def _publish(self) -> None:
+        new = range(self._published, len(self.entries))
+        # Why searched: any rank may have written some of what all have, and one copy is enough.
+        # Note: entries are written in order, so the first one that is missing ends them.
+        missing = new[bisect.bisect_left(new, True, key=self._lacks) :]
+        for index in new:
+            entry = self.entries[index]
+            if index in missing:
+                self._write(str(index), json.dumps(entry))
+            if entry.kind == "all_to_all":  # its sizes differ between ranks
+                self._write(f"{index}/{self.rank}", json.dumps(entry))
+        self._published = new.stop
+
+    def _lacks(self, index: int) -> bool:
+        return not self._store.check([str(index)])
+
+    def _write(self, key: str, text: str) -> None:
+        self._store.set(key, text)
+        self._keys.append(key)
+
+    def _forget(self) -> None:
+        # Note: all ranks have agreed by now, so none reads these keys.
+        with self._lock, contextlib.suppress(RuntimeError):
+            self._silent = True
+            for key in self._keys:
+                self._store.delete_key(key)
 
     def entry(self, index: int, rank: int | None = None) -> Entry | None:
-        ranks, key = (self._ranks, str(index)) if rank is None else ([rank], f"{index}/{rank}")
+        ranks, key = (self.ranks, str(index)) if rank is None else ([rank], f"{index}/{rank}")
         failed_keys = [f"failed/{other_rank}" for other_rank in ranks]
         next_look = time.monotonic() + _LOST
         while True:
@@ -323,21 +333,17 @@ class StorePeers:
                 next_look = time.monotonic() + _LOST
             time.sleep(_NEXT_LOOK)
 
+    def is_broken(self) -> bool:
+        return self._journal.is_broken()
+
     def give_up(self, why: str) -> None:
         self._store.set("broken", why)
-        self._close_connections()
+        self._journal.close_connections()
 
 
-class Attempts(Protocol):
-    """The part of a ``Journal`` that a watch needs."""
-
-    attempt: AttemptLog | None
-    watcher: threading.Thread | None
-
-
-def watch(journal: Attempts) -> None:
-    """Let a thread write the log of the attempt of ``journal`` once another rank has failed."""
-    # Why one thread for many attempts: to start one takes as long as an agreement.
+def watch(journal: Journal) -> None:
+    """Let a thread write the log of each attempt of ``journal`` once another rank has failed."""
+    # Why one thread for all attempts: to start one takes as long as an agreement.
     if journal.watcher is None:
         journal.watcher = threading.Thread(
             target=_watch, args=(weakref.ref(journal),), name="funcshard attempts", daemon=True
@@ -345,28 +351,22 @@ def watch(journal: Attempts) -> None:
         journal.watcher.start()
 
 
-def _watch(reference: weakref.ref[Attempts]) -> None:
-    latest, idle_looks, seconds = None, 0, _FIRST_LOOK
+def _watch(reference: weakref.ref[Journal]) -> None:
+    latest_log: StoreAttempt | None = None
+    seconds = _FIRST_LOOK
     while True:
         time.sleep(seconds)
         journal, seconds = reference(), _FIRST_LOOK
         if journal is None:
             return
         log = journal.attempt
-        idle_looks = idle_looks + 1 if log is None else 0
         # Why only the second time: most attempts have ended by then.
-        if log is not None and log is latest:
+        if latest_log is not None and log is latest_log:
             # Why suppressed: the store is silent, or its process has ended, which other waits see.
             with contextlib.suppress(RuntimeError):
-                if log.peers.look(log.entries):
+                if latest_log.look():
                     seconds = _NEXT_LOOK
-        if idle_looks > _IDLE_LOOKS:
-            journal.watcher = None
-            # Why once more: an attempt may have begun that has seen the watcher.
-            if journal.attempt is None:
-                return
-            journal.watcher = threading.current_thread()
-        latest = log
+        latest_log = log
         del journal, log
 
 

@@ -160,7 +160,6 @@ class Journal:
         self.groups: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.attempt: Any = None
         self.watcher: threading.Thread | None = None
-        self._group_count = 0
         self._process = os.getpid()
         self._counts: dict[str, int] = {}
         self._detectors: weakref.WeakValueDictionary[str, Detector] = weakref.WeakValueDictionary()
@@ -173,11 +172,6 @@ class Journal:
     def add(self, group: str, detector: Detector) -> None:
         """Add the detector of one axis."""
         self._detectors[group] = detector
-
-    def next_group(self) -> int:
-        """Return the number of a group that this rank makes."""
-        self._group_count += 1
-        return self._group_count
 
     def is_broken(self) -> bool:
         """Return whether this rank has closed connections of an axis."""

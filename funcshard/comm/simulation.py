@@ -411,14 +411,13 @@ class _SimulatedGroup(Group):
     @property
     def attempt(self) -> AttemptLog | None:
         """The log of the attempt that this rank runs; ``None`` for none."""
-        attempt = self.world.attempts.get(self.global_rank)
-        return None if attempt is None else attempt.log
+        return self.world.attempts.get(self.global_rank)
 
     def open_attempt(self, ranks: Sequence[int]) -> AttemptLog:
         """Begin an attempt of some ranks of the simulation."""
         attempt = _Attempt(self.world, self.global_rank, tuple(ranks))
         self.world.attempts[self.global_rank] = attempt
-        return attempt.log
+        return attempt
 
     def close_attempt(self) -> None:
         """End the attempt that this rank runs."""
@@ -436,10 +435,9 @@ class _SimulatedGroup(Group):
         return _SimulatedGroup.of(self.world, global_ranks, self.global_rank, axis)
 
     def start(self, op: Op) -> Work:
-        log = self.attempt
-        return self._start(op) if log is None else log.start(self.number, op, self._start)
-
-    def _start(self, op: Op) -> Work:
+        # Why asked first: without attempts, a step makes no further call for them.
+        if self.world.attempts and (log := self.attempt) is not None and not log.inside:
+            return log.start(self, op)
         title, tensors = op.kind, [op.out, op.data]
         # A rank's part may be empty here, and it takes part all the same.
         if op.kind == "all_to_all":  # its shapes differ between ranks
@@ -458,11 +456,8 @@ class _SimulatedGroup(Group):
 
     def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
         log = self.attempt
-        if log is None:
-            return self._all_gather_text(text, label)
-        return log.gather_text(self.number, text, label, self._all_gather_text)
-
-    def _all_gather_text(self, text: str, label: str) -> list[str]:
+        if log is not None and not log.inside:
+            return log.gather_text(self, text, label)
         texts: list[str] = []
 
         def run(all_texts: list[tuple[list[str], str]]) -> None:
@@ -488,22 +483,22 @@ class _SimulatedGroup(Group):
         return DeferredWork(lambda: self.world.wait(self.global_rank, collective))
 
 
-class _Attempt:
-    """An attempt of one rank, which is one of the ``Peers`` of the others."""
+class _Attempt(AttemptLog):
+    """The log of a simulated rank, which others read where it lies."""
 
     def __init__(self, world: _World, rank: int, ranks: tuple[int, ...]) -> None:
-        self._world, self._rank, self.ranks = world, rank, ranks
+        super().__init__(ranks, rank, lambda number: world.groups[rank, number])
+        self._world = world
         count = world.attempt_counts.get((rank, ranks), 0) + 1
         world.attempt_counts[rank, ranks] = self.number = count
-        self.log = AttemptLog(self, lambda number: world.groups[rank, number])
         self.failed_after: int | None = None  # number of entries before this rank failed
 
-    def fail(self, entries: Sequence[Entry]) -> None:
-        self.failed_after = len(entries)
+    def fail(self) -> None:
+        self.failed_after = len(self.entries)
 
     def entry(self, index: int, rank: int | None = None) -> Entry | None:
         progress = _Progress(self, index, self.ranks if rank is None else (rank,))
-        self._world.wait(self._rank, progress)
+        self._world.wait(self.rank, progress)
         return progress.find()[1]
 
     def of(self, rank: int) -> _Attempt | None:
@@ -519,9 +514,6 @@ class _Attempt:
     def give_up(self, why: str) -> None:
         pass  # the error that follows ends all ranks
 
-    def look(self, entries: Sequence[Entry]) -> bool:
-        return False  # the others see it where it lies
-
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
@@ -529,7 +521,7 @@ class _Progress:
 
     attempt: _Attempt
     index: int
-    ranks: tuple[int, ...]
+    ranks: Sequence[int]
 
     def find(self) -> tuple[bool, Entry | None]:
         """Return whether the wait is over, and the entry."""
@@ -538,7 +530,7 @@ class _Progress:
             if other is None:
                 continue
             # Why: what a failed rank issues after that is no part of its step.
-            entries = other.log.entries[: other.failed_after]
+            entries = other.entries[: other.failed_after]
             if len(entries) > self.index:
                 return True, entries[self.index]
         return all(other is not None and other.failed_after is not None for other in others), None

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from funcshard._utils.torch_groups import default_store, group_timeout, new_group
-from funcshard.comm.attempts import AttemptLog, Entry, StorePeers, watch
+from funcshard.comm.attempts import AttemptLog, Entry, StoreAttempt, watch
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.gloo import Gloo
 from funcshard.comm.group import (
@@ -156,7 +156,7 @@ class TorchGroup(Group):
         )
         torch_group = cls(
             group, rank, len(global_ranks), backend, shm, device, desync, shared_memory,
-            number=journal.next_group(),
+            number=journal.count("groups"),
         )  # fmt: skip
         journal.groups[torch_group.number] = torch_group
         return torch_group
@@ -203,15 +203,8 @@ class TorchGroup(Group):
         journal, attempt_name = journal_of_job(), name_of("attempt", ranks)
         assert journal.heart is not None, "the journal of a job has one"
         place = f"funcshard/attempts/{attempt_name}/{journal.count(attempt_name)}"
-        peers = StorePeers(
-            journal.heart.part(place),
-            ranks,
-            journal.rank,
-            journal.is_broken,
-            journal.close_connections,
-            self.desync.find_lost,
-        )
-        journal.attempt = AttemptLog(peers, journal.groups.__getitem__)
+        store = journal.heart.part(place)
+        journal.attempt = StoreAttempt(store, ranks, journal, self.desync.find_lost)
         watch(journal)
         return journal.attempt
 
@@ -220,15 +213,16 @@ class TorchGroup(Group):
         journal_of_job().attempt = None
 
     def start(self, op: Op) -> Work:
-        # Why first: if this memory is lacking, the collective has not begun, as `attempt` needs.
-        if op.kind == "reduce_scatter" and self.shm is None and len(op.data) > 1:
-            full = concatenate(op.data, self.empty(self.size * op.out.numel(), op.out))
-            op = op._replace(data=[full])
-        log = self.attempt
-        return self._start(op) if log is None else log.start(self.number, op, self._start)
-
-    def _start(self, op: Op) -> Work:
-        recorded_kind, out, needed_ranks = op.kind, op.out, None
+        recorded_kind, out, needed_ranks, full = op.kind, op.out, None, None
+        # Why before the log: if this memory is lacking, the collective has not begun.
+        if recorded_kind == "reduce_scatter" and self.shm is None:
+            full = op.data[0]
+            # A single part is sent as it is, and not copied.
+            if len(op.data) > 1:
+                full = concatenate(op.data, self.empty(self.size * out.numel(), out))
+        journal = self.desync.journal
+        if journal is not None and (log := journal.attempt) is not None and not log.inside:
+            return log.start(self, op if full is None else op._replace(data=[full]))
         # Shared memory does all but the all-to-all.
         carrier: Gloo | Native | SharedMemoryBackend = self.shm or self.backend
         recorded_tensor = out
@@ -254,8 +248,8 @@ class TorchGroup(Group):
             self_checking=checks_itself,
             needs=needed_ranks,
         )
-        if recorded_kind == "reduce_scatter" and not checks_itself:
-            op = op._replace(data=op.data[0])
+        if full is not None:
+            op = Op(op.kind, op.label, out, full)
         start: Callable[[Op, int], Work] = getattr(carrier, op.kind)
         return start(op, number)
 
@@ -263,24 +257,19 @@ class TorchGroup(Group):
         # The choice depends only on facts that are the same on every rank, such as sizes.
         if self.shm is None or shard.device.type != "cpu" or shard.nbytes * self.size < _POOLED:
             return all_gather_last(self, shard, label=label)
-        log, backend = self.attempt, self.shm
         recorded_tensor = shard.reshape(1, -1).expand(self.size, -1)
-
-        def start() -> AllGatherWork:
-            number = self.desync.record("all_gather", label, recorded_tensor, self_checking=True)
-            return backend.all_gather_shared(shard, number)
-
-        if log is None:
-            return start()
-        op = Op("all_gather_shared", label, recorded_tensor, shard)
-        work: AllGatherWork = log.note(Entry.of(self.number, op), start)
-        return work
+        journal = self.desync.journal
+        if journal is not None and (log := journal.attempt) is not None and not log.inside:
+            entry = Entry.of(self.number, Op("all_gather_shared", label, shard, shard))
+            return log.note(entry, lambda: self.all_gather_shared(shard, label=label))
+        number = self.desync.record("all_gather", label, recorded_tensor, self_checking=True)
+        return self.shm.all_gather_shared(shard, number)
 
     def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
-        log, gather = self.attempt, self.desync.all_gather_text
-        if log is None:
-            return gather(text, label)
-        return log.gather_text(self.number, text, label, gather)
+        log = self.attempt
+        if log is not None and not log.inside:
+            return log.gather_text(self, text, label)
+        return self.desync.all_gather_text(text, label)
 
 
 # Why this dictionary: torch's groups take no attributes. It holds one journal for the default group
