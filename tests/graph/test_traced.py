@@ -109,9 +109,9 @@ HYBRID = {"replicate": 2, "shard": 2}
 SGD = torch_optimizer(torch.optim.SGD, lr=0.1)
 # What ``Job`` has no option for; promises/test_jobs.py traces all that it has.
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "slices": (4, {"plan": {"reshard_after_forward": 2}, "optimizer": SGD}),  # it sees the most, so it runs by day
     "shard_grad_op, groups": (2, {"plan": {"strategy": "shard_grad_op"}, "optimizer": grouped}),
     "no_shard, torchopt": (2, {"plan": {"strategy": "no_shard"}, "optimizer": lambda plan, mesh: torchopt.adam(1e-2)}),
-    "slices": (4, {"plan": {"reshard_after_forward": 2}, "optimizer": SGD}),
     "bfloat16, fused": (2, {
         "plan": {"precision": BFLOAT16},
         "optimizer": torch_optimizer(ADAMW, lr=lambda step: 1e-2 / (1 + step), fused=True),
