@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import operator
 import os
 import warnings
 from collections.abc import Callable, Iterable
@@ -14,7 +15,7 @@ import torch
 
 from funcshard._utils import tree
 from funcshard._utils.compiled_outside import Warned, untraced_with_warning
-from funcshard._utils.donation import DONATED_STATE, donate
+from funcshard._utils.donation import DONATED_STATE, KEEPS_STATES, donate
 from funcshard._utils.options import check_count, check_flag, check_path
 from funcshard.comm import Mesh
 from funcshard.graph.checking import check_graph
@@ -32,7 +33,7 @@ from funcshard.graph.show import graph_html, graph_text
 from funcshard.graph.signatures import Signature, signature_of
 from funcshard.graph.step_graph import Place, StepGraph, collective_of, starts_and_waits
 from funcshard.plan import Event, Plan
-from funcshard.train import TrainStep
+from funcshard.train import TrainStep, copy
 
 _log = logging.getLogger("funcshard.graph")
 _MANY = 8  # recordings, as many as torch.compile makes before it gives up
@@ -289,6 +290,13 @@ class Traced:
         # Note: a step that may be skipped makes its optimizer state in Python, in its first call.
         if not step_graph.replayable:
             return self.step(state, batch)
+        keeps_state = KEEPS_STATES.get()
+        if keeps_state:
+            # Note: a copy of the state would also copy frozen shards, which the graph only reads.
+            spent_states = [_node_at(state, path) for path in step_graph.spent]
+            taken_leaves = [*tree.leaves(spent_states), *(leaves[i] for i in step_graph.donated)]
+            copies = {id(leaf): copy(leaf) for leaf in taken_leaves}
+            leaves = [copies.get(id(leaf), leaf) for leaf in leaves]
         with torch.no_grad():
             # Note: backward is part of the graph, so autograd has nothing to record.
             outputs = run(*[leaves[i] for i in step_graph.inputs])
@@ -299,8 +307,9 @@ class Traced:
             ]
         # Note: as in the step itself, whoever uses the old state afterwards gets an error.
         donate([leaves[i] for i in step_graph.donated])
-        for path in step_graph.spent:
-            _spend(state, path)
+        if not keeps_state:
+            for *path, key in step_graph.spent:
+                _node_at(state, path)[key] = DONATED_STATE
         step_results = [
             outputs[result.number] if isinstance(result, Place) else result.value
             for result in step_graph.results
@@ -482,7 +491,5 @@ def torch_version() -> str:
     return str(torch.__version__).partition("+")[0]
 
 
-def _spend(node: Any, path: tuple[Any, ...]) -> None:
-    for key in path[:-1]:
-        node = node[key]
-    node[path[-1]] = DONATED_STATE
+def _node_at(node: Any, path: Iterable[Any]) -> Any:
+    return functools.reduce(operator.getitem, path, node)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from funcshard._utils import tree
-from funcshard._utils.donation import is_donated
+from funcshard._utils.donation import KEEPS_STATES, is_donated
 from funcshard._utils.random_state import RandomState
-from funcshard.comm import AGREEMENT, AttemptLog, Mesh, all_gather_texts, attempt_log
+from funcshard.comm import AGREEMENT, AttemptLog, Mesh, all_gather_texts
 from funcshard.core import raise_on_every_rank
-from funcshard.train.train_step import TrainStep
 
 _log = logging.getLogger("funcshard.train")
 
@@ -30,8 +28,9 @@ def attempt(
     takes as long as the step, and you can call the step again: with the same state, another batch,
     or in smaller micro-batches.
 
-    A step of ``make_train_step`` doesn't donate its state here. That costs it a copy of the
-    trainable shards and of the optimizer's state. Other functions must not change their arguments.
+    A step of ``make_train_step`` or ``trace`` doesn't donate its state here, also inside a function
+    of yours. That costs it a copy of the trainable shards and of the optimizer's state. Other
+    functions must not change their arguments.
 
     Arguments:
         step: any function, such as that of ``make_train_step``. Every rank calls the same one.
@@ -67,19 +66,20 @@ def attempt(
         )
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a Mesh, as from init_mesh(); found {type(mesh).__name__}")
-    if attempt_log(mesh.axes) is not None:
+    if KEEPS_STATES.get():
         raise RuntimeError(
             "attempt was called inside the step of another attempt: call it once, around both"
         )
-    kept_step: Callable[..., Any] = step
-    if isinstance(step, TrainStep) and step.donate:
-        kept_step = dataclasses.replace(step, donate=False)
     random_before = RandomState.take()
-    if mesh.world_size == 1:
-        result, fault = _run(kept_step, args, None)
-        failures = {} if fault is None else {0: fault}
-    else:
-        result, failures = _run_together(kept_step, args, mesh)
+    keeps_token = KEEPS_STATES.set(True)
+    try:
+        if mesh.world_size == 1:
+            result, fault = _run(step, args, None)
+            failures = {} if fault is None else {0: fault}
+        else:
+            result, failures = _run_together(step, args, mesh)
+    finally:
+        KEEPS_STATES.reset(keeps_token)
     if not failures:
         return result, {}
     random_before.put()
@@ -87,7 +87,7 @@ def attempt(
     if any(is_donated(leaf) for leaf in tree.leaves(args)):
         donation_fault = RuntimeError(
             "a step that failed has donated its arguments, so it cannot be called again with them; "
-            f"the failures were {failures}: pass donate=False to make_train_step"
+            f"the failures were {failures}: pass fs.copy of them to the optimizer's step"
         )
     raise_on_every_rank(mesh, donation_fault)
     return None, failures

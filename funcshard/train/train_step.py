@@ -13,6 +13,7 @@ import torch
 
 from funcshard._utils import tree
 from funcshard._utils.compiled_outside import Warned, untraced_with_warning
+from funcshard._utils.donation import KEEPS_STATES
 from funcshard._utils.options import absent, check_flag, check_number, outline
 from funcshard._utils.tensors import is_dtensor
 from funcshard._utils.torch_private import local_part
@@ -451,7 +452,10 @@ class TrainStep:
         may_skip = graph_recording is not None and (weight is not None or scaler is not None)
         with torch.no_grad():
             params, opt_state = _trainable(state.shards, plan), state.opt_state
-            if (may_skip or not self.donate) and isinstance(self.optimizer, TorchOptimizer):
+            # Note: a graph that is recorded in an attempt also runs outside.
+            in_attempt = graph_recording is None and KEEPS_STATES.get()
+            keeps_state = may_skip or in_attempt or not self.donate
+            if keeps_state and isinstance(self.optimizer, TorchOptimizer):
                 params, opt_state = copy((params, opt_state))
             params, opt_state = apply_optimizer(
                 self.optimizer, _trainable(grads, plan), opt_state, params

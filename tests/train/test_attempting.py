@@ -15,6 +15,7 @@ from torch import nn
 
 import funcshard as fs
 from funcshard._utils import tree
+from funcshard._utils.torch_groups import default_store
 from tests.ranks import run_ranks, run_simulated
 
 WIDTH, STEPS = 260, 3  # a buffer is then large enough for an all-reduce of two phases
@@ -98,23 +99,27 @@ def train(
         batch = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * i + mesh.rank))
         if i == at:
             trouble.place = places.get(mesh.rank, "")
-            before = tree.map(torch.clone, state.shards)
+            before = tree.leaves(fs.copy(state))
 
             def run(state: Any, batch: Any) -> Any:
-                result = dataclasses.replace(step, donate=False)(state, batch)
+                result = step(state, batch)
                 trouble.at("end")
                 return result
 
-            result, failures = fs.attempt(step if trouble.place != "end" else run, state, batch, mesh=mesh)
+            result, failures = fs.attempt(run, state, batch, mesh=mesh)
             assert result is None
-            assert all(map(torch.equal, tree.leaves(before), tree.leaves(state.shards)))
+            assert_equal(before, tree.leaves(state))
             trouble.place = ""
         result, none = fs.attempt(step, state, batch, mesh=mesh)
         assert none == {}
         assert result is not None
         state, metrics = result
         losses.append(metrics["loss"].item())
-    return losses, failures, tree.leaves(state.shards), torch.rand(1)
+    return losses, failures, *tree.leaves(state), torch.rand(1)
+
+
+def assert_equal(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 def check(run: Any, ranks: int, places: Mapping[int, str], at: int, *rest: Any) -> None:
@@ -126,8 +131,7 @@ def check(run: Any, ranks: int, places: Mapping[int, str], at: int, *rest: Any) 
             error = "OutOfMemoryError: no memory" if places[rank].startswith("back") else "ValueError: trouble"
             assert text.startswith(error)
             assert places[rank].split()[0] in text
-        assert all(map(torch.equal, ours[2], theirs[2]))
-        assert torch.equal(ours[3], theirs[3])
+        assert_equal(ours[2:], theirs[2:])
 
 
 HYBRID = {"replicate": 2, "shard": 2}
@@ -234,15 +238,71 @@ def test_a_process_may_fail_between_any_two_collectives(shared_memory: bool) -> 
     run_ranks(trapped, 3, shared_memory)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "muon"])
+def test_no_step_in_an_attempt_donates_its_state(name: str) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        net = nn.Linear(6, 4)
+        net.bias.requires_grad_(False)
+        apply, params, buffers = fs.make_functional(net)
+        plan = fs.make_plan(params, mesh)
+        loss_fn = lambda shards, _, batch: sharded(shards, {}, batch).square().mean()  # noqa: E731
+        sharded = fs.fully_shard(apply, plan, mesh)
+        optimizer = fs.muon(plan, mesh, lr=0.1)
+        if name != "muon":
+            optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=0.1)
+        step = fs.make_train_step(loss_fn, optimizer, plan, mesh)
+        batch = torch.ones(2, 6)
+        state = start = step.init(fs.shard(params, plan, mesh), buffers)
+        traced = fs.trace(step, fs.copy(state), batch)
+        for _ in range(3):
+            before = tree.leaves(fs.copy(state))
+            pair: Any = fs.attempt(lambda state: (traced(state, batch), Trap(mesh.rank)()), state, mesh=mesh)
+            assert pair == (None, {0: "KeyError: 'trap'"})
+            results = [fs.attempt(run, state, batch, mesh=mesh)[0] for run in (step, traced)]
+            assert_equal(before, tree.leaves(state))
+            assert_equal(*(tree.leaves(result) for result in results))
+            state = results[0][0]
+        traced(start, batch)  # which donates outside
+        with pytest.raises(RuntimeError, match="donated"):
+            fs.copy(start)
+
+    fs.simulate(main, 2)
+
+
+def many_failures(mesh: fs.Mesh, shared_memory: bool) -> None:
+    mesh = fs.init_mesh(device="cpu", shared_memory=shared_memory)
+
+    def step(fails: bool) -> torch.Tensor:
+        x = torch.ones(3)
+        for i in range(30):
+            x = fs.psum(x, mesh) / mesh.world_size
+            fs.all_to_all(torch.ones(2, 2), mesh)
+            if fails and i == 3 + mesh.rank:
+                raise ValueError("data")
+        return x
+
+    key_counts = []
+    for _ in range(4):
+        assert fs.attempt(step, mesh.rank > 0, mesh=mesh)[1].keys() == {1}
+        assert fs.attempt(step, False, mesh=mesh)[1] == {}
+        key_counts.append(default_store().num_keys())
+    assert len(set(key_counts)) == 1
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
+def test_failures_leave_no_keys_in_the_store(shared_memory: bool) -> None:
+    run_ranks(many_failures, 2, shared_memory)
+
+
 def donating(mesh: fs.Mesh) -> Any:
-    step = fs.make_train_step(
-        lambda shards, buffers, batch: shards[""]["float32"].square().sum() * batch,
-        fs.torch_optimizer(torch.optim.SGD, lr=0.1),
-        plan := fs.make_plan({"w": torch.ones(4)}, mesh),
-        mesh,
-    )
-    state = step.init(fs.shard({"w": torch.ones(4)}, plan, mesh), {})
-    fs.attempt(lambda state: (step(state, 1.0), Trap(mesh.rank)()), state, mesh=mesh)
+    optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
+    params = {"w": torch.ones(4)}
+
+    def step(params: Any) -> None:
+        optimizer.step({"w": torch.ones(4)}, optimizer.init(params), params)
+        Trap(mesh.rank)()
+
+    fs.attempt(step, params, mesh=mesh)
 
 
 def nested(mesh: fs.Mesh) -> Any:
