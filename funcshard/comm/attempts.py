@@ -34,7 +34,7 @@ import torch
 
 from funcshard.comm.group import DeferredWork, Group, Op, Work
 from funcshard.comm.journal import Journal
-from funcshard.comm.liveness import SilentStoreError, StorePart, read
+from funcshard.comm.liveness import LostError, SilentStoreError, StorePart, read
 
 Result = TypeVar("Result")
 
@@ -124,7 +124,7 @@ class AttemptLog(ABC):
             The entry; ``None`` if these ranks have failed before it.
 
         Raises:
-            RuntimeError: a rank is lost, or cannot communicate any more.
+            LostError: a rank is lost, or cannot communicate any more.
         """
 
     @abstractmethod
@@ -193,6 +193,9 @@ class AttemptLog(ABC):
         """
         try:
             self._join_rest(device)
+        except LostError as error:
+            self.give_up(str(error))
+            raise
         except Exception as error:
             self.give_up(f"a rank could not catch up after its step had failed: {error}")
             raise
@@ -329,7 +332,7 @@ class StoreAttempt(AttemptLog):
             if time.monotonic() > next_look:
                 lost_text = read(self._store, "broken").decode() or self._find_lost()
                 if lost_text:
-                    raise RuntimeError(lost_text)
+                    raise LostError(lost_text)
                 next_look = time.monotonic() + _LOST
             time.sleep(_NEXT_LOOK)
 

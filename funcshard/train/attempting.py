@@ -24,9 +24,8 @@ def attempt(
     """Return ``step(*args)``, or what went wrong if it raised on any rank; no rank is left waiting.
 
     If the step raises on one rank, that rank issues the rest of the step's collectives with zeros.
-    The others compute on with wrong numbers, and no rank returns their result. So a failed attempt
-    takes as long as the step, and you can call the step again: with the same state, another batch,
-    or in smaller micro-batches.
+    The others compute on with wrong numbers, and no rank returns their result. Then you can call
+    the step again: with the same state, another batch, or in smaller micro-batches.
 
     A step of ``make_train_step`` or ``trace`` doesn't donate its state here, also inside a function
     of yours. That costs it a copy of the trainable shards and of the optimizer's state. Other
