@@ -35,13 +35,8 @@ PLANS: dict[str, dict[str, Any]] = {  # options of make_plan
 # Modules with fewer bytes of parameters are no units and stay in the root.
 LEAST = {"full_shard_large": 1 << 20, "full_shard_compiled": 1 << 20}
 COMPILED = ("full_shard_compiled",)  # peers whose units are compiled by torch.compile
-# Peers that run a plan of above as one traced step, with the compiler of its regions.
-TRACED: dict[str, tuple[str, str | None]] = {
-    "full_shard_traced": ("full_shard", None),
-    "full_shard_traced_compiled": ("full_shard", "inductor"),
-    "full_shard_large_traced_compiled": ("full_shard_large", "inductor"),
-    "shard_grad_op_traced_compiled": ("shard_grad_op", "inductor"),
-}
+# Peers that run a plan of above as one traced step, compiled by Inductor.
+TRACED = {"full_shard_traced_compiled": "full_shard", "full_shard_large_traced_compiled": "full_shard_large"}
 TITLES = {
     "none": "no communication",
     "ddp": "DDP",
@@ -60,10 +55,8 @@ TITLES = {
     "none_compiled": "no communication, compiled",
     "ddp_compiled": "DDP, compiled",
     "fsdp2_compiled": "FSDP2, compiled blocks",
-    "full_shard_traced": "funcshard full_shard, traced",
     "full_shard_traced_compiled": "funcshard full_shard, traced and compiled",
     "full_shard_large_traced_compiled": "funcshard full_shard, units of 1 MiB and more, traced and compiled",
-    "shard_grad_op_traced_compiled": "funcshard shard_grad_op, traced and compiled",
     "full_shard_gloo": "funcshard full_shard over gloo",
     "shard_grad_op_gloo": "funcshard shard_grad_op over gloo",
 }
@@ -119,12 +112,9 @@ def sharded_by_fsdp2(module: nn.Module, unit: type[nn.Module], reshard: bool = T
 
 
 def _ours(shape: Shape, peer: str, shared_memory: bool = True) -> Step:
-    plan, backend = TRACED.get(peer, (peer, None))
-    train_step, state = ours(shape, plan, fs.init_mesh(device="cpu", shared_memory=shared_memory))
+    train_step, state = ours(shape, TRACED.get(peer, peer), fs.init_mesh(device="cpu", shared_memory=shared_memory))
     if peer in TRACED:
-        train_step = fs.trace(train_step, state, shape.batches(0)[0])
-    if backend is not None:
-        train_step = train_step.compile(backend=backend)
+        train_step = fs.trace(train_step, state, shape.batches(0)[0]).compile()
 
     def step(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         nonlocal state

@@ -28,8 +28,8 @@ from funcshard.comm import DONE, desync, native
 
 RANKS, UNITS = (8, 64, 512, 1024, 4096, 16384), (10, 100, 1000)
 PHASES = ("init_mesh", "make_plan", "shard", "fully_shard", "first step", "step")
-HEADER = ("units", "ranks", *(f"{phase}, ms" for phase in PHASES), "heap, KiB", "of it torch's", "resident, MiB",
-          "plan, KiB", "messages of construction", "of a step", "bytes of them")  # fmt: skip
+HEADER = ("units", "ranks", *(f"{phase}, ms" for phase in PHASES), "heap, KiB", "of it torch's", "plan, KiB",
+          "messages of construction", "of a step", "bytes of them")  # fmt: skip
 
 
 class Messages:
@@ -97,7 +97,6 @@ class Scale(NamedTuple):
         seconds: processor time of each phase.
         heap: bytes of Python objects that are held after two steps.
         heap_torch: those of them that files of torch allocated.
-        resident: bytes of the process's memory then, above those before the mesh was made.
         plan: ``plan.to_json()``.
         construction: number and bytes of the messages before the first step.
         step: those of the third step.
@@ -108,7 +107,6 @@ class Scale(NamedTuple):
     seconds: dict[str, float]
     heap: int
     heap_torch: int
-    resident: int
     plan: str
     construction: Sequence[int]
     step: Sequence[int]
@@ -116,7 +114,7 @@ class Scale(NamedTuple):
     def row(self) -> list[str]:
         """Return the cells of a row of the table."""
         times = [f"{1000 * self.seconds[phase]:.1f}" for phase in PHASES]
-        memory = [f"{self.heap / 1024:,.0f}", f"{self.heap_torch / 1024:,.0f}", f"{self.resident / 2**20:.1f}"]
+        memory = [f"{self.heap / 1024:,.0f}", f"{self.heap_torch / 1024:,.0f}"]
         messages = ["{}: {:,} B".format(*self.construction), f"{self.step[0]}", f"{self.step[1]:,}"]
         return [f"{self.units:,}", f"{self.ranks:,}", *times, *memory, f"{len(self.plan) / 1024:,.1f}", *messages]
 
@@ -134,7 +132,6 @@ def measure(ranks: int, units: int, *, trace_memory: bool = True) -> Scale:
     x = torch.ones(1, 2)
     with fake_job(ranks), mock.patch.object(desync, "dist", messages):
         gc.collect()
-        resident = _resident()
         if trace_memory:
             tracemalloc.start()
         mesh = seconds.timed("init_mesh", lambda: fs.init_mesh(device="cpu"))
@@ -157,15 +154,9 @@ def measure(ranks: int, units: int, *, trace_memory: bool = True) -> Scale:
             heap = sum(trace.size for trace in snapshot.traces)
             heap_torch = sum(trace.size for trace in snapshot.traces if "/torch/" in trace.traceback[0].filename)
         return Scale(
-            ranks=ranks, units=units, seconds=seconds, heap=heap, heap_torch=heap_torch, resident=_resident() - resident,
+            ranks=ranks, units=units, seconds=seconds, heap=heap, heap_torch=heap_torch,
             plan=plan.to_json(), construction=list(construction), step=own,
         )  # fmt: skip
-
-
-def _resident() -> int:
-    """Return the bytes of this process's memory."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +23,9 @@ from funcshard.checkpoint.flatten_state import flatten_state
 from funcshard.checkpoint.rank_files import table_file, write_rank
 from funcshard.checkpoint.unflatten_state import Saved, unflatten_state
 
-PHASES = ("flatten", "write index", "write a part", "restore planning", "restore")
-HEADER = ("units", "from ranks", "to ranks", *(f"{phase}, ms" for phase in PHASES), "restore's heap, MiB", "index, KiB",
-          "a table, KiB", "tables read")  # fmt: skip
+PHASES = ("flatten", "restore planning", "restore")
+HEADER = ("units", "from ranks", "to ranks", *(f"{phase}, ms" for phase in PHASES), "index, KiB", "a table, KiB",
+          "tables read")  # fmt: skip
 WIDTH, SAVE = 64, "01234567"
 MOVES: tuple[tuple[dict[str, int], dict[str, int]], ...] = (
     ({"shard": 8}, {"shard": 6}),
@@ -41,14 +40,12 @@ class CheckpointScale(NamedTuple):
     """The measurements of one rank.
 
     Attributes:
-        heap: most bytes of Python objects while it restores.
         index: bytes of the index.
         table: bytes of one rank's table.
         tables: number of ranks whose tables and files the restoring rank reads.
     """
 
     seconds: dict[str, float]
-    heap: int
     index: int
     table: int
     tables: int
@@ -72,18 +69,14 @@ def measure_checkpoint(units: int, old: Mapping[str, int], new: Mapping[str, int
         path.mkdir()
         for each in {*ranks, rank % plans[0].world_size}:
             own = flatten_state(_state(plans[0], each), plans[0], each)
-            seconds.timed("write a part", lambda own=own, each=each: write_rank(path, SAVE, each, own, own.tensors))
-        seconds.timed("write index", lambda: write_index(path, plans[0], flat, SAVE, 1, 0))
+            write_rank(path, SAVE, each, own, own.tensors)
+        write_index(path, plans[0], flat, SAVE, 1, 0)
         (path / f"{SAVE}.part").rename(path / "index.json")
         mesh = fake_mesh(new, rank=rank)
         restored = seconds.timed("restore", lambda: fs.restore(path, plans[1], mesh))
         torch.testing.assert_close(restored, _state(plans[1], rank), rtol=0, atol=0)
-        tracemalloc.start()
-        fs.restore(path, plans[1], mesh)
-        heap = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
         index, table = (path / "index.json").stat().st_size, (path / table_file(SAVE, min(ranks))).stat().st_size
-    return CheckpointScale(seconds, heap, index, table, len(ranks))
+    return CheckpointScale(seconds, index, table, len(ranks))
 
 
 def _state(plan: fs.Plan, rank: int) -> dict[str, Any]:
@@ -111,7 +104,7 @@ def main() -> None:
             found = measure_checkpoint(units, old, new)
             shapes = [" × ".join(f"{size:,}" for size in shape.values()) for shape in (old, new)]
             times = [f"{1000 * found.seconds[phase]:,.0f}" for phase in PHASES]
-            sizes = [f"{found.heap / 2**20:.1f}", f"{found.index / 1024:,.0f}", f"{found.table / 1024:,.0f}"]
+            sizes = [f"{found.index / 1024:,.0f}", f"{found.table / 1024:,.0f}"]
             print("|", " | ".join([f"{units:,}", *shapes, *times, *sizes, str(found.tables)]), "|", flush=True)
 
 

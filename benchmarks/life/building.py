@@ -174,6 +174,6 @@ CASES = (
     Case("load", _LOAD, _BROADCAST, 0.7, _our_load, _their_load, before=_write),
     Case(
         "load-memory", f"{_LOAD}, peak", _BROADCAST, 0.7, _our_load, _their_load, before=_write,
-        measure="bytes", most_rounds=3,
+        measure="bytes",
     ),
 )  # fmt: skip

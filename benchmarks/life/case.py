@@ -78,7 +78,7 @@ class Case(NamedTuple):
     Attributes:
         name: its name, for ``--rows``.
         title, peer: the words for it, and for the other side, in the table.
-        goal: the largest ratio of ours and theirs; ``None`` if the row is there to compare with.
+        goal: the largest ratio of ours and theirs.
         ours, theirs: make what a side needs, once on every rank, and return the turn.
         ranks: the numbers of ranks; each is a row.
         fresh: whether every turn runs in new processes, which have imported torch alone.
@@ -90,7 +90,7 @@ class Case(NamedTuple):
     name: str
     title: str
     peer: str
-    goal: float | None
+    goal: float
     ours: Callable[[Place], Turn]
     theirs: Callable[[Place], Turn]
     ranks: tuple[int, ...] = (2,)
@@ -98,4 +98,3 @@ class Case(NamedTuple):
     measure: str = "seconds"
     before: Callable[[Place], object] | None = None
     before_ranks: int = 0
-    most_rounds: int = 100

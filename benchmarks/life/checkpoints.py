@@ -250,6 +250,6 @@ CASES = (
     _race("restore-more", "restore on 4 ranks from 2", _restoring, ranks=(4,), before=_save_both, before_ranks=2),
     Case(
         "step-beside-save", "a step beside a save in the background", "the same step without a save", 1.1,
-        _stepping(True), _stepping(False), most_rounds=4,
+        _stepping(True), _stepping(False),
     ),
 )  # fmt: skip

@@ -1,13 +1,12 @@
-"""The helpers of a training step: clipping, Muon, and accumulation.
+"""The helpers of a training step: clipping, and Muon.
 
-Both sides have the same gradients: random ones, for the rows that do not compute any. FSDP2's side
-calls the functions of torch that its users call, in their fastest form: with ``foreach``, and with
-the fused AdamW. Muon's rows use a small GPT: products in bfloat16 are slow on most CPUs.
+Both sides have the same random gradients. FSDP2's side calls the functions of torch that its users
+call, in their fastest form: with ``foreach``, and with the fused AdamW. Muon's rows use a small
+GPT: products in bfloat16 are slow on most CPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ import funcshard as fs
 from benchmarks.life.case import Case, Place, Turn
 from benchmarks.life.sides import Ours, Theirs, gpt
 
-MICRO_BATCHES = 4
 MAX_NORM = 1.0
 
 
@@ -91,55 +89,7 @@ def _their_muon(place: Place) -> Turn:
     return turn
 
 
-def _our_accumulation(reduce: Any) -> Callable[[Place], Turn]:
-    def make(place: Place) -> Turn:
-        ours = Ours(gpt(place, 24, batch=MICRO_BATCHES))
-        loss_fn = lambda shards, batch: ours.loss(shards, *batch)  # noqa: E731
-        evaluate = fs.accumulate(loss_fn, MICRO_BATCHES, mesh=ours.mesh, reduce=reduce)
-        batch = ours.shape.batches(place.rank)[0]
-
-        def check(result: Any) -> list[float]:
-            loss, grads = result
-            return [loss.item(), fs.global_norm(grads, ours.plan, ours.mesh).item()]
-
-        return place.turn(lambda: evaluate(ours.shards, batch), check)
-
-    return make
-
-
-def _their_accumulation(reduce: str) -> Callable[[Place], Turn]:
-    def make(place: Place) -> Turn:
-        theirs = Theirs(gpt(place, 24, batch=MICRO_BATCHES))
-        inputs, targets = (part.chunk(MICRO_BATCHES) for part in theirs.shape.batches(place.rank)[0])
-
-        def turn() -> list[float]:
-            theirs.optimizer.zero_grad()
-            total = torch.zeros(())
-            with place.timed():
-                for number in range(MICRO_BATCHES):
-                    if reduce == "once":
-                        theirs.module.set_requires_gradient_sync(number == MICRO_BATCHES - 1)
-                    loss = theirs.shape.loss(theirs.module(inputs[number]), targets[number]) / MICRO_BATCHES
-                    loss.backward()
-                    total += loss.detach()
-            norm: Any = torch.nn.utils.get_total_norm([p.grad for p in theirs.params])
-            return [total.item(), norm.full_tensor().item()]
-
-        return turn
-
-    return make
-
-
-_ACCUMULATED = f"gradient of {MICRO_BATCHES} micro-batches, reduced"
 CASES = (
     Case("clip", "clip the gradient to a norm", "clip_grad_norm_ on FSDP2", 0.8, _our_clip, _their_clip),
     Case("muon", "a step of Muon and AdamW, small GPT", "the same on FSDP2", 0.8, _our_muon, _their_muon),
-    Case(
-        "accumulate_each", f"{_ACCUMULATED} each time", "FSDP2", 0.8,
-        _our_accumulation("each"), _their_accumulation("each"), most_rounds=6,
-    ),
-    Case(
-        "accumulate_once", f"{_ACCUMULATED} once", "FSDP2, set_requires_gradient_sync", 0.8,
-        _our_accumulation("once"), _their_accumulation("once"), most_rounds=6,
-    ),
-)  # fmt: skip
+)

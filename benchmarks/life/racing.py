@@ -58,7 +58,7 @@ class Result:
 
         case = self.case
         start = [case.title, str(self.ranks), case.peer]
-        goal = "" if case.goal is None else f"≤ {case.goal:.2f}"
+        goal = f"≤ {case.goal:.2f}"
         if self.error:
             last = self.error.strip().splitlines()[-1].replace("|", "/")[:200]
             return [*start, "", "", "", "", goal, f"failed: {last}"]
@@ -68,15 +68,10 @@ class Result:
             return [*start, "", "", "", "", goal, "not measured"]
         found = ratio(ours, theirs)
         processor = f"{ratio(*worked).median:.2f}" if case.measure == "seconds" and all(worked[1]) else ""
-        reached = "" if case.goal is None else "met" if found.median <= case.goal else "missed"
+        reached = "met" if found.median <= case.goal else "missed"
         unit, factor = ("MiB", 2**-20) if case.measure == "bytes" else ("ms", 1000)
         amounts = [f"{factor * spread(values).median:.1f} {unit}" for values in (ours, theirs)]
         return [*start, *amounts, found.text(2), processor, goal, reached]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return everything measured."""
-        turns = {side: [list(turn[:3]) for turn in self.turns[side]] for side in SIDES}
-        return {"name": self.case.name, "ranks": self.ranks, "goal": self.case.goal, "error": self.error, **turns}
 
 
 def race(file: str, case: Case, ranks: int, *, rounds: int, tiny: bool = False, shared: Any = None) -> Result:
@@ -85,7 +80,6 @@ def race(file: str, case: Case, ranks: int, *, rounds: int, tiny: bool = False, 
     Tiny variants run in no fresh processes; ``shared`` keeps groups of processes for the next tiny case.
     """
     result = Result(case, ranks)
-    rounds = min(rounds, case.most_rounds)
     fresh = (case.fresh or case.measure == "bytes") and not tiny
     groups: dict[int, RankProcesses] = {} if shared is None else shared
     try:

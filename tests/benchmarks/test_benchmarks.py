@@ -3,21 +3,57 @@
 import contextlib
 import json
 import math
+import re
+import runpy
+import shlex
 import subprocess
 import sys
+from argparse import ArgumentParser
+from pathlib import Path
 
 import pytest
 import torch
 
 import funcshard as fs
 from benchmarks import cuda, peers, results, step
+from benchmarks.gpu_parts import PARTS
 from benchmarks.jaxed import Jax, has_jax
+from benchmarks.life import racing
 from benchmarks.shapes import SHAPES
 from benchmarks.turns import Ranks
 
 TINY = SHAPES["tiny"]
+ROOT = Path(__file__).parents[2]
+ROWS = [row for file in racing.FILES for row in racing.cases_of(file)]
+NAMES = {"shapes": SHAPES, "peers": peers.TITLES, "rows": ROWS, "parts": PARTS}
 
 pytestmark = pytest.mark.usefixtures("server_of_forks")
+
+
+def commands():
+    """Return the command lines of pages that run a benchmark, without ``python -m``."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    pattern = re.compile(r"`python\s-m\s(benchmarks\.[^`]+)`|^ {4}.*python -m (benchmarks\.[^#\n]+)", re.MULTILINE)
+    found = [a or b for page in pages for a, b in pattern.findall(page.read_text())]
+    return sorted({" ".join(command.split()) for command in found} - {"benchmarks.measured"})  # it parses nothing
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("command", commands())
+def test_a_command_of_a_page_has_only_options_that_exist(monkeypatch, command):
+    parse, parsed = ArgumentParser.parse_args, []
+
+    def stop(parser, args=None):
+        parsed.append(parse(parser, args))
+        raise SystemExit
+
+    module, *args = shlex.split(command)
+    monkeypatch.setattr(ArgumentParser, "parse_args", stop)
+    monkeypatch.setattr(sys, "argv", [module, *args])
+    with pytest.raises(SystemExit):
+        runpy.run_module(module, run_name="__main__")
+    for option, known in NAMES.items():
+        assert set((getattr(parsed[0], option, "") or "").split(",")) <= {*known, ""}, option
 
 
 @pytest.mark.slow
