@@ -26,6 +26,7 @@ AS_ONE_RANK = {
     "deq": ("--steps 1", r"loss ([\d.]+), (\d+) steps forward", 1e-3),
     "distill": ("--steps 21", r"loss ([\d.]+)", 1e-3),
     "functional_params": ("--steps 11 --out OUT", r"loss ([\d.]+), gradient norm ([\d.]+)", 2e-3),
+    "grpo": ("--steps 2", r"reward ([\d.]+), loss ([\d.-]+)", 2e-3),
     "hessian_spectrum": ("--steps 0 --out OUT/spectrum.svg", r"eigenvalue ([\d.]+), mean ([\d.e-]+)", 2e-3),
     "hypergradients": ("--steps 2", r"loss on other data ([\d.]+)", 1e-3),
     "influence": ("--steps 2", r"influence ([\d.]+) of", 2e-3),
@@ -39,9 +40,9 @@ AS_ONE_RANK = {
     "score_matching": ("--steps 3", r"(?:loss|score) ([\d.-]+)", 1e-3),
     "wgan_gp": ("--steps 2 --penalty first", r"critic ([\d.-]+)", 1e-3),
 }
-# Examples of derivatives, with the steps of the comparison in float64.
-DERIVATIVES = {
-    "deq": 3, "hessian_spectrum": 0, "hypergradients": 2, "influence": 2, "mean_flow": 3, "natural_gradient": 2,
+# Examples that are compared in float64, with the steps of the comparison.
+IN_FLOAT64 = {
+    "deq": 3, "grpo": 2, "hessian_spectrum": 0, "hypergradients": 2, "influence": 2, "mean_flow": 3, "natural_gradient": 2,
     "pinn": 3, "sam": 3, "score_matching": 3, "wgan_gp": 2,
 }  # fmt: skip
 # Examples whose result depends on the number of ranks: statistics of a rank's own batch, samples
@@ -110,14 +111,14 @@ def in_float64(mesh, name, steps):
 
 @pytest.mark.nightly(one_in=3)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("name", DERIVATIVES)
-def test_an_example_of_derivatives_has_the_numbers_of_its_plain_modules_in_float64(name):
+@pytest.mark.parametrize("name", IN_FLOAT64)
+def test_an_example_has_the_numbers_of_its_plain_modules_in_float64(name):
     torch.set_default_dtype(torch.float64)
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fs, "fully_shard", plain)
-            alone = in_float64(fs.Mesh(), name, DERIVATIVES[name])
-        for numbers in run_simulated(in_float64, 4, name, DERIVATIVES[name], shape={"replicate": 2, "shard": 2}):
+            alone = in_float64(fs.Mesh(), name, IN_FLOAT64[name])
+        for numbers in run_simulated(in_float64, 4, name, IN_FLOAT64[name], shape={"replicate": 2, "shard": 2}):
             torch.testing.assert_close(numbers, alone, rtol=1e-10, atol=1e-10)
     finally:
         torch.set_default_dtype(torch.float32)
