@@ -99,33 +99,33 @@ def cg(
     check_count("maxiter", maxiter, of="steps")
     dot = _inner_product(plan, mesh, inner)
     x, residual = tree.map(torch.zeros_like, b), b
-    size = dot(b, b).sqrt().item()
-    if size == 0:
+    rhs_norm = dot(b, b).sqrt().item()
+    if rhs_norm == 0:
         return x, 0
-    bound = max(rtol * size, atol)
+    residual_bound = max(rtol * rhs_norm, atol)
     if x0 is not None:
         x, residual = x0, axpy(-1.0, A(x0), b)
-    direction = old_fall = None
+    search_direction = old_fall = None
     for _ in range(maxiter):
-        square = dot(residual, residual)
-        if square.sqrt() <= bound:
+        residual_square = dot(residual, residual)
+        if residual_square.sqrt() <= residual_bound:
             return x, 0
-        descent, fall = residual, square
+        descent, new_fall = residual, residual_square
         if M is not None:
             descent = M(residual)
-            fall = dot(residual, descent)
+            new_fall = dot(residual, descent)
         if old_fall is not None:
-            descent = axpy(fall / old_fall, direction, descent)
-        direction, old_fall = descent, fall
-        product = A(direction)
-        curvature = dot(direction, product)
+            descent = axpy(new_fall / old_fall, search_direction, descent)
+        search_direction, old_fall = descent, new_fall
+        product = A(search_direction)
+        curvature = dot(search_direction, product)
         # Note: written so that NaN ends the loop too. Negative curvature doesn't, as in SciPy: the
         # residual says whether the solution is right.
         if not curvature.abs() > 0:
             return x, -1
-        length = fall / curvature
-        x, residual = axpy(length, direction, x), axpy(-length, product, residual)
-    return x, 0 if dot(residual, residual).sqrt() <= bound else maxiter
+        step_length = new_fall / curvature
+        x, residual = axpy(step_length, search_direction, x), axpy(-step_length, product, residual)
+    return x, 0 if dot(residual, residual).sqrt() <= residual_bound else maxiter
 
 
 def power_iteration(
@@ -173,13 +173,13 @@ def power_iteration(
     v = _normalized(v0, dot)
     for number in range(1, maxiter + 1):
         product = A(v)
-        value = dot(v, product)
-        rest = axpy(-value, v, product)
-        residual = dot(rest, rest).sqrt()
-        if residual <= tol * value.abs() or number == maxiter:
+        eigenvalue = dot(v, product)
+        residual_vector = axpy(-eigenvalue, v, product)
+        residual_norm = dot(residual_vector, residual_vector).sqrt()
+        if residual_norm <= tol * eigenvalue.abs() or number == maxiter:
             break
         v = _normalized(product, dot)
-    return value, v, residual
+    return eigenvalue, v, residual_norm
 
 
 def eigsh(
@@ -237,31 +237,35 @@ def eigsh(
     """
     check_count("k", k, of="eigenvalues")
     check_choice("which", which, ("LM", "LA", "SA"))
-    size = max(2 * k + 1, 20) if ncv is None else ncv
-    check_count("ncv", size, k + 1, of="vectors", none="for the default")
+    basis_size = max(2 * k + 1, 20) if ncv is None else ncv
+    check_count("ncv", basis_size, k + 1, of="vectors", none="for the default")
     check_count("maxiter", maxiter, of="restarts")
     check_number("tol", tol, least=0)
     dot = _inner_product(plan, mesh, inner)
-    basis = _room_for(_normalized(v0, dot), size)
-    projected = torch.zeros(size, size, dtype=torch.float64, device="cpu")
-    kept = 0
-    for number in range(1, maxiter + 1):
-        filled, norm, following = _extend(A, basis, projected, kept, dot)
-        values, vectors = torch.linalg.eigh(projected[:filled, :filled])
-        distances = norm * vectors[-1].abs()
-        order = {"LM": -values.abs(), "LA": -values, "SA": values}[which].argsort(stable=True)
+    basis = _room_for(_normalized(v0, dot), basis_size)
+    projected = torch.zeros(basis_size, basis_size, dtype=torch.float64, device="cpu")
+    num_kept = 0
+    for restart_number in range(1, maxiter + 1):
+        num_vectors, rest_norm, next_vector = _extend(A, basis, projected, num_kept, dot)
+        values, vectors = torch.linalg.eigh(projected[:num_vectors, :num_vectors])
+        residual_norms = rest_norm * vectors[-1].abs()
+        best_first = {"LM": -values.abs(), "LA": -values, "SA": values}[which].argsort(stable=True)
         rounding = torch.finfo(tree.leaves(v0)[0].dtype).eps * values.abs().max()
-        bounds = torch.maximum(tol * values.abs(), rounding)
-        if number == maxiter or (distances <= bounds)[order[:k]].all():
+        residual_bounds = torch.maximum(tol * values.abs(), rounding)
+        if restart_number == maxiter or (residual_norms <= residual_bounds)[best_first[:k]].all():
             break
         # Why more than k: the eigenvectors beside the k best ones make these converge faster.
-        kept = (k + size) // 2
-        best = order[:kept]
-        _put(basis, slice(kept), _combine(vectors[:, best].T, basis))
-        _put(basis, kept, following)
-        projected.zero_().diagonal()[:kept] = values[best]
-    best = order[:k].sort().values
-    return values[best], [_combine(row, basis) for row in vectors[:, best].T], distances[best]
+        num_kept = (k + basis_size) // 2
+        best = best_first[:num_kept]
+        _put(basis, slice(num_kept), _combine(vectors[:, best].T, basis))
+        _put(basis, num_kept, next_vector)
+        projected.zero_().diagonal()[:num_kept] = values[best]
+    best = best_first[:k].sort().values
+    return (
+        values[best],
+        [_combine(row, basis) for row in vectors[:, best].T],
+        residual_norms[best],
+    )
 
 
 def lanczos_quadrature(
@@ -319,13 +323,16 @@ def lanczos_quadrature(
     check_flag("reorthogonalize", reorthogonalize)
     dot = _inner_product(plan, mesh, None)
     nodes, weights = torch.zeros(2, num_repeats, ncv, dtype=torch.float64, device="cpu")
-    for number in range(num_repeats):
-        start = _normalized(_probe(like, plan, mesh, generator, "rademacher"), dot)
-        basis = _room_for(start, ncv if reorthogonalize else min(ncv, 2))
+    for repeat in range(num_repeats):
+        first_vector = _normalized(_probe(like, plan, mesh, generator, "rademacher"), dot)
+        basis = _room_for(first_vector, ncv if reorthogonalize else min(ncv, 2))
         projected = torch.zeros(ncv, ncv, dtype=torch.float64, device="cpu")
-        filled, _, _ = _extend(A, basis, projected, 0, dot)
-        values, vectors = torch.linalg.eigh(projected[:filled, :filled])
-        nodes[number, :filled], weights[number, :filled] = values, vectors[0].square()
+        num_nodes, _, _ = _extend(A, basis, projected, 0, dot)
+        values, vectors = torch.linalg.eigh(projected[:num_nodes, :num_nodes])
+        nodes[repeat, :num_nodes], weights[repeat, :num_nodes] = (
+            values,
+            vectors[0].square(),
+        )
     return nodes, weights
 
 
@@ -424,39 +431,39 @@ def _extend(
         The number of vectors, the norm of the last product's part outside of the basis, and that
         part at norm 1. Where the part is zero, the basis may not be full.
     """
-    size, room = len(projected), len(tree.leaves(basis)[0])
-    for number in range(first, size):
-        slot, filled = number % room, min(number + 1, room)
+    size, num_slots = len(projected), len(tree.leaves(basis)[0])
+    for vector_number in range(first, size):
+        slot, num_filled = vector_number % num_slots, min(vector_number + 1, num_slots)
         # The number of the vector in each slot.
-        numbers = torch.tensor(
-            [number - (slot - other) % room for other in range(filled)],
+        slot_numbers = torch.tensor(
+            [vector_number - (slot - other_slot) % num_slots for other_slot in range(num_filled)],
             dtype=torch.long,
             device="cpu",
         )
-        known = _at(basis, slice(filled))
+        known_vectors = _at(basis, slice(num_filled))
         product = tree.map(torch.Tensor.detach, A(_at(basis, slot)))
-        row = torch.zeros(filled, dtype=torch.float64, device="cpu")
+        matrix_row = torch.zeros(num_filled, dtype=torch.float64, device="cpu")
         for _ in range(_MOST_PASSES):
-            parts = _dots(known, product, dot)
-            product = axpy(-1.0, _combine(parts, known), product)
-            row += parts.cpu()
-            norm = dot(product, product).sqrt().item()
+            basis_parts = _dots(known_vectors, product, dot)
+            product = axpy(-1.0, _combine(basis_parts, known_vectors), product)
+            matrix_row += basis_parts.cpu()
+            rest_norm = dot(product, product).sqrt().item()
             # Why this test: a part that is no larger than the rest was removed up to rounding.
-            if parts.norm() <= norm:
+            if basis_parts.norm() <= rest_norm:
                 break
         else:
-            norm = 0.0
-        if not (math.isfinite(norm) and row.isfinite().all()):
+            rest_norm = 0.0
+        if not (math.isfinite(rest_norm) and matrix_row.isfinite().all()):
             raise ValueError(
                 "a product with A has values that are not finite: check the loss at these parameters"
             )
-        projected[number, numbers] = projected[numbers, number] = row
-        if norm == 0:
-            return number + 1, 0.0, product
-        product = _scaled(1 / norm, product)
-        if number + 1 < size:
-            _put(basis, (number + 1) % room, product)
-    return size, norm, product
+        projected[vector_number, slot_numbers] = projected[slot_numbers, vector_number] = matrix_row
+        if rest_norm == 0:
+            return vector_number + 1, 0.0, product
+        product = _scaled(1 / rest_norm, product)
+        if vector_number + 1 < size:
+            _put(basis, (vector_number + 1) % num_slots, product)
+    return size, rest_norm, product
 
 
 def _dots(basis: Any, v: Any, dot: InnerProduct) -> torch.Tensor:
