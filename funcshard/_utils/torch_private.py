@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from types import CodeType, MappingProxyType
+from types import CodeType, FunctionType, MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -698,6 +698,19 @@ def callers_level() -> int:
 
 
 # --- CUDA -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def without_mode_check(function: Any) -> Callable[..., Any]:
+    """Return a copy of a function of torch that doesn't look for modes."""
+    # Why: a function that looks for them by another name would call an active mode without end.
+    assert "has_torch_function" in function.__code__.co_names
+    unchecked_globals = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    function_copy = FunctionType(
+        function.__code__, unchecked_globals, function.__name__, function.__defaults__
+    )
+    function_copy.__kwdefaults__ = function.__kwdefaults__
+    return function_copy
 
 
 def cuda_sleep(cycles: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-import types
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -13,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from funcshard._utils.tensors import is_dtensor
-from funcshard._utils.torch_private import function_modes
+from funcshard._utils.torch_private import function_modes, without_mode_check
 from funcshard.core.attention import attention
 from funcshard.core.plain_losses import PLAIN_LOSSES
 
@@ -89,9 +88,12 @@ class _AnyOrder(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is functional.multi_head_attention_forward:
+            with self:  # Why again: torch leaves the mode while this method runs.
+                return without_mode_check(func)(*args, **kwargs)
         replacement = PLAIN_LOSSES.get(func)
-        if func in _ATTENTION and not _kernel_chosen():
-            replacement = _ATTENTION[func]
+        if func is functional.scaled_dot_product_attention and not _kernel_chosen():
+            replacement = attention
         if replacement is None or any(map(is_dtensor, (*args, *kwargs.values()))):
             replacement = func
         return replacement(*args, **kwargs)
@@ -105,20 +107,3 @@ def _kernel_chosen() -> bool:
         and kernels.mem_efficient_sdp_enabled()
         and kernels.math_sdp_enabled()
     )
-
-
-# Why a copy with other globals: torch turns the mode off while this function runs, which calls
-# attention.
-_multi_head = types.FunctionType(
-    functional.multi_head_attention_forward.__code__,
-    {
-        **vars(functional),
-        "has_torch_function": lambda _: False,
-        "scaled_dot_product_attention": attention,
-    },
-    argdefs=functional.multi_head_attention_forward.__defaults__,
-)
-_ATTENTION: dict[Any, Callable[..., Any]] = {
-    functional.scaled_dot_product_attention: attention,
-    functional.multi_head_attention_forward: _multi_head,
-}

@@ -10,9 +10,6 @@ Source of the rules: ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` an
 
 from __future__ import annotations
 
-import functools
-import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +17,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from funcshard._utils.torch_operators import operator_by_name
+from funcshard._utils.torch_private import without_mode_check
 
 _HALF = (torch.float16, torch.bfloat16)
 _flash = operator_by_name("aten", "_scaled_dot_product_flash_attention", "default")
@@ -42,21 +40,8 @@ class AcceleratorKernels(TorchFunctionMode):
             # Why again: torch leaves the mode while this method runs. But the first function calls
             # attention, and a checkpoint computes it in backward.
             with self:
-                return _without_check(func)(*args, **kwargs)
+                return without_mode_check(func)(*args, **kwargs)
         return func(*args, **kwargs)
-
-
-@functools.cache
-def _without_check(function: Any) -> Callable[..., Any]:
-    """Return a copy of a function of torch that doesn't look for modes."""
-    # Why: a function that looks for them by another name would call this mode without end.
-    assert "has_torch_function" in function.__code__.co_names
-    unchecked_globals = {**function.__globals__, "has_torch_function": lambda tensors: False}
-    function_copy = types.FunctionType(
-        function.__code__, unchecked_globals, function.__name__, function.__defaults__
-    )
-    function_copy.__kwdefaults__ = function.__kwdefaults__
-    return function_copy
 
 
 def _dropout(
