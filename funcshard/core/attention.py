@@ -8,7 +8,8 @@ of its function's derivative. So the autograd Function ``_Mapped`` calls itself 
 to any order.
 
 The functions of the first two orders are written out, because torch's rules for a composition
-compute more than is needed. The derivatives of the others are torch's.
+compute more than is needed. The derivatives of the others are torch's. Where torch's kernel has the
+results of a map, which are values and first gradients, it computes them.
 
 Source: Rabe and Staats, "Self-attention does not need O(n^2) memory", arXiv:2112.05682.
 """
@@ -24,13 +25,19 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.nn.attention import SDPBackend
 
 from funcshard._utils.random_state import RandomState
+from funcshard._utils.torch_operators import operator_by_name
 from funcshard._utils.torch_private import transforms_active
 
 # A chunk has so many scores, over all samples and heads, if it has more queries than the least.
 CHUNK_SCORES = 2**19
 LEAST_QUERIES = 64
+
+# Why not by its usual name: ``any_order`` would replace it again.
+_kernel = operator_by_name("aten", "scaled_dot_product_attention", "default")
+_chosen_kernel = operator_by_name("aten", "_fused_sdp_choice", "default")
 
 Results = Sequence[Any]  # tensors; None for a derivative that is zero
 
@@ -48,15 +55,16 @@ def attention(
     """Return ``torch.nn.functional.scaled_dot_product_attention`` of the same arguments."""
     if is_causal and attn_mask is not None:  # torch raises
         return functional.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, True)
-    device_type, out_dtype = query.device.type, query.dtype
-    if torch.is_autocast_enabled(device_type) and out_dtype != torch.float64:
-        out_dtype = torch.get_autocast_dtype(device_type)
-    # Why at least float32: so computes torch's composition of plain operations.
-    dtype = torch.promote_types(out_dtype, torch.float32)
-    query, key, value = (tensor.to(out_dtype).to(dtype) for tensor in (query, key, value))
+    device_type = query.device.type
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        if query.dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device_type)
+            query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+        options = attn_mask, dropout_p, is_causal, scale, enable_gqa
+        with torch.autocast(device_type, enabled=False):
+            return attention(query, key, value, *options)
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    query = query * scale
     if enable_gqa:
         queries_per_key = query.shape[-3] // key.shape[-3]
         key = key.repeat_interleave(queries_per_key, -3)
@@ -68,7 +76,7 @@ def attention(
             bias = query.new_zeros(bias.shape).masked_fill(~bias, -math.inf)
         # Note: a query that sees no key gets zeros, and not the 0 / 0 of softmax.
         unseeing = (bias == -math.inf).all(-1, keepdim=True)
-        bias = bias.to(dtype).masked_fill(unseeing, 0.0)
+        bias = bias.masked_fill(unseeing, 0.0)
     batches = torch.broadcast_shapes(
         *(tensor.shape[:-2] for tensor in (query, key, value, bias) if tensor is not None)
     )
@@ -80,12 +88,9 @@ def attention(
     )
     if dropout_p > 0.0:
         dropout = Dropout(dropout_p, RandomState.take(), batches)
-    with torch.autocast(device_type, enabled=False):
-        chunk_map = ChunkMap(f=_outputs, is_causal=is_causal, dropout=dropout)
-        (out,) = _Mapped.apply(chunk_map, query, key, value, bias)
-    if unseeing is not None:
-        out = out.masked_fill(unseeing, 0.0)
-    return out.to(out_dtype)
+    chunk_map = ChunkMap(f=_outputs, is_causal=is_causal, scale=scale, dropout=dropout)
+    (out,) = _Mapped.apply(chunk_map, query, key, value, bias)
+    return out if unseeing is None else out.masked_fill(unseeing, 0.0)
 
 
 # --- functions of a chunk -------------------------------------------------------------------------
@@ -96,15 +101,21 @@ class Chunk:
     """What a chunk of queries needs besides tensors that are differentiated.
 
     Attributes:
+        scale: the factor of scores.
         causal_bias: of its scores with the last keys that it sees; ``None`` without causality.
         kept: the factors of dropout, by which probabilities are multiplied; ``None`` without.
     """
 
+    scale: float
     causal_bias: torch.Tensor | None
     kept: torch.Tensor | None
 
+    def scaled(self, *queries: Any) -> list[Any]:
+        """Return queries, or what is linear in them, times the factor of scores."""
+        return [None if query is None else self.scale * query for query in queries]
+
     def probs(self, query: torch.Tensor, key: torch.Tensor, bias: torch.Tensor | None) -> Any:
-        """Return the probabilities before dropout."""
+        """Return the probabilities before dropout, of a scaled query."""
         scores = _sum((query, key.mT), plus=bias)
         if self.causal_bias is not None:
             scores[..., scores.shape[-1] - self.causal_bias.shape[-1] :] += self.causal_bias
@@ -118,12 +129,14 @@ class Chunk:
 
 
 def _outputs(chunk: Chunk, query: Any, key: Any, value: Any, bias: Any) -> Results:
+    (query,) = chunk.scaled(query)
     return (chunk.drop(chunk.probs(query, key, bias)) @ value,)
 
 
 def _outputs_jvp(chunk: Chunk, *inputs: Any) -> Results:
     """Return the tangent of ``_outputs``, from its inputs and their tangents."""
     query, key, value, bias, query_dot, key_dot, value_dot, bias_dot = inputs
+    query, query_dot = chunk.scaled(query, query_dot)
     probs = chunk.probs(query, key, bias)
     score_dot = _sum((query_dot, key.mT), (query, _turned(key_dot)), plus=bias_dot)
     prob_dot = None
@@ -135,11 +148,13 @@ def _outputs_jvp(chunk: Chunk, *inputs: Any) -> Results:
 def _grads(chunk: Chunk, *inputs: Any) -> Results:
     """Return the gradients by the inputs of ``_outputs``, from these and the output's gradient."""
     query, key, value, bias, out_grad = inputs
+    (query,) = chunk.scaled(query)
     probs = chunk.probs(query, key, bias)
     score_grad, _ = _softmax_jvp(probs, chunk.drop(out_grad @ value.mT))
     # Why turned: the product takes a third less time than that of probs.mT.
     key_grad, value_grad = query.mT @ score_grad, out_grad.mT @ chunk.drop(probs)
-    return score_grad @ key, key_grad.mT, value_grad.mT, score_grad
+    (query_grad,) = chunk.scaled(score_grad @ key)
+    return query_grad, key_grad.mT, value_grad.mT, score_grad
 
 
 def _grads_jvp(chunk: Chunk, *inputs: Any) -> Results:
@@ -147,6 +162,7 @@ def _grads_jvp(chunk: Chunk, *inputs: Any) -> Results:
     query, key, value, bias, out_grad, query_dot, key_dot, value_dot, bias_dot, out_grad_dot = (
         inputs
     )
+    query, query_dot = chunk.scaled(query, query_dot)
     probs = chunk.probs(query, key, bias)
     prob_grad = chunk.drop(out_grad @ value.mT)
     prob_grad_dot = chunk.drop(_sum((out_grad_dot, value.mT), (out_grad, _turned(value_dot))))
@@ -162,7 +178,7 @@ def _grads_jvp(chunk: Chunk, *inputs: Any) -> Results:
         prob_dot = chunk.drop(prob_dot)
     mean_dot = score_grad_dot.sum(-1, keepdim=True)  # as the sum of prob_dot is zero
     score_grad_dot = _add_product(score_grad_dot, probs, -mean_dot)
-    query_grad_dot = _sum((score_grad_dot, key), (score_grad, key_dot))
+    (query_grad_dot,) = chunk.scaled(_sum((score_grad_dot, key), (score_grad, key_dot)))
     key_grad_dot = _sum((query.mT, score_grad_dot), (_turned(query_dot), score_grad))
     value_grad_dot = _sum((out_grad.mT, prob_dot), (_turned(out_grad_dot), chunk.drop(probs)))
     if value_grad_dot is None:
@@ -260,6 +276,7 @@ class ChunkMap:
     Attributes:
         f: a function of a ``Chunk`` and its part of each tensor.
         is_causal: whether a query sees no later key.
+        scale: the factor of scores.
         dropout: ``None`` if nothing is dropped.
         inputs: whether each tensor goes by query, and not by key.
         outputs: the same of each result of ``f``.
@@ -268,6 +285,7 @@ class ChunkMap:
 
     f: Callable[..., Results]
     is_causal: bool
+    scale: float
     dropout: Dropout | None
     inputs: tuple[bool, ...] = (True, False, False, True)
     outputs: tuple[bool, ...] = (True,)
@@ -275,24 +293,68 @@ class ChunkMap:
 
     def run(self, *tensors: Any) -> tuple[torch.Tensor, ...]:
         """Return the wanted results of whole tensors."""
+        results = self._run_kernel(*tensors)
+        if results is None:
+            results = self._run_chunks(*tensors)
+        # Note: a result is the output, a gradient by the tensor of its index, or a tangent of both.
+        # Why contiguous: autograd asks that a tangent lies in memory as its primal does.
+        return tuple(
+            result.to(tensors[i].dtype).contiguous()
+            for i, result in zip(self.wanted, results, strict=True)
+        )
+
+    def _run_kernel(self, *tensors: Any) -> Results | None:
+        """Return the results of torch's kernel; ``None`` where it has none of linear memory."""
+        is_first_order = self.f is _outputs or (self.f is _grads and 3 not in self.wanted)
+        if not is_first_order or self.dropout is not None:
+            return None
+        inputs, bias = [_four_dims(tensor.detach()) for tensor in tensors[:3]], tensors[3]
+        if bias is not None:
+            for dim in (-2, -3):  # Why: the next line would copy what is expanded.
+                if bias.ndim + dim >= 0 and bias.stride(dim) == 0:
+                    bias = bias.narrow(dim, 0, 1)
+            bias = _four_dims(bias)
+            if bias.dtype != inputs[0].dtype:
+                return None
+        options: Any = {"attn_mask": bias, "is_causal": self.is_causal, "scale": self.scale}
+        if _chosen_kernel(*inputs, **options) == SDPBackend.MATH.value:
+            return None
+        if self.f is _outputs:
+            results: Results = [_kernel(*inputs, **options)]
+        else:
+            with torch.enable_grad():
+                wanted_inputs = [inputs[i].requires_grad_() for i in self.wanted]
+                out = _kernel(*inputs, **options)
+                results = torch.autograd.grad(out, wanted_inputs, _four_dims(tensors[4]))
+        batches = tensors[0].shape[:-2]
+        return [result.reshape(*batches, *result.shape[-2:]) for result in results]
+
+    def _run_chunks(self, *tensors: Any) -> Results:
+        # Why at least float32: so computes torch's composition of plain operations.
+        dtype = torch.promote_types(tensors[0].dtype, torch.float32)
         num_keys = tensors[1].shape[-2]
         parts: dict[int, list[torch.Tensor]] = {i: [] for i in self.wanted if self.outputs[i]}
         sums: dict[int, torch.Tensor] = {}
         with contextlib.ExitStack() as exit_stack:
             if self.dropout is not None and self.f is not _outputs:  # which draws first
                 exit_stack.enter_context(self.dropout.repeated())
-            for queries, keys, chunk in self._chunks(tensors[0], num_keys):
-                ranges = [(keys, queries)[by_query] for by_query in self.inputs]
-                results = self.f(chunk, *map(_rows, tensors, ranges))
+            for queries, keys, chunk in self._chunks(tensors[0], num_keys, dtype):
+                pieces = [
+                    _rows(tensor, queries if by_query else keys, dtype)
+                    for tensor, by_query in zip(tensors, self.inputs, strict=True)
+                ]
+                results = self.f(chunk, *pieces)
                 for i in self.wanted:
                     if i in parts:
                         parts[i].append(results[i])
                     else:
                         sums[i] = _add_rows(sums.get(i), results[i], num_keys)
         whole = sums | {i: torch.cat(rows, -2) for i, rows in parts.items()}
-        return tuple(whole[i] for i in self.wanted)
+        return [whole[i] for i in self.wanted]
 
-    def _chunks(self, query: torch.Tensor, num_keys: int) -> Iterator[tuple[slice, slice, Chunk]]:
+    def _chunks(
+        self, query: torch.Tensor, num_keys: int, dtype: torch.dtype
+    ) -> Iterator[tuple[slice, slice, Chunk]]:
         num_queries, num_batches = query.shape[-2], math.prod(query.shape[:-2])
         step = CHUNK_SCORES // max(1, num_batches * num_keys)
         step = max(LEAST_QUERIES, step // LEAST_QUERIES * LEAST_QUERIES)
@@ -303,11 +365,11 @@ class ChunkMap:
                 num_seen = min(stop, num_keys)
                 # Why no more keys: all queries of the chunk see those before it.
                 shape = stop - start, max(0, num_seen - start)
-                causal_bias = query.new_full(shape, -math.inf).triu(1)
+                causal_bias = query.new_full(shape, -math.inf, dtype=dtype).triu(1)
             if self.dropout is not None:
-                ones = query.new_ones((*self.dropout.batches, stop - start, num_seen))
-                kept = functional.dropout(ones, self.dropout.p)
-            yield slice(start, stop), slice(0, num_seen), Chunk(causal_bias, kept)
+                kept_shape = *self.dropout.batches, stop - start, num_seen
+                kept = functional.dropout(query.new_ones(kept_shape, dtype=dtype), self.dropout.p)
+            yield slice(start, stop), slice(0, num_seen), Chunk(self.scale, causal_bias, kept)
 
     def vjp(self, needed: tuple[int, ...]) -> ChunkMap:
         """Return the map from inputs and gradients of all outputs to gradients of some inputs."""
@@ -351,8 +413,15 @@ class ChunkMap:
         return dataclasses.replace(self, f=f or derived, inputs=self.inputs * 2)
 
 
-def _rows(tensor: Any, rows: slice) -> Any:
-    return None if tensor is None else tensor[..., rows, :]
+def _rows(tensor: Any, rows: slice, dtype: torch.dtype) -> Any:
+    return None if tensor is None else tensor[..., rows, :].to(dtype)
+
+
+def _four_dims(tensor: Any) -> Any:
+    """Return a tensor in the form ``[samples, heads, length, size]`` that kernels take."""
+    while tensor.ndim < 4:
+        tensor = tensor[None]
+    return tensor.flatten(0, -4)
 
 
 def _add_rows(total: torch.Tensor | None, part: torch.Tensor, num_rows: int) -> torch.Tensor:
