@@ -198,8 +198,12 @@ class _Tracer:
         # Why not modules whose calls are apart, and those around them: their gradients come when a
         # call is over.
         nodes_around = {node_path for path in apart for node_path in tree.upwards(path)}
-        for path, index in self.paths.items() if compiled or apart or whole else ():
-            is_inside = compiled.intersection([*tree.upwards(path)][1:]) or apart.intersection(
+        # Why not inside a recomputed module that no other one is like: two folded modules in one
+        # checkpoint would share what it keeps.
+        single_paths = {path for path in remat if self.paths.get(path) not in self.kinds}
+        closed_paths = compiled | single_paths
+        for path, index in self.paths.items() if closed_paths or apart or whole else ():
+            is_inside = closed_paths.intersection([*tree.upwards(path)][1:]) or apart.intersection(
                 tree.upwards(path)
             )
             if is_inside or path in nodes_around or path in whole:

@@ -305,6 +305,14 @@ def test_a_folded_trace_keeps_no_input_of_a_checkpoint_longer_than_the_checkpoin
     assert folded == whole
 
 
+def test_one_recomputed_layer_leaves_the_others_folded():
+    pairs = [[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)] for _ in range(4)]
+    model = nn.Sequential(*(nn.Sequential(*pair) for pair in pairs))
+    whole, folded = (trace(model, torch.zeros(16, 8), remat=["0"], fold=fold) for fold in (False, True))
+    assert summary(folded) == summary(whole)
+    assert "1" in [fold.path for fold in folded.folds]
+
+
 class Repeats(nn.Module):
     """A module that repeats its product as often as a function of its attributes says."""
 
