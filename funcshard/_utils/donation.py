@@ -6,7 +6,6 @@ new values, so ``donate`` makes each of them a ``_DonatedTensor``, which raises 
 
 from __future__ import annotations
 
-import contextvars
 from typing import Any, NoReturn
 
 import torch
@@ -15,10 +14,6 @@ _REMEDY = (
     "use the state that the step returned, keep fs.copy(state) from before the step, or pass "
     "donate=False to make_train_step"
 )
-
-
-# Whether training steps keep the states that they get, because they may be called again with them.
-KEEPS_STATES = contextvars.ContextVar("funcshard_keeps_states", default=False)
 
 
 class _DonatedTensor(torch.Tensor):

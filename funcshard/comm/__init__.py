@@ -32,7 +32,7 @@ from funcshard.comm.agreement import (
     check_same,
     text_of,
 )
-from funcshard.comm.attempts import AGREEMENT, AttemptLog, attempt_log
+from funcshard.comm.attempts import AGREEMENT, UNDO, AttemptLog
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.group import (
     DONE,
@@ -58,6 +58,7 @@ from funcshard.comm.user_collectives import CustomGroup, with_collectives, witho
 
 __all__ = [
     "AGREEMENT",
+    "UNDO",
     "DONE",
     "AllGatherWork",
     "AttemptLog",
@@ -77,7 +78,6 @@ __all__ = [
     "all_gather_private",
     "all_gather_texts",
     "at_own_rank",
-    "attempt_log",
     "check_all_same",
     "check_once",
     "check_same",

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from funcshard._utils.torch_private import unseen
-from funcshard.comm.attempts import attempt_log
+from funcshard.comm.attempts import UNDO
 from funcshard.comm.group import Group
 from funcshard.comm.step_recording import current_recording
 
@@ -87,9 +87,9 @@ def check_once(mesh: Ranks, texts: Mapping[str, str], label: str) -> None:
     check_all_same(mesh, texts, label)
     # Why only now: ranks that differ have raised, and compare again next time.
     mesh.agreed.add(known_call)
-    log = attempt_log(mesh.axes)
-    if log is not None:
-        log.undo.append(lambda: mesh.agreed.discard(known_call))
+    undo = UNDO.get()
+    if undo is not None:
+        undo.append(lambda: mesh.agreed.discard(known_call))
 
 
 def first_difference(

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import contextvars
 import json
 import threading
 import time
@@ -32,7 +33,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from funcshard.comm.group import DeferredWork, Group, Op, Work
+from funcshard.comm.group import DeferredWork, Op, Work
 from funcshard.comm.journal import Journal
 from funcshard.comm.liveness import LostError, SilentStoreError, StorePart, read
 
@@ -40,6 +41,13 @@ Result = TypeVar("Result")
 
 # The label of the exchange at the end of an attempt.
 AGREEMENT = "whether an attempt has failed"
+
+# What to call if the attempt that runs fails, to undo what this rank remembers of it: a rank that
+# has failed does not remember it. ``None`` outside of attempts.
+# Note: the step may be called again with the same state, so training steps in it donate none.
+UNDO: contextvars.ContextVar[list[Callable[[], Any]] | None] = contextvars.ContextVar(
+    "funcshard_undo", default=None
+)
 
 # Seconds after which a rank first looks whether another one has failed, and between two looks at a
 # log that grows.
@@ -100,15 +108,12 @@ class AttemptLog(ABC):
         ranks, rank: see above.
         entries: the log.
         inside: whether this rank is inside a call of a group that the log has.
-        undo: what to call if the attempt fails: it undoes what this rank remembers of the attempt,
-            because a rank that has failed does not remember it.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, group_of: Callable[[int], Any]) -> None:
         self.ranks, self.rank, self._group_of = ranks, rank, group_of
         self.entries: list[Entry] = []
         self.inside = self._half_done = False
-        self.undo: list[Callable[[], Any]] = []
         # The all-reduces that were not waited for, by position in the log.
         self._unfinished: dict[int, Work] = {}
 
@@ -126,6 +131,10 @@ class AttemptLog(ABC):
         Raises:
             LostError: a rank is lost, or cannot communicate any more.
         """
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Delete what this rank has shown, after the agreement, when no rank reads it any more."""
 
     @abstractmethod
     def is_broken(self) -> bool:
@@ -273,7 +282,6 @@ class StoreAttempt(AttemptLog):
         self._published, self._silent = 0, False
         self._keys: list[str] = []
         self._lock = threading.Lock()  # between the thread that looks, and that of the step
-        self.undo.append(self._forget)
 
     def look(self) -> bool:
         """Write this rank's log if another one has failed, and return whether one has."""
@@ -310,8 +318,7 @@ class StoreAttempt(AttemptLog):
         self._store.set(key, text)
         self._keys.append(key)
 
-    def _forget(self) -> None:
-        # Note: all ranks have agreed by now, so none reads these keys.
+    def forget(self) -> None:
         with self._lock, contextlib.suppress(RuntimeError):
             self._silent = True
             for key in self._keys:
@@ -371,8 +378,3 @@ def _watch(reference: weakref.ref[Journal]) -> None:
                     seconds = _NEXT_LOOK
         latest_log = log
         del journal, log
-
-
-def attempt_log(axes: Sequence[tuple[str, Group]]) -> AttemptLog | None:
-    """Return the log of the attempt that runs on the ranks along these axes; ``None`` for none."""
-    return getattr(axes[0][1].plain, "attempt", None) if axes else None

@@ -508,6 +508,9 @@ class _Attempt(AttemptLog):
             return None
         return other
 
+    def forget(self) -> None:
+        pass  # the world has forgotten it by then
+
     def is_broken(self) -> bool:
         return self._world.broken
 

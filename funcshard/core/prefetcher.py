@@ -44,7 +44,7 @@ from funcshard._utils.torch_private import (
     unseen,
     version,
 )
-from funcshard.comm import DONE, CommDtypes, Mesh, Topology, attempt_log, neighbours, own_row
+from funcshard.comm import DONE, UNDO, CommDtypes, Mesh, Topology, neighbours, own_row
 from funcshard.core.buffer_comm import (
     AllGatherHandle,
     BufferComm,
@@ -275,12 +275,12 @@ class ScheduleLearner:
         # How many units were inside when backward's order was learned; None if it was given.
         self._learned_with = -1 if schedule.backward is None else None
 
-    def learn(self, prefetcher: Prefetcher, mesh: Mesh) -> None:
+    def learn(self, prefetcher: Prefetcher) -> None:
         """Take the order of a returned call: of forward, and of the backward that may follow."""
         ran_order = tuple(prefetcher.ran)
-        log = attempt_log(mesh.axes)
-        if log is not None:  # a rank that fails in this step has learned nothing of it
-            log.undo.append(
+        undo = UNDO.get()
+        if undo is not None:
+            undo.append(
                 functools.partial(
                     self._put, self.schedule, self.known, self._learned_with, {*self.inside}
                 )

@@ -15,9 +15,9 @@ import torch
 
 from funcshard._utils import tree
 from funcshard._utils.compiled_outside import Warned, untraced_with_warning
-from funcshard._utils.donation import DONATED_STATE, KEEPS_STATES, donate
+from funcshard._utils.donation import DONATED_STATE, donate
 from funcshard._utils.options import check_count, check_flag, check_path
-from funcshard.comm import Mesh
+from funcshard.comm import UNDO, Mesh
 from funcshard.graph.checking import check_graph
 from funcshard.graph.compiling import Backend, CompilingBind
 from funcshard.graph.cost import StepCost, cost_of
@@ -290,7 +290,7 @@ class Traced:
         # Note: a step that may be skipped makes its optimizer state in Python, in its first call.
         if not step_graph.replayable:
             return self.step(state, batch)
-        keeps_state = KEEPS_STATES.get()
+        keeps_state = UNDO.get() is not None
         if keeps_state:
             # Note: a copy of the state would also copy frozen shards, which the graph only reads.
             spent_states = [_node_at(state, path) for path in step_graph.spent]

@@ -319,7 +319,7 @@ class FullyShard:
             # Why after the last unit too: another rank may have more units to come.
             if not learner.known:
                 check_order(self.mesh, "no unit", unit_call.prefetcher)
-            learner.learn(unit_call.prefetcher, self.mesh)
+            learner.learn(unit_call.prefetcher)
             _begin_backward_with(out, unit_call.prefetcher)
         mode = apply.method_name, apply.training
         apply.discarded.look(mode, modules, call_buffers, buffers, kwargs)

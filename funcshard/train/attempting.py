@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from funcshard._utils import tree
-from funcshard._utils.donation import KEEPS_STATES, is_donated
+from funcshard._utils.donation import is_donated
 from funcshard._utils.random_state import RandomState
-from funcshard.comm import AGREEMENT, AttemptLog, Mesh, all_gather_texts
+from funcshard.comm import AGREEMENT, UNDO, AttemptLog, Mesh, all_gather_texts
 from funcshard.core import raise_on_every_rank
 
 _log = logging.getLogger("funcshard.train")
@@ -65,12 +65,13 @@ def attempt(
         )
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a Mesh, as from init_mesh(); found {type(mesh).__name__}")
-    if KEEPS_STATES.get():
+    if UNDO.get() is not None:
         raise RuntimeError(
             "attempt was called inside the step of another attempt: call it once, around both"
         )
     random_before = RandomState.take()
-    keeps_token = KEEPS_STATES.set(True)
+    undo: list[Callable[[], Any]] = []
+    undo_token = UNDO.set(undo)
     try:
         if mesh.world_size == 1:
             result, fault = _run(step, args, None)
@@ -78,10 +79,12 @@ def attempt(
         else:
             result, failures = _run_together(step, args, mesh)
     finally:
-        KEEPS_STATES.reset(keeps_token)
+        UNDO.reset(undo_token)
     if not failures:
         return result, {}
     random_before.put()
+    for undo_change in reversed(undo):
+        undo_change()
     donation_fault = None
     if any(is_donated(leaf) for leaf in tree.leaves(args)):
         donation_fault = RuntimeError(
@@ -109,9 +112,7 @@ def _run_together(
         group.close_attempt()
     # Why the earliest first: the others may be consequences of its zeros.
     failures = {rank: text for _, rank, text in sorted(filter(None, rank_rows))}
-    if failures:
-        for undo in reversed(log.undo):
-            undo()
+    log.forget()
     return result, failures
 
 

@@ -13,11 +13,18 @@ import torch
 
 from funcshard._utils import tree
 from funcshard._utils.compiled_outside import Warned, untraced_with_warning
-from funcshard._utils.donation import KEEPS_STATES
 from funcshard._utils.options import absent, check_flag, check_number, outline
 from funcshard._utils.tensors import is_dtensor
 from funcshard._utils.torch_private import local_part
-from funcshard.comm import Mesh, at_own_rank, check_all_same, current_recording, in_graph, text_of
+from funcshard.comm import (
+    UNDO,
+    Mesh,
+    at_own_rank,
+    check_all_same,
+    current_recording,
+    in_graph,
+    text_of,
+)
 from funcshard.core import (
     GradientFunction,
     GradientOptions,
@@ -453,7 +460,7 @@ class TrainStep:
         with torch.no_grad():
             params, opt_state = _trainable(state.shards, plan), state.opt_state
             # Note: a graph that is recorded in an attempt also runs outside.
-            in_attempt = graph_recording is None and KEEPS_STATES.get()
+            in_attempt = graph_recording is None and UNDO.get() is not None
             keeps_state = may_skip or in_attempt or not self.donate
             if keeps_state and isinstance(self.optimizer, TorchOptimizer):
                 params, opt_state = copy((params, opt_state))
