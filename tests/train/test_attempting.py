@@ -253,7 +253,8 @@ def test_no_step_in_an_attempt_donates_its_state(name: str) -> None:
         step = fs.make_train_step(loss_fn, optimizer, plan, mesh)
         batch = torch.ones(2, 6)
         state = start = step.init(fs.shard(params, plan, mesh), buffers)
-        traced = fs.trace(step, fs.copy(state), batch)
+        traced, _ = fs.attempt(fs.trace, step, fs.copy(state), batch, mesh=mesh)
+        assert traced is not None
         for _ in range(3):
             before = tree.leaves(fs.copy(state))
             pair: Any = fs.attempt(lambda state: (traced(state, batch), Trap(mesh.rank)()), state, mesh=mesh)
