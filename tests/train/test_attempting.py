@@ -315,8 +315,10 @@ def differing(mesh: fs.Mesh) -> Any:
     fs.attempt(lambda: fs.psum(torch.ones(2, dtype=(torch.float32, torch.float64)[mesh.rank]), mesh), mesh=mesh)
 
 
-def inside(mesh: fs.Mesh) -> Any:
+def inside(mesh: fs.Mesh, other_fails: bool = False) -> Any:
     def step() -> None:
+        if other_fails and mesh.rank:
+            raise ValueError("data")
         text = "" if mesh.rank else Unreadable()
         mesh.shard.all_gather_text(text)  # type: ignore[arg-type]
 
@@ -342,6 +344,7 @@ HOPELESS: dict[str, tuple[Any, str]] = {
     "nested": (nested, "attempt was called inside the step of another attempt"),
     "differing": (differing, "ranks issue different collectives"),
     "inside": (inside, "inside a collective|rank 1 waited|Connection closed|ended"),
+    "inside, after a failure": (lambda mesh: inside(mesh, True), "a step failed inside a collective"),
 }
 
 
