@@ -29,7 +29,8 @@ from tests.pairwise import pairwise
 from tests.ranks import run_ranks, run_simulated
 
 __all__ = [
-    "CHOICES", "Calls", "Job", "Outcome", "Training", "change_of", "covering", "is_possible", "oracle", "run", "tolerance",
+    "CHOICES", "Calls", "Job", "Outcome", "Training", "change_of", "covering", "decoded", "is_possible", "oracle",
+    "run", "tolerance",
 ]  # fmt: skip
 
 STEPS = 3  # the second update reads the optimizer's state, and the third step shows its effect
@@ -79,7 +80,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "mesh": ((("shard", 2),), (("shard", 3),), HYBRID),
     "units": ("all", "none", "first"),
     "strategy": ("full_shard", "shard_grad_op", "no_shard"),
-    "frozen": ("", "a leaf", "a unit"),
+    "frozen": ("", "a leaf", "a unit", "a packed unit"),
     "bucket_bytes": ("auto", 0, 1 << 20),
     "precision": (None, "bfloat16", "float32 sums", "low-precision gradients"),
     "remat": (False, True),
@@ -109,7 +110,7 @@ class Job:
         mesh: name and size of each mesh axis.
         units: which of the model's modules are units.
         frozen: what is not trained: one leaf, or all leaves of the second unit, whose input
-            requires a gradient.
+            requires a gradient; these may be stored packed.
         strategy, bucket_bytes, offload, reshard_after_backward: as in ``make_plan``.
         precision: a name of ``PRECISIONS``; ``None`` trains in float64.
         remat: whether backward computes every unit again.
@@ -277,6 +278,7 @@ class Training:
             precision=fs.MixedPrecision(**PRECISIONS[job.precision]) if job.precision else None,
             bucket_bytes=job.bucket_bytes,
             reshard_after_backward=job.reshard_after_backward,
+            storage={"**": fs.nf4()} if job.frozen == "a packed unit" else {},
         )  # fmt: skip
         options: dict[str, Any] = {"remat": job.remat}
         if job.compiled:
@@ -345,7 +347,7 @@ def _module(job: Job) -> nn.Module:
     module = MODELS[job.model].build()
     named = dict(module.named_parameters())
     of_unit = [name for name in named if name.startswith(_SECOND_UNIT[job.model])]
-    for name in {"": [], "a leaf": of_unit[:1], "a unit": of_unit}[job.frozen]:
+    for name in {"": [], "a leaf": of_unit[:1]}.get(job.frozen, of_unit):
         named[name].requires_grad_(False)
     return module
 
@@ -377,6 +379,9 @@ def oracle(job: Job) -> Outcome:
 def _oracle(job: Job) -> Outcome:
     subject = MODELS[job.model]
     module = _module(job).double()
+    if job.frozen == "a packed unit":
+        for parameter in module.parameters():
+            parameter.data = parameter.data if parameter.requires_grad else decoded(parameter.data, fs.nf4())
     optimizer, settings = OPTIMIZERS[job.optimizer]
     optimize = optimizer([p for p in module.parameters() if p.requires_grad], **settings)
     total = sum(_weight(job, rank) for rank in range(job.ranks)) * job.micro_batches
@@ -398,6 +403,15 @@ def _oracle(job: Job) -> Outcome:
         optimize.step()
         losses.append(loss_of_step)
     return Outcome(losses, _copies(module.named_parameters()), _copies(module.named_buffers()), (), ())
+
+
+def decoded(leaf: torch.Tensor, storage: fs.Storage) -> torch.Tensor:
+    """Return what a model sees of a leaf that is stored packed."""
+    blocks = leaf.new_zeros(-(-leaf.numel() // storage.block), storage.block)
+    blocks.view(-1)[: leaf.numel()] = leaf.flatten()
+    encoded = storage.encode(blocks)
+    values = storage.decode(*(encoded if isinstance(encoded, tuple) else (encoded,)))
+    return values.flatten()[: leaf.numel()].view(leaf.shape).to(leaf.dtype)
 
 
 def change_of(job: Job, params: Mapping[str, torch.Tensor]) -> torch.Tensor:

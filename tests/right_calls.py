@@ -142,6 +142,8 @@ RIGHT_CALLS: dict[str, Callable[[World], Call]] = {
         "units": ["0"], "strategy": "full_shard", "ties": (), "local": (), "offload": False, "precision": None,
         "bucket_bytes": "auto", "reshard_after_forward": None, "reshard_after_backward": True,
     }),
+    "Storage": lambda w: (fs.Storage, (torch.clone, torch.clone), {"block": 64}),
+    **{name: functools.partial(lambda f, w: (f, (), {"block": 64}), getattr(fs, name)) for name in ("nf4", "int8", "fp8")},
     "make_schedule": lambda w: (fs.make_schedule, (w.plan,), {
         "forward_prefetch": True, "backward_prefetch": "pre", "limit": 1,
     }),

@@ -55,7 +55,7 @@ from funcshard.core import (
     put_whole,
 )
 from funcshard.module import Functional, init_buffers, init_missing, make_functional
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, make_plan
+from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, make_plan
 
 _Location = tuple[UnitPlan, BufferPlan, LeafSpec]
 # By path: a leaf of the rows that the files hold, and these rows.
@@ -268,8 +268,14 @@ def _read(
             adds_rows = (
                 name in embedding_paths
                 and not leaf.cuts
-                and _has_more_rows(leaf.shape, tensor.shape)
+                and _has_more_rows(leaf.model_shape, tensor.shape)
             )
+            if adds_rows and buffer.packing is not None:
+                raise ValueError(
+                    f"{folder} has fewer tokens than the model, whose {name!r} is stored packed; "
+                    f"found {tensor.shape[0]} rows for {leaf.model_shape[0]}: leave it out of "
+                    "storage"
+                )
             # Why so: the rows of the file are the first elements of the leaf.
             stored_rows = (
                 dataclasses.replace(leaf, shape=tuple(tensor.shape)) if adds_rows else leaf
@@ -406,7 +412,7 @@ def stored_entries(module: nn.Module, plan: Plan) -> list[list[Header]]:
     for unit in plan.unit_list:
         # Note: on meta, names and shapes in files are known before anything is gathered.
         unit_leaves = {
-            leaf.path: torch.empty(leaf.whole_shape, dtype=dtype_of(buffer.dtype), device="meta")
+            leaf.path: torch.empty(leaf.model_shape, dtype=buffer.model_dtype, device="meta")
             for buffer in unit.buffers
             for leaf in buffer.leaves
         }

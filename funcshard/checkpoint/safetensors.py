@@ -38,7 +38,7 @@ from funcshard.checkpoint.state_dict import (
 from funcshard.checkpoint.stored_state import each_leaf
 from funcshard.comm import Mesh, all_gather_texts
 from funcshard.core import LeafChecksums, Shards, check_leaf, check_mesh, cut
-from funcshard.plan import BufferPlan, Plan, UnitPlan, dtype_of, own_axes
+from funcshard.plan import BufferPlan, Plan, UnitPlan, own_axes
 
 # Number of bytes of each leaf that ranks compare.
 COMPARED = 1 << 16
@@ -111,7 +111,7 @@ def export_safetensors(
             "shards under a plan in which no leaf is local"
         )
     file_entries = [
-        Header(leaf.path, dtype_of(buffer.dtype), leaf.whole_shape)
+        Header(leaf.path, buffer.model_dtype, leaf.model_shape)
         for _, buffer, leaf in each_leaf(plan)
     ]
     extra_tensors = dict(buffers or {})

@@ -34,7 +34,7 @@ from funcshard.core import (
     views,
     zero_shard,
 )
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, own_axes
+from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, own_axes
 
 
 def to_state_dict(
@@ -341,12 +341,13 @@ def shard_from_leaves(
         for leaf in buffer.leaves:
             leaf_value = leaves.get(leaf.path)
             if leaf_value is None:
-                dtype = dtype_of(buffer.dtype)
-                leaf_value = torch.zeros(leaf.whole_shape, dtype=dtype, device=mesh.device)
+                leaf_value = torch.zeros(
+                    leaf.model_shape, dtype=buffer.model_dtype, device=mesh.device
+                )
             # Note: on every rank, so that a wrong shape raises before a broadcast would hang.
             check_leaf(leaf_value, leaf, buffer, where, meta=True, whole=True, cast=cast)
             sliced_leaves.append(
-                slice_from_rank(src, leaf_value.to(dtype_of(buffer.dtype)), leaf, mesh)
+                slice_from_rank(src, leaf_value.to(buffer.model_dtype), leaf, mesh)
             )
         return cut_from_rank(src, unit, buffer, sliced_leaves, mesh)
     # Note: zeros, because optimizer state may lack leaves.

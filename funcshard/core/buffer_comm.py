@@ -30,7 +30,7 @@ from funcshard.plan import (
     BufferPlan,
     Cast,
     Event,
-    LeafSpec,
+    Packing,
     UnitPlan,
     dtype_name,
     dtype_of,
@@ -98,7 +98,7 @@ class BufferComm:
         object.__setattr__(self, "moved", is_moved)
         object.__setattr__(self, "copied", self.topology.cut or is_moved or is_cast)
         # The views do not change from gather to gather, unlike the memory that they are in.
-        object.__setattr__(self, "leaf_views", tuple(map(_leaf_view, self.plan.leaves)))
+        object.__setattr__(self, "leaf_views", tuple(map(_leaf_view, self.plan.model_leaves)))
 
     @classmethod
     def of(
@@ -106,9 +106,11 @@ class BufferComm:
     ) -> BufferComm:
         # Integer leaves travel as they are; the unit says so for each buffer.
         precision = unit.precision
+        if buffer.packing is not None:
+            cast = _decoding(buffer.packing, unit.computed_dtype(buffer))
         dtypes = CommDtypes(
             shard=dtype_of(buffer.dtype),
-            gathered=unit.gathered_dtype(buffer),
+            gathered=unit.computed_dtype(buffer),
             reduced=unit.reduced_dtype(buffer),
             keeps_reduced=precision is not None and precision.keep_low_precision_grads,
             cast=cast,
@@ -143,11 +145,19 @@ class BufferComm:
         )
 
 
-def _leaf_view(leaf: LeafSpec) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+def _leaf_view(
+    model_leaf: tuple[int, tuple[int, ...]],
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    offset, shape = model_leaf
     strides = [1]
-    for dim_size in reversed(leaf.shape[1:]):
+    for dim_size in reversed(shape[1:]):
         strides.append(strides[-1] * max(dim_size, 1))
-    return leaf.shape, tuple(reversed(strides[: len(leaf.shape)])), leaf.offset
+    return shape, tuple(reversed(strides[: len(shape)])), offset
+
+
+def _decoding(packing: Packing, dtype: torch.dtype) -> Cast:
+    """Return the pair that sends packed leaves as they are, and decodes what it receives."""
+    return Cast(lambda shard: shard, lambda rows: packing.unpack(rows.view(-1), dtype))
 
 
 def write_count(tensor: torch.Tensor) -> int:
@@ -261,19 +271,21 @@ class AllGatherHandle:
         return self.full.detach()
 
     def _cast(self, sent: torch.Tensor, cast: Cast) -> torch.Tensor:
-        comm, gathered_dtype = self.comm, self.comm.dtypes.gathered
+        comm, gathered_dtype, numel = self.comm, self.comm.dtypes.gathered, self.numel
+        if comm.plan.packing is not None:
+            numel = comm.plan.model_numel
         full_buffer = cast.post_all_gather(sent.view(comm.plan.shards, -1))
         if (
             full_buffer.ndim != 1
-            or full_buffer.numel() < self.numel
+            or full_buffer.numel() < numel
             or full_buffer.dtype != gathered_dtype
         ):
             raise ValueError(
                 f"the cast of {comm.label} must return, after gathering, a 1-D tensor of "
-                f"{self.numel} elements and {gathered_dtype}, its param_dtype; found "
+                f"{numel} elements and {gathered_dtype}, its param_dtype; found "
                 f"{tuple(full_buffer.shape)} and {full_buffer.dtype}"
             )
-        return full_buffer[: self.numel]
+        return full_buffer[:numel]
 
 
 def start_gather(
@@ -312,7 +324,12 @@ def start_gather(
     if is_flat and comm.own and isinstance(group, CustomGroup) and group.own_all_gather is not None:
         work: AllGatherWork = group.start_all_gather(sent_data, comm.label)
     # One block of shared memory serves all ranks of a machine.
-    elif read_only and (last or is_flat) and dtypes.cast is None:
+    elif (
+        read_only
+        and (last or is_flat)
+        # Why not a user's pair: it may write to what it gets.
+        and (dtypes.cast is None or comm.plan.packing is not None)
+    ):
         work = group.all_gather_shared(sent_data, label=comm.label)
     # vmap puts its dims first, so ranks lie side by side in the last dim.
     elif last:

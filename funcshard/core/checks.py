@@ -11,7 +11,7 @@ import torch
 
 from funcshard._utils.options import module_remedy, outline
 from funcshard.comm import Mesh, all_gather_texts, check_all_same
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, axes_text, dtype_of
+from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, axes_text, dtype_name, dtype_of
 
 
 def check_mesh(
@@ -195,8 +195,8 @@ def check_leaf(
             f"leaf {spec.path!r} of {where} is a DTensor, of which this rank holds a part; pass "
             "its full_tensor(), or, in a state dict, call from_state_dict without src"
         )
-    planned_shape = spec.whole_shape if whole else spec.shape
-    planned_dtype = dtype_of(buffer.dtype)
+    planned_shape = spec.model_shape if whole or spec.unpacked is not None else spec.shape
+    planned_dtype = buffer.model_dtype
     same_shape = tuple(leaf.shape) == planned_shape
     if not same_shape or not (
         leaf.dtype == planned_dtype or (cast and can_cast(leaf.dtype, planned_dtype))
@@ -212,8 +212,9 @@ def check_leaf(
         if same_shape and cast is False and can_cast(leaf.dtype, planned_dtype):
             remedy = "pass cast=True to convert them to the plan's dtypes"
         raise ValueError(
-            f"leaf {spec.path!r} of {where} must have shape {shape_text} and dtype {buffer.dtype}, "
-            f"as planned; found {tuple(leaf.shape)} and {str(leaf.dtype).removeprefix('torch.')}: "
+            f"leaf {spec.path!r} of {where} must have shape {shape_text} and dtype "
+            f"{dtype_name(planned_dtype)}, as planned; found {tuple(leaf.shape)} and "
+            f"{dtype_name(leaf.dtype)}: "
             f"{remedy}, or make a new plan"
         )
     if leaf.is_meta and not meta:

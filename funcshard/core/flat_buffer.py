@@ -36,17 +36,29 @@ _log = logging.getLogger("funcshard.core")
 def ravel(leaves: Sequence[torch.Tensor], buffer: BufferPlan) -> torch.Tensor:
     """Copy ``leaves`` into a new, zero-padded buffer ``[padded_numel]``; inverse of ``views``."""
     flat_leaves = [leaf.reshape(-1) for leaf in leaves]
+    if buffer.packing is not None:
+        flat_leaves = [buffer.packing.pack(leaf) for leaf in flat_leaves]
     padding_numel = buffer.padded_numel - buffer.numel
     return torch.cat([*flat_leaves, flat_leaves[0].new_zeros(padding_numel)])
 
 
 def views(full: torch.Tensor, buffer: BufferPlan) -> list[torch.Tensor]:
-    """Return the leaves as views of ``full``, ``[*batch, padded_numel]``; inverse of ``ravel``."""
+    """Return the leaves of ``full``, ``[*batch, padded_numel]``; inverse of ``ravel``.
+
+    They are views of it, or of what its bytes decode to if the leaves are packed.
+    """
+    if buffer.packing is not None:
+        full = buffer.packing.unpack(full)
+    return decoded_views(full, buffer)
+
+
+def decoded_views(full: torch.Tensor, buffer: BufferPlan) -> list[torch.Tensor]:
+    """Return the leaves as views of ``full``, ``[*batch, model_numel]``."""
     # narrow and view copy nothing, as the leaf is contiguous in the last dim.
     batch_shape = full.shape[:-1]
     return [
-        full.narrow(-1, leaf.offset, leaf.numel).view(batch_shape + leaf.shape)
-        for leaf in buffer.leaves
+        full.narrow(-1, offset, math.prod(shape)).view(batch_shape + shape)
+        for offset, shape in buffer.model_leaves
     ]
 
 
@@ -71,7 +83,7 @@ class ShardToLeaves(torch.autograd.Function):
         full_buffer = (handle or start_gather(shard, comm, read_only=read_only, last=True)).finish()
         # Why ask: on one rank it is the shard itself, or a gradient in any layout.
         if full_buffer.ndim > 1 or not full_buffer.is_contiguous():
-            return tuple(views(full_buffer, comm.plan))
+            return tuple(decoded_views(full_buffer, comm.plan))
         buffer_begin = full_buffer.storage_offset()
         # Why not ``views``: this takes half the time.
         return tuple(

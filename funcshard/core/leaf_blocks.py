@@ -66,6 +66,14 @@ class LeafBlocks:
         """Write the elements of a leaf that lie in this rank's shard into ``shard``."""
         leaf_part = buffer.part(spec, mesh.shard.rank)
         shard_elements = shard[leaf_part.in_shard]
+        if (packing := buffer.packing) is not None:
+            begin, end = packing.numel_of(leaf_part.begin), packing.numel_of(leaf_part.end)
+            values = torch.empty(
+                min(end, math.prod(self.shape)) - begin, dtype=self.dtype, device=self.device
+            )
+            self.write(values, begin)
+            shard_elements.copy_(packing.pack(values))
+            return
         if not spec.cuts:
             self.write(shard_elements, leaf_part.begin)
             return

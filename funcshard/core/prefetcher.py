@@ -55,7 +55,7 @@ from funcshard.core.buffer_comm import (
     start_gathers,
 )
 from funcshard.core.dtensor_leaves import DTensorForm, as_dtensors
-from funcshard.core.flat_buffer import views
+from funcshard.core.flat_buffer import decoded_views
 from funcshard.core.grad_reducer import current_reducer
 from funcshard.plan import BackwardOrder, ForwardOrder, Schedule, UnitPlan
 
@@ -414,7 +414,8 @@ def slice_comms(unit: UnitPlan, mesh: Mesh, comms: Sequence[BufferComm]) -> Slic
     topology = Topology(neighbours(mesh, unit.post_forward_ranks), sharded=True)
 
     def slice_comm(comm: BufferComm) -> BufferComm | None:
-        if not comm.topology.cut:
+        # Why no slices of packed leaves: decoded, they would take more memory than the shards.
+        if not comm.topology.cut or comm.plan.packing is not None:
             return None
         # Why no dtypes, and no user's functions: the slices have been cast and gathered before.
         return dataclasses.replace(
@@ -503,7 +504,7 @@ class SavedUnit:
         """Return the leaves of each buffer, gathered again, without a graph."""
         gathered_leaves = []
         for comm, full_buffer in zip(self._comms, self.buffers(), strict=True):
-            leaves = views(full_buffer.detach(), comm.plan)
+            leaves = decoded_views(full_buffer.detach(), comm.plan)
             for leaf in leaves:
                 leaf.requires_grad_(comm.plan.trainable and leaf.is_floating_point())
             gathered_leaves.append(tuple(leaves))

@@ -360,8 +360,14 @@ def put(
     """Copy what a full leaf has in this rank's shard of ``buffer`` into ``shard``."""
     leaf_part = buffer.part(spec, mesh.shard.rank)
     if leaf_part.numel:
+        in_leaf = leaf_part.in_leaf
+        if (packing := buffer.packing) is not None:
+            in_leaf = slice(packing.numel_of(leaf_part.begin), packing.numel_of(leaf_part.end))
         with torch.no_grad():
-            shard[leaf_part.in_shard].copy_(leaf.reshape(-1)[leaf_part.in_leaf])
+            leaf_values = leaf.reshape(-1)[in_leaf]
+            if packing is not None:
+                leaf_values = packing.pack(leaf_values.to(shard.device))
+            shard[leaf_part.in_shard].copy_(leaf_values)
 
 
 def put_whole(

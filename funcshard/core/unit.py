@@ -57,7 +57,7 @@ from funcshard.core.prefetcher import (
     recomputing_unit,
 )
 from funcshard.core.recompute import remat
-from funcshard.plan import BufferPlan, MixedPrecision, UnitPlan, dtype_of
+from funcshard.plan import BufferPlan, MixedPrecision, UnitPlan
 
 _log = logging.getLogger("funcshard.core")
 
@@ -264,7 +264,7 @@ class Unshard:
     @property
     def dtype(self) -> torch.dtype:
         """The widest floating-point dtype of the unit's leaves, or else that of the first."""
-        leaf_dtypes = [dtype_of(buffer.dtype) for buffer in self.unit.buffers]
+        leaf_dtypes = [buffer.model_dtype for buffer in self.unit.buffers]
         return max(
             (dtype for dtype in leaf_dtypes if dtype.is_floating_point),
             key=lambda dtype: dtype.itemsize,

@@ -440,7 +440,7 @@ def _check_plan(skeleton: Skeleton, plan: Plan, ignored: Mapping[str, Any]) -> N
     for path in filter(planned_leaves.get, skeleton.shapes):
         unit, leaf = planned_leaves[path]
         module_shape = skeleton.shapes[path]
-        planned_shape = leaf.whole_shape if leaf.placements else leaf.shape
+        planned_shape = leaf.shape_in_module
         if planned_shape != module_shape:
             raise ValueError(
                 f"the plan was made for another module: parameter {path!r} has shape "

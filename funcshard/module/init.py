@@ -38,7 +38,7 @@ from funcshard.module.resets import (
     unwritten_buffers,
     was_written,
 )
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, innermost_in, own_axes
+from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, innermost_in, own_axes
 
 _REMEDY = (
     "draw random numbers from torch's generators, which are seeded alike on every rank, and not "
@@ -273,7 +273,7 @@ def _reset_module(
             _, buffer, leaf = locations[name]
             # Note: a tied parameter stays one parameter while its modules are reset.
             if leaf.path not in blank_params:
-                blank = make_blank(leaf.whole_shape, dtype_of(buffer.dtype))
+                blank = make_blank(leaf.model_shape, buffer.model_dtype)
                 blank_params[leaf.path] = nn.Parameter(
                     blank, buffer.trainable and name not in frozen_names
                 )

@@ -20,8 +20,8 @@ def placeholder(
     """
     tensor: Any = wrapper_subclass(
         _Placeholder,
-        leaf.whole_shape if leaf.placements else leaf.shape,
-        unit.gathered_dtype(buffer),
+        leaf.shape_in_module,
+        unit.computed_dtype(buffer),
         device,
         requires_grad=buffer.trainable,
     )

@@ -14,6 +14,8 @@
 - ``parameter_reads``: modules whose parameters other code reads, which cannot be units.
 - ``wrap``: policies that choose the units of a module.
 - ``precision``: ``MixedPrecision``, and dtypes by name.
+- ``storage``: ``Storage``, ``nf4``, ``int8``, ``fp8``: pairs of functions that store leaves small.
+  ``packed_leaves``: the option ``storage``.
 - ``cast``: ``Cast``, a pair of functions around an all-gather.
 - ``events``: ``Event``, ``record_events``: the collectives that ran.
 - ``schedule``: ``Schedule``: when units are gathered ahead of their use.
@@ -61,6 +63,7 @@ from funcshard.plan.step_options import (
     recomputed_modules,
     unit_mode,
 )
+from funcshard.plan.storage import Packing, Storage, fp8, int8, nf4
 from funcshard.plan.unit_plan import (
     STRATEGIES,
     BufferPlan,
@@ -87,10 +90,12 @@ __all__ = [
     "LeafPart",
     "LeafSpec",
     "MixedPrecision",
+    "Packing",
     "Plan",
     "Reached",
     "Reduce",
     "Schedule",
+    "Storage",
     "UnitGroup",
     "UnitPlan",
     "axes_text",
@@ -105,8 +110,10 @@ __all__ = [
     "dtype_of",
     "emit",
     "fold_units",
+    "fp8",
     "has_numbers",
     "innermost_in",
+    "int8",
     "is_one_of",
     "make_plan",
     "make_schedule",
@@ -116,6 +123,7 @@ __all__ = [
     "mesh_axes_of",
     "mesh_text",
     "names_under",
+    "nf4",
     "own_axes",
     "plan_from_data",
     "plan_to_data",

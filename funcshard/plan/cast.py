@@ -57,7 +57,8 @@ ChooseCast = Callable[[UnitPlan, BufferPlan], Cast | None]
 
 def cast_of(choose: ChooseCast | None, unit: UnitPlan, buffer: BufferPlan) -> Cast | None:
     """Return the pair that ``choose`` gives a buffer; ``None`` for the plain cast."""
-    if choose is None:
+    # What packed leaves are sent as, their storage decides.
+    if choose is None or buffer.packing is not None:
         return None
     chosen_cast: object = choose
     if callable(choose) and not isinstance(choose, Cast | type | torch.nn.Module):

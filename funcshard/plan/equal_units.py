@@ -131,7 +131,7 @@ def _buffer_class(unit: UnitPlan, buffer: BufferPlan) -> Hashable:
     if unit.members:
         paths = [_pattern(leaf_path) for leaf_path in paths]
     leaves = tuple([
-        (leaf_path, leaf.shape, leaf.cuts, leaf.placements, len(leaf.aliases))
+        (leaf_path, leaf.shape, leaf.unpacked, leaf.cuts, leaf.placements, len(leaf.aliases))
         for leaf_path, leaf in zip(paths, buffer.leaves, strict=True)
     ])  # fmt: skip
     return buffer.key, buffer.dtype, buffer.trainable, buffer.shards, buffer.local, leaves
@@ -179,8 +179,8 @@ def plan_table(fingerprint: str, mesh_axes: Mapping[str, int], units: Sequence[U
 def _sums(buffers: Sequence[BufferPlan]) -> list[str]:
     """Return the number of leaves, elements, padding elements and bytes a rank."""
     leaves = sum(len(buffer.leaves) for buffer in buffers)
-    numel = sum(buffer.numel for buffer in buffers)
-    padding = sum(buffer.padded_numel for buffer in buffers) - numel
+    numel = sum(leaf.model_numel for buffer in buffers for leaf in buffer.leaves)
+    padding = sum(buffer.model_numel for buffer in buffers) - numel
     size = sum(buffer.shard_numel * buffer.itemsize for buffer in buffers)
     return [*map(table.count, (leaves, numel, padding)), table.size(size)]
 
@@ -206,7 +206,9 @@ def _strategy(unit: UnitPlan, buffer: BufferPlan) -> str:
     if unit.offload:
         strategy_words.append("offload")
     gathered_dtype, reduced_dtype = unit.gathered_dtype(buffer), unit.reduced_dtype(buffer)
-    if {gathered_dtype, reduced_dtype} != {dtype_of(buffer.dtype)}:
+    if buffer.packing is not None:
+        strategy_words.append(f"decoded to {dtype_name(unit.computed_dtype(buffer))}")
+    elif {gathered_dtype, reduced_dtype} != {dtype_of(buffer.dtype)}:
         strategy_words.append(f"in {dtype_name(gathered_dtype)}")
         if buffer.trainable and reduced_dtype != gathered_dtype:
             strategy_words.append(f"reduced in {dtype_name(reduced_dtype)}")

@@ -88,9 +88,11 @@ def _laid_out(
 
 
 def _buffers(leaves: Sequence[Leaf]) -> tuple[BufferPlan, ...]:
-    leaf_groups: dict[tuple[tuple[str, ...], bool, str], list[Leaf]] = {}
+    leaf_groups: dict[tuple[tuple[str, ...], bool, str, str], list[Leaf]] = {}
     for leaf in leaves:
-        leaf_groups.setdefault((leaf.local, not leaf.trainable, leaf.dtype), []).append(leaf)
+        packing_name = f"{leaf.packing.name}_{leaf.packing.block}" if leaf.packing else ""
+        buffer_key = leaf.local, not leaf.trainable, leaf.dtype, packing_name
+        leaf_groups.setdefault(buffer_key, []).append(leaf)
     # Why sorted: the order of buffers must not depend on that of leaves. Shared leaves come first,
     # and trainable ones before frozen ones.
     return tuple(
@@ -98,31 +100,40 @@ def _buffers(leaves: Sequence[Leaf]) -> tuple[BufferPlan, ...]:
     )
 
 
-def _buffer(local: tuple[str, ...], frozen: bool, dtype: str, leaves: Sequence[Leaf]) -> BufferPlan:
+def _buffer(
+    local: tuple[str, ...], frozen: bool, dtype: str, packing_name: str, leaves: Sequence[Leaf]
+) -> BufferPlan:
     leaf_specs: list[LeafSpec] = []
-    offset = 0
+    offset, packing = 0, leaves[0].packing
     for leaf in leaves:
+        leaf_shape = leaf.shape
+        if packing is not None:
+            leaf_shape = (packing.bytes_of(math.prod(leaf.shape)),)
         leaf_specs.append(
             LeafSpec(
                 path=leaf.paths[0],
-                shape=leaf.shape,
+                shape=leaf_shape,
                 offset=offset,
                 index=leaf.leaf_index,
                 aliases=leaf.paths[1:],
                 cuts=leaf.cuts,
                 placements=leaf.placements,
+                unpacked=leaf.shape if packing else None,
             )
         )
-        offset += math.prod(leaf.shape)
+        offset += math.prod(leaf_shape)
     # Note: plans on disk hold these keys, and fingerprints depend on them, so they may not change.
     buffer_key = dtype + ".frozen" * frozen
     if local:
         buffer_key += ".local" if local == AXES else f".local_{'_'.join(local)}"
+    if packing is not None:
+        buffer_key += f".{packing_name}"
     return BufferPlan(
         key=buffer_key,
-        dtype=dtype,
+        dtype=dtype if packing is None else "uint8",
         trainable=not frozen,
         leaves=tuple(leaf_specs),
         shards=1,
         local=local,
+        packing=packing,
     )

@@ -12,6 +12,7 @@ from funcshard._utils import file_data, tree
 from funcshard._utils.options import module_remedy
 from funcshard._utils.tensors import check_plain, dtype_name, has_numbers
 from funcshard.plan.globs import some
+from funcshard.plan.storage import Packing
 from funcshard.plan.unit_plan import LeafCut, Placements
 
 _DIGITS = 4300  # Python writes no whole number of more digits
@@ -30,6 +31,7 @@ class Leaf(NamedTuple):
         local: the mesh axes along which its values differ.
         cuts: how it is a slice of a larger tensor along these axes, if that is known.
         placements: how it is placed, if it is a DTensor.
+        packing: how it is stored packed; ``None`` if it is stored as it is.
     """
 
     leaf_index: int
@@ -40,6 +42,7 @@ class Leaf(NamedTuple):
     local: tuple[str, ...] = ()
     cuts: tuple[LeafCut, ...] = ()
     placements: Placements = ()
+    packing: Packing | None = None
 
 
 def read_leaves(

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from funcshard._utils import file_data, tree
@@ -17,9 +18,10 @@ from funcshard._utils.table import Shown, Table
 from funcshard._utils.tensors import dtype_name
 from funcshard.plan.equal_units import plan_table
 from funcshard.plan.mesh_axes import AXES, Axes, mesh_axes_of, model_axes_of, world_size_of
+from funcshard.plan.packed_leaves import storages_by_name
 from funcshard.plan.precision import MixedPrecision
 from funcshard.plan.small_units import joined_name
-from funcshard.plan.unit_plan import LeafSpec, UnitPlan
+from funcshard.plan.unit_plan import BufferPlan, LeafSpec, UnitPlan
 
 _FORMAT = "funcshard.plan/1"
 
@@ -143,8 +145,13 @@ class Plan(Shown):
         return _canonical(plan_to_data(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
+    def from_json(cls, text: str, storage: Any = MappingProxyType({})) -> Plan:
         """Return the plan that ``to_json`` wrote.
+
+        Arguments:
+            text: the JSON.
+            storage: that of ``make_plan``, if it has your pairs of functions: JSON holds their
+                names alone, and a plan without them can neither pack nor decode.
 
         Raises:
             TypeError: the argument is no text.
@@ -157,7 +164,7 @@ class Plan(Shown):
                 f"expected JSON written by Plan.to_json; found {text[:40]!r}, and {error}: read "
                 "the file first"
             ) from None
-        return plan_from_data(plan_data)
+        return _with_storage(plan_from_data(plan_data), storage)
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits that equal plans share, in every process."""
@@ -195,6 +202,26 @@ def plan_from_data(data: Any) -> Plan:
             f"the plan is damaged, or of a later version of funcshard: {error}: make the plan again"
         ) from None
     return plan
+
+
+def _with_storage(plan: Plan, storage: Any) -> Plan:
+    """Return the plan with the functions of ``storage`` for the packings that it names."""
+    pairs = storages_by_name(storage)
+    if not pairs:
+        return plan
+
+    def with_functions(buffer: BufferPlan) -> BufferPlan:
+        packing = buffer.packing
+        if packing is None or (packing.name, packing.block) not in pairs:
+            return buffer
+        pair = pairs[packing.name, packing.block]
+        return dataclasses.replace(buffer, packing=packing.with_storage(pair))
+
+    units = tuple(
+        dataclasses.replace(unit, buffers=tuple(map(with_functions, unit.buffers)))
+        for unit in plan.unit_list
+    )
+    return dataclasses.replace(plan, unit_list=units)
 
 
 def _validate(plan: Plan) -> None:

@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from funcshard.plan.layout import lay_out
 from funcshard.plan.leaves import Leaf, module_classes, names_in_order, prefix_of, read_leaves
 from funcshard.plan.local_leaves import Local, with_local_axes, with_placements
 from funcshard.plan.mesh_axes import AXES, Axes, mesh_axes_of
+from funcshard.plan.packed_leaves import StorageByGlob, with_packing
 from funcshard.plan.plan import Plan
 from funcshard.plan.precision import MixedPrecision, is_one_of
 from funcshard.plan.small_units import check_bucket_bytes, joined_name, small_groups
@@ -48,6 +50,7 @@ def make_plan(
     bucket_bytes: int | str = "auto",
     reshard_after_forward: bool | int | None = None,
     reshard_after_backward: bool = True,
+    storage: StorageByGlob = MappingProxyType({}),
 ) -> Plan:
     """Plan how a parameter tree is sharded: which leaves form a unit, and where each leaf lies.
 
@@ -126,6 +129,10 @@ def make_plan(
         reshard_after_backward: whether a unit that stays gathered after forward is freed after the
             backward of every micro-batch. With ``False``, ``accumulate`` gathers it for the first
             micro-batch, and frees it after the last.
+        storage: how frozen floating-point leaves are stored, by paths or globs of nodes:
+            ``{"base": fs.nf4(), "base.*.norm": None}``. A value is ``fs.nf4()``, ``fs.int8()``,
+            ``fs.fp8()``, a pair ``(encode, decode)`` as in ``Storage``, or ``None``. Leaves are
+            stored and gathered packed, and decoded for each forward and backward of their unit.
 
     Returns:
         The plan. ``print(plan)`` shows you its units, buffers and sizes.
@@ -135,7 +142,8 @@ def make_plan(
             one of its paths lies inside another; a strategy or axis is unknown; the mesh or
             ``bucket_bytes`` has no valid size; the options of a unit contradict each other; a
             DTensor is placed along a data axis, along an axis that the mesh does not have, or
-            otherwise than in equal slices and copies.
+            otherwise than in equal slices and copies; an entry of ``storage`` matches no frozen
+            leaf, or a slice.
         TypeError: an option is of another type; a leaf is not a dense tensor, or is of a tensor
             class with its own operations, other than DTensor; a container cannot be described as
             data.
@@ -169,6 +177,7 @@ def make_plan(
         structure, leaves, tensors = read_leaves(params, ties)
         leaves = with_local_axes(leaves, local, mesh_axes)
         leaves = with_placements(leaves, tensors, mesh, mesh_axes)
+        leaves = with_packing(leaves, storage)
         leaf_uses = [leaf.paths for leaf in leaves]
         paths, overrides = read_units(units, leaf_uses, strategy)
         # Note: the options of all units by name; units that the planner makes are added below.

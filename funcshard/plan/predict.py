@@ -404,6 +404,8 @@ def _gathers(unit: UnitPlan, ranks: int, cast: ChooseCast | None = None) -> list
     for buffer in unit.buffers:
         if not buffer.numel or "shard" in buffer.local:
             continue
+        # Note: of packed leaves no slices are kept, so all ranks send their bytes again.
+        gather_ranks = ranks if buffer.packing is None else unit.mesh_shape[1]
         # Low precision travels: the shard is cast before the gather.
         comm_dtype, buffer_numel = unit.gathered_dtype(buffer), buffer.padded_numel
         cast_pair = cast_of(cast, unit, buffer)
@@ -421,7 +423,7 @@ def _gathers(unit: UnitPlan, ranks: int, cast: ChooseCast | None = None) -> list
                 dtype=dtype_name(comm_dtype),
                 bytes=buffer_numel * comm_dtype.itemsize,
                 axis="shard",
-                ranks=ranks,
+                ranks=gather_ranks,
             )
         )
     return events

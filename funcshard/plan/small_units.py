@@ -86,9 +86,7 @@ def small_groups(
 
 
 def _gathered_bytes(unit: UnitPlan) -> int:
-    return sum(
-        buffer.padded_numel * unit.gathered_dtype(buffer).itemsize for buffer in unit.buffers
-    )
+    return sum(buffer.model_numel * unit.computed_dtype(buffer).itemsize for buffer in unit.buffers)
 
 
 def _key(unit: UnitPlan, undecided: Collection[str]) -> tuple[Any, ...] | None:

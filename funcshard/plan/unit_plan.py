@@ -18,6 +18,7 @@ from funcshard._utils.options import check_choice
 from funcshard._utils.tensors import dtype_of
 from funcshard.plan.mesh_axes import AXES, Axes
 from funcshard.plan.precision import MixedPrecision
+from funcshard.plan.storage import Packing
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 _GRID = "pass a mesh of two axes, as in init_mesh({'replicate': R, 'shard': S}), and"
@@ -72,6 +73,7 @@ class LeafSpec:
         cuts: how it is a slice of a larger tensor, outermost cut first.
         placements: for a DTensor, each axis of its device mesh, in order, with the dimension that
             the axis cuts, or ``None``; ``()`` for other leaves.
+        unpacked: for a leaf that is stored packed, as bytes, the shape that the model sees.
     """
 
     path: str
@@ -81,6 +83,7 @@ class LeafSpec:
     aliases: tuple[str, ...] = ()
     cuts: tuple[LeafCut, ...] = field(default=(), metadata={"later": True})
     placements: Placements = field(default=(), metadata={"later": True})
+    unpacked: tuple[int, ...] | None = field(default=None, metadata={"later": True})
 
     @property
     def numel(self) -> int:
@@ -88,9 +91,26 @@ class LeafSpec:
         return math.prod(self.shape)
 
     @property
+    def model_numel(self) -> int:
+        """Number of elements that the model sees, packed or not."""
+        return self.numel if self.unpacked is None else math.prod(self.unpacked)
+
+    @property
     def whole_shape(self) -> tuple[int, ...]:
         """Shape of the tensor of which the leaf is a slice; its own shape without cuts."""
         return whole_shape_of(self.shape, self.cuts)
+
+    @property
+    def model_shape(self) -> tuple[int, ...]:
+        """``whole_shape`` of the leaf that the model sees, packed or not."""
+        return self.whole_shape if self.unpacked is None else self.unpacked
+
+    @property
+    def shape_in_module(self) -> tuple[int, ...]:
+        """Shape of the module's parameter, which is whole if it is a DTensor."""
+        if self.placements or self.unpacked is not None:
+            return self.model_shape
+        return self.shape
 
 
 class LeafPart(NamedTuple):
@@ -129,13 +149,15 @@ class BufferPlan:
     Attributes:
         key: name of the buffer in its unit: the dtype, then ``.frozen`` for frozen leaves, then
             ``.local`` for leaves that are local along both data axes, or ``.local_`` with the names
-            of axes, as in ``.local_tensor``.
-        dtype: name of the dtype of the leaves.
+            of axes, as in ``.local_tensor``; for packed leaves also the storage and its block, as
+            in ``.nf4_64``.
+        dtype: name of the dtype of the leaves; of packed ones ``"uint8"``.
         trainable: whether the leaves get gradients.
         leaves: the leaves in the order of their offsets.
         shards: number of shards; 1 if the buffer is not sharded.
         local: mesh axes along which the values differ, data axes first. Along these the library
             neither gathers nor reduces.
+        packing: what the bytes of packed leaves mean; ``None`` for other leaves.
     """
 
     key: str
@@ -144,9 +166,12 @@ class BufferPlan:
     leaves: tuple[LeafSpec, ...]
     shards: int
     local: tuple[str, ...] = ()
+    packing: Packing | None = field(default=None, metadata={"later": True})
 
     def __post_init__(self) -> None:
         dtype_of(self.dtype)
+        if self.packing is not None and (self.dtype != "uint8" or self.trainable):
+            raise ValueError(f"buffer {self.key} must hold frozen bytes, because it is packed")
         # Why in order: keys of buffers name the axes, and equal buffers have equal keys.
         data_axes = tuple(axis for axis in AXES if axis in self.local)
         if self.local[: len(data_axes)] != data_axes:
@@ -161,6 +186,14 @@ class BufferPlan:
                     f"leaf {leaf.path} must lie at {end_element}, because padding is at the end; "
                     f"found {leaf.offset}"
                 )
+            if (leaf.unpacked is None) != (self.packing is None) or (
+                self.packing is not None
+                and leaf.shape != (self.packing.bytes_of(math.prod(leaf.unpacked or ())),)
+            ):
+                raise ValueError(
+                    f"leaf {leaf.path} must be stored as its buffer is; found {leaf.shape} for "
+                    f"{leaf.unpacked}"
+                )
             end_element += leaf.numel
 
     @property
@@ -171,7 +204,11 @@ class BufferPlan:
     @property
     def shard_numel(self) -> int:
         """Number of elements of one rank's shard, including padding."""
-        return -(-self.numel // self.shards)
+        if self.packing is None:
+            return -(-self.numel // self.shards)
+        # Why whole records: a rank packs and unpacks its own part.
+        record = self.packing.record
+        return -(-self.numel // (self.shards * record)) * record
 
     @property
     def padded_numel(self) -> int:
@@ -184,12 +221,34 @@ class BufferPlan:
         shard_numel = -(-numel // self.shards)
         if self.shards == 1:
             return numel
+        if self.packing is not None:
+            shard_numel = self.shard_numel
         return min(max(numel - rank * shard_numel, 0), shard_numel)
 
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
         return dtype_of(self.dtype).itemsize
+
+    @property
+    def model_dtype(self) -> torch.dtype:
+        """Dtype of the leaves that the model sees, packed or not."""
+        return dtype_of(self.dtype if self.packing is None else self.packing.dtype)
+
+    @property
+    def model_numel(self) -> int:
+        """Number of elements of the gathered buffer in which the model's leaves lie."""
+        if self.packing is None:
+            return self.padded_numel
+        return self.packing.numel_of(self.padded_numel)
+
+    @property
+    def model_leaves(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Offset and shape of each leaf in the gathered buffer of ``model_numel`` elements."""
+        if self.packing is None:
+            return [(leaf.offset, leaf.shape) for leaf in self.leaves]
+        numel_of = self.packing.numel_of
+        return [(numel_of(leaf.offset), leaf.unpacked or ()) for leaf in self.leaves]
 
     def part(self, leaf: LeafSpec, rank: int) -> LeafPart:
         """Return the part of ``leaf`` in the shard at index ``rank`` of the shard axis."""
@@ -320,11 +379,17 @@ class UnitPlan:
         return tuple([leaf for buffer in self.buffers for leaf in buffer.leaves])
 
     def gathered_dtype(self, buffer: BufferPlan) -> torch.dtype:
-        """Return the dtype in which a buffer is gathered and computed with."""
+        """Return the dtype in which a buffer is gathered."""
         leaf_dtype = dtype_of(buffer.dtype)
         return (
             self.precision and leaf_dtype.is_floating_point and self.precision.param_dtype
         ) or leaf_dtype
+
+    def computed_dtype(self, buffer: BufferPlan) -> torch.dtype:
+        """Return the dtype in which the model computes with a buffer's leaves."""
+        if buffer.packing is None:
+            return self.gathered_dtype(buffer)
+        return (self.precision and self.precision.param_dtype) or buffer.model_dtype
 
     def reduced_dtype(self, buffer: BufferPlan) -> torch.dtype:
         """Return the dtype in which a buffer's gradient is reduced."""

@@ -104,6 +104,8 @@ RULES: dict[str, dict[str, Rule]] = {
         "mesh": RANKS, "strategy": choice("full_shard", "shard_grad_op", "no_shard"), "offload": FLAG,
         "bucket_bytes": BUCKET, "reshard_after_forward": or_none(FREED), "reshard_after_backward": FLAG,
     },
+    **{name: {"block": count(1, "elements")} for name in ("Storage", "int8", "fp8")},
+    "nf4": {"block": count(2, "elements")},
     "MixedPrecision": dict.fromkeys((
         "keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs", "full_precision_in_eval",
         "divide_before_reduce",
