@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,18 +12,21 @@ import torch
 
 from funcshard._utils.options import check_number
 from funcshard.comm import Mesh, simulate
-from funcshard.plan import AXES, mesh_axes_of
-from funcshard.testing.operations import axes_phrase, explain, recorded
+from funcshard.plan import mesh_axes_of
+from funcshard.testing.operations import explain, recorded
 from funcshard.testing.relations import (
+    Finding,
     distance,
     factor_of,
-    partial_cause,
-    powers,
+    find,
+    largest_of,
+    partial,
     relation,
+    scale,
     tolerance_of,
     varying_axes,
 )
-from funcshard.testing.returned_values import values_by_path
+from funcshard.testing.returned_values import Key, values_by_path
 
 _MESHES: tuple[int | Mapping[str, int], ...] = (
     1,
@@ -32,23 +35,6 @@ _MESHES: tuple[int | Mapping[str, int], ...] = (
     {"replicate": 2, "shard": 2},
     {"shard": 2, "tensor": 2},
 )
-
-# What is most likely wrong with a factor: by whether the axis is a data axis, and it's too large.
-_SCALE_HINTS = {
-    (True, True): "ranks' terms are added there, where their mean is due",
-    (True, False): "they are divided by the number of ranks too often there, or a psum is missing",
-    (
-        False,
-        True,
-    ): "a psum adds a value there that's whole already, or its backward isn't its adjoint",
-    (False, False): "a psum is missing there, in its forward or of its gradient",
-}
-_HINTS = {
-    "norm": "is the norm of each rank's own part {}: add the squares with psum",
-    "max": "is the max of each rank's own part {}: take the largest by pmax",
-    "not added": "is one term on each rank {}: add them with psum",
-    "not averaged": "is each rank's own {}: take the mean, e.g. by pmean",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,31 +139,28 @@ def same_on_every_mesh(
         check_number("tolerance", tolerance, least=0, none="for that of the dtype", remedy="pass 0")
     shapes = [mesh_axes_of(mesh, "meshes") for mesh in meshes]
     ones = {axis: 1 for shape in shapes for axis in shape}
+    (expected,) = _values(main, 1, ones)
     runs = []
-    (has_steps, reference), *_ = _values(main, 1, ones)
     for mesh, shape in zip(meshes, shapes, strict=True):
         sizes = shape | {axis: 1 for axis in ones if axis not in shape}
         if math.prod(sizes.values()) > 1:
-            runs.append(_Run(mesh, sizes, [values for _, values in _values(main, mesh, sizes)]))
-    judge = _Judge(main, ones, reference, runs, has_steps, tolerance)
-    differences = [difference for run in runs for difference in judge.differences(run)]
+            runs.append(_Run(mesh, sizes, _values(main, mesh, sizes)))
+    reference = _Reference(expected, tolerance)
+    differences = []
+    for run in runs:
+        differences += _explained(main, ones, run, _differences(run, runs, reference))
     rounding = 0.0
     if not differences:
-        rounding = max((judge.apart(run, path) for run in runs for path in reference), default=0.0)
+        rounding = max((reference.apart(run, key) for run in runs for key in expected), default=0.0)
     return Comparison(tuple(run.mesh for run in runs), tuple(differences), rounding)
 
 
 def _values(
     main: Callable[[Mesh], Any], mesh: Any, sizes: Mapping[str, int]
-) -> list[tuple[bool, dict[str, Any]]]:
-    """Return for each rank whether it returned steps, and the values by path."""
-
-    def values_of_rank(mesh: Mesh) -> tuple[bool, dict[str, Any]]:
-        result = main(mesh)
-        return isinstance(result, list), values_by_path(result, mesh)
-
+) -> list[dict[Key, Any]]:
+    """Return what each rank returns, by step and path."""
     try:
-        return simulate(values_of_rank, sizes)
+        return simulate(lambda rank_mesh: values_by_path(main(rank_mesh), rank_mesh), sizes)
     except Exception as error:
         error.add_note(f"raised on the mesh {mesh} of same_on_every_mesh")
         raise
@@ -185,153 +168,102 @@ def _values(
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What each rank of a mesh returned, by path."""
+    """What each rank of a mesh returned."""
 
     mesh: Any
     sizes: Mapping[str, int]
-    by_rank: Sequence[Mapping[str, Any]]
+    by_rank: Sequence[Mapping[Key, Any]]
 
-    def at(self, path: str) -> list[Any]:
-        return [values[path] for values in self.by_rank]
+    def at(self, key: Key) -> list[Any]:
+        return [values[key] for values in self.by_rank]
 
 
-@dataclass(frozen=True, slots=True)
-class _Judge:
-    main: Callable[[Mesh], Any]
-    ones: Mapping[str, int]
-    reference: Mapping[str, Any]
-    runs: Sequence[_Run]
-    has_steps: bool
-    tolerance: float | None
+class _Reference:
+    """What one rank returned, and how far from it other values may be."""
 
-    def limit(self, path: str) -> float:
+    def __init__(self, values: Mapping[Key, Any], tolerance: float | None) -> None:
+        self.values, self.tolerance = values, tolerance
+        # Why: what is zero but for rounding, such as the gradient of a bias before a norm, is
+        # compared with its neighbours.
+        self.largest: dict[Any, float] = {}
+        for (step, path), value in values.items():
+            if isinstance(value, torch.Tensor):
+                group = step, path.partition(".")[0]
+                self.largest[group] = max(self.largest.get(group, 0.0), largest_of(value))
+
+    def limit(self, key: Key) -> float:
         """Return the difference that counts as rounding."""
-        expected = self.reference[path]
-        if not isinstance(expected, torch.Tensor):
+        value = self.values[key]
+        if not isinstance(value, torch.Tensor):
             return 0.0
-        return tolerance_of(expected.dtype) if self.tolerance is None else self.tolerance
+        return tolerance_of(value.dtype) if self.tolerance is None else self.tolerance
 
-    def apart(self, run: _Run, path: str) -> float:
+    def apart(self, run: _Run, key: Key) -> float:
         """Return how far a value is from that of one rank; infinity for values that can't be."""
-        expected = self.reference[path]
-        if not all(isinstance(value, torch.Tensor) for value in (expected, *run.at(path))):
-            return 0.0 if all(value == expected for value in run.at(path)) else math.inf
-        # Why a scale: what is zero but for rounding, such as the gradient of a bias before a norm,
-        # is compared with its neighbours.
-        scale = 1e-3 * max(_largest(self.reference[other]) for other in self.neighbours(path))
-        return max(distance(value, expected, scale) for value in run.at(path))
-
-    def neighbours(self, path: str) -> list[str]:
-        length = 1 + self.has_steps
-        first_names = path.split(".")[:length]
-        return [other for other in self.reference if other.split(".")[:length] == first_names]
-
-    def differences(self, run: _Run) -> list[Difference]:
-        """Return where a mesh differs, in its first step that does, and why."""
-        for values in run.by_rank:
-            if other := sorted(values.keys() ^ self.reference.keys()):
-                text = "is not returned by every mesh: return the same entries"
-                return [Difference(mesh=run.mesh, path=other[0], cause="form", text=text)]
-        paths = [path for path in self.reference if self.apart(run, path) > self.limit(path)]
-        step = None
-        if paths and self.has_steps:
-            step = min(int(path.split(".")[0]) for path in paths)
-            paths = [path for path in paths if path.split(".")[0] == str(step)]
-        merged: dict[Any, Difference] = {}
-        for path in paths:
-            new = self.difference(run, path)
-            new_path = path.partition(".")[2] if self.has_steps else path
-            key = new.cause, new.axes, new.text
-            old = merged.get(key, dataclasses.replace(new, path=new_path, step=step, count=0))
-            merged[key] = dataclasses.replace(old, count=old.count + 1)
-        # Why: what is small beside a difference of another cause is most likely a part of it.
-        large = [new for new in merged.values() if new.cause != "rounding"]
-        return self.explained(run, large or list(merged.values()))
-
-    def explained(self, run: _Run, differences: list[Difference]) -> list[Difference]:
-        """Return the differences, with the cause that a recording shows where they have none."""
-        open_ones = [old for old in differences if old.cause in ("value", "copies")]
-        if not open_ones:
-            return differences
-        first = open_ones[0]
-        try:
-            (reference,) = simulate(lambda mesh: recorded(self.main, mesh), self.ones)
-            logs = simulate(lambda mesh: recorded(self.main, mesh), run.sizes)
-        # Why: a program that can't be recorded, e.g. with compiled code, differs all the same.
-        except Exception as error:
-            text = f"{first.text} (no cause: recording it raised {type(error).__name__}: {error})"
-            new = dataclasses.replace(first, text=text)
-            return [new if old is first else old for old in differences]
-        finding = explain(reference, logs, run.sizes)
-        if finding is None:
-            return differences
-        text = f"{first.text}: {finding.text}"
-        new = dataclasses.replace(first, cause=finding.cause, axes=finding.axes, text=text)
-        return [new if old is first else old for old in differences if old not in open_ones[1:]]
-
-    def difference(self, run: _Run, path: str) -> Difference:
-        """Return what the values alone show."""
-        values, whole, limit = run.at(path), self.reference[path], self.limit(path)
-
-        def make(
-            cause: str, text: str, axes: Iterable[str] = (), factor: float | None = None
-        ) -> Difference:
-            return Difference(
-                mesh=run.mesh, path=path, cause=cause, axes=tuple(axes), factor=factor, text=text
-            )
-
-        if not all(isinstance(value, torch.Tensor) for value in (whole, *values)):
-            return make("value", "is not that of one rank")
-        if other_shapes := {tuple(value.shape) for value in values} - {tuple(whole.shape)}:
-            text = f"has the shape {min(other_shapes)}, and {tuple(whole.shape)} on one rank"
-            return make("form", text)
-        if varying := varying_axes(values, run.sizes):
-            partial = partial_cause([relation(values, run.sizes, whole)])
-            right = [rank for rank, value in enumerate(values) if distance(value, whole) <= limit]
-            if right and (partial is None or partial[0] in ("not added", "not averaged")):
-                text = f"is that of one rank on rank {right[0]} alone: the others don't get it"
-                return make("one rank", text, varying)
-            if partial is not None:
-                cause, axes = partial
-                return make(cause, _HINTS[cause].replace("{}", axes_phrase(axes)), axes)
-        apart = self.apart(run, path)
-        lower = _lower_dtype(values, whole)
-        if apart <= 100 * limit:
-            text = f"differs by {apart:.0e}, by rounding: compute in float64 to be sure"
-            return make("rounding", text)
-        if lower is not None and apart <= tolerance_of(lower):
-            text = f"differs by {apart:.0e}, because it's rounded to {lower}: reduce it in float32"
-            return make("rounding", text)
-        if varying:
-            text = f"is not the same on all ranks {axes_phrase(varying)}"
-            return make("copies", text, varying)
-        if apart == math.inf:
-            return make("value", "has infinities or NaN, in other places than on one rank")
-        factor = factor_of(values[0], whole)
-        # Why not a scale without exponents: any number is a multiple of another one.
-        if factor is None:
-            return make("value", f"differs by {apart:.0e} of the largest element")
-        text = f"is {factor:.2f} times that of one rank"
-        exponents = self.exponents(run, path, factor)
-        if not exponents:
-            return make("value", text, (), factor)
-        axis, power = next(iter(exponents.items()))
-        hint = _SCALE_HINTS[axis in AXES, power > 0]
-        return make("scale", f"{text} {axes_phrase([*exponents])}: {hint}", exponents, factor)
-
-    def exponents(self, run: _Run, path: str, factor: float) -> dict[str, int]:
-        """Return by which powers of the sizes of axes a value is too large, on every mesh."""
-        factors = [
-            (other.sizes, factor_of(other.at(path)[0], self.reference[path])) for other in self.runs
-        ]
-        every = powers([(sizes, other) for sizes, other in factors if other is not None])
-        exponents = every or powers([(run.sizes, factor)]) or {}
-        return {axis: power for axis, power in exponents.items() if run.sizes[axis] > 1}
+        expected, values = self.values[key], run.at(key)
+        if not all(isinstance(value, torch.Tensor) for value in (expected, *values)):
+            return 0.0 if all(value == expected for value in values) else math.inf
+        step, path = key
+        neighbours_scale = 1e-3 * self.largest.get((step, path.partition(".")[0]), 0.0)
+        return max(distance(value, expected, neighbours_scale) for value in values)
 
 
-def _largest(value: Any) -> float:
-    is_number = isinstance(value, torch.Tensor) and value.numel()
-    return value.abs().max().item() if is_number else 0.0
+def _differences(run: _Run, runs: Sequence[_Run], reference: _Reference) -> list[Difference]:
+    """Return where a mesh differs, in its first step that does, and what the values show."""
+    for values in run.by_rank:
+        if other := values.keys() ^ reference.values.keys():
+            path = min(path for _, path in other)
+            text = "is not returned by all ranks of every mesh: return the same entries"
+            return [Difference(mesh=run.mesh, path=path, cause="form", text=text)]
+    keys = [key for key in reference.values if reference.apart(run, key) > reference.limit(key)]
+    merged: dict[tuple[Any, ...], Difference] = {}
+    for step, path in keys:
+        if step != keys[0][0]:
+            break
+        finding = _finding((step, path), run, runs, reference)
+        new = Difference(mesh=run.mesh, path=path, count=0, step=step, **finding._asdict())
+        old = merged.setdefault(finding[:3], new)
+        merged[finding[:3]] = dataclasses.replace(old, count=old.count + 1)
+    # Why: what is small beside a difference of another cause is most likely a part of it.
+    large = [new for new in merged.values() if new.cause != "rounding"]
+    return large or list(merged.values())
+
+
+def _finding(key: Key, run: _Run, runs: Sequence[_Run], reference: _Reference) -> Finding:
+    values, whole, limit = run.at(key), reference.values[key], reference.limit(key)
+    if not all(isinstance(value, torch.Tensor) for value in (whole, *values)):
+        return find("value", (), "is not that of one rank")
+    if other_shapes := {tuple(value.shape) for value in values} - {tuple(whole.shape)}:
+        text = f"has the shape {min(other_shapes)}, and {tuple(whole.shape)} on one rank"
+        return find("form", (), text)
+    apart, varying = reference.apart(run, key), varying_axes(values, run.sizes)
+    if varying:
+        missing = partial([relation(values, run.sizes, whole)])
+        right = [rank for rank, value in enumerate(values) if distance(value, whole) <= limit]
+        if right and (missing is None or missing.cause in ("not added", "not averaged")):
+            text = f"is that of one rank on rank {right[0]} alone: the others don't get it"
+            return find("one rank", varying, text)
+        if missing is not None:
+            return missing
+    if apart <= 100 * limit:
+        text = f"differs by {apart:.0e}, by rounding: compute in float64 to be sure"
+        return find("rounding", (), text)
+    lower = _lower_dtype(values, whole)
+    if lower is not None and apart <= tolerance_of(lower):
+        text = f"differs by {apart:.0e}, because it's rounded to {lower}: reduce it in float32"
+        return find("rounding", (), text)
+    if varying:
+        return find("copies", varying, "is not the same on all ranks {}")
+    if apart == math.inf:
+        return find("value", (), "has infinities or NaN, in other places than on one rank")
+    factor = factor_of(values[0], whole)
+    if factor is None:
+        return find("value", (), f"differs by {apart:.0e} of the largest element")
+    every = [(other.sizes, factor_of(other.at(key)[0], whole)) for other in runs if other != run]
+    factors = [(sizes, other) for sizes, other in every if other is not None]
+    # Why not a scale otherwise: any number is a multiple of another one.
+    unnamed = find("value", (), f"is {factor:.2f} times that of one rank", factor)
+    return scale([(run.sizes, factor), *factors], whole.dtype) or unnamed
 
 
 def _lower_dtype(values: Sequence[torch.Tensor], reference: torch.Tensor) -> torch.dtype | None:
@@ -341,3 +273,30 @@ def _lower_dtype(values: Sequence[torch.Tensor], reference: torch.Tensor) -> tor
         if all(is_exact(value, dtype) for value in values) and not is_exact(reference, dtype):
             return dtype
     return None
+
+
+def _explained(
+    main: Callable[[Mesh], Any],
+    ones: Mapping[str, int],
+    run: _Run,
+    differences: list[Difference],
+) -> list[Difference]:
+    """Return the differences, with the cause that a recording shows where they have none."""
+    open_ones = [old for old in differences if old.cause in ("value", "copies", "one rank")]
+    if not open_ones:
+        return differences
+    first, *others = open_ones
+    try:
+        (reference,) = simulate(lambda mesh: recorded(main, mesh), ones)
+        logs = simulate(lambda mesh: recorded(main, mesh), run.sizes)
+    # Why: a program that can't be recorded, e.g. with compiled code, differs all the same.
+    except Exception as error:
+        text = f"{first.text} (no cause: recording it raised {type(error).__name__}: {error})"
+        new = dataclasses.replace(first, text=text)
+        return [new if old is first else old for old in differences]
+    finding = explain(reference, logs, run.sizes)
+    if finding is None or (first.cause == "one rank" and finding.cause == "value"):
+        return differences
+    text = f"{first.text}: {finding.text}"
+    new = dataclasses.replace(first, cause=finding.cause, axes=finding.axes, text=text)
+    return [new if old is first else old for old in differences if old not in others]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import inspect
 import linecache
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +17,13 @@ from funcshard._utils.torch_private import TorchDispatchMode, graph_task_id
 from funcshard.comm import Mesh
 from funcshard.plan import AXES
 from funcshard.testing.relations import (
+    Finding,
     Sizes,
     Values,
+    Ways,
     distance,
-    partial_cause,
-    powers,
+    find,
+    partial,
     relation,
     scale_of,
     tolerance_of,
@@ -30,14 +32,6 @@ from funcshard.testing.relations import (
 
 _TORCH = str(Path(torch.__file__).parent)
 _PACKAGE = str(Path(__file__).parents[1])
-
-
-class Finding(NamedTuple):
-    """Why results differ: a ``Difference.cause``, the axes at fault, and what happened where."""
-
-    cause: str
-    axes: tuple[str, ...]
-    text: str
 
 
 class _Operation(NamedTuple):
@@ -52,10 +46,6 @@ class _Operation(NamedTuple):
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.inputs + self.outputs
-
-
-Calls = Mapping[tuple[str, str], Sequence[_Operation]]  # by place and name
-Relations = Sequence[Mapping[str, str] | None]  # of each input, as ``relation`` returns them
 
 
 def recorded(main: Callable[[Mesh], Any], mesh: Mesh) -> list[_Operation]:
@@ -78,17 +68,18 @@ class _Recorder(TorchDispatchMode):
         # Why not backward: there each rank has the gradient of its own loss, not of their mean.
         is_left_out = func.is_view or "empty" in str(func) or graph_task_id() != -1
         place = "" if is_left_out else _place()
-        # Why before the call: it may write to its inputs.
-        inputs = _copies((args, kwargs)) if place else ()
+        # Why before the call: it may write to its inputs. Why no lists: a rank's may be shorter.
+        inputs = _copies((*args, *kwargs.values())) if place else ()
         result = func(*args, **kwargs)
         if place:
             draws = is_random(func, args, kwargs)
-            self.log.append(_Operation(place, str(func), inputs, _copies(result), draws))
+            outputs = _copies(tree.leaves(result))
+            self.log.append(_Operation(place, str(func), inputs, outputs, draws))
         return result
 
 
-def _copies(values: Any) -> tuple[torch.Tensor, ...]:
-    tensors = [leaf for leaf in tree.leaves(values) if isinstance(leaf, torch.Tensor)]
+def _copies(values: Iterable[Any]) -> tuple[torch.Tensor, ...]:
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
     # Note: whether a tensor requires a gradient tells parameters and activations from data.
     return tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors)
 
@@ -131,34 +122,38 @@ def explain(
         sizes: size of each mesh axis.
     """
     first: Finding | None = None
-    for finding, inputs_make_sense in _findings(reference, logs, sizes):
+    for place, finding, inputs_make_sense in _findings(reference, logs, sizes):
+        named = finding._replace(text=f"in {place}, a tensor {finding.text}")
+        if finding.cause == "value":
+            first = first or named
         # Why not the first of any cause: ranks may well hold numbers between that make up nothing,
         # such as rows of a table's part that a mask drops. What follows is right then.
-        if finding.cause != "value" and (first is None or inputs_make_sense):
-            return finding
-        first = first or finding
+        elif first is None or inputs_make_sense or finding.cause == "scale":
+            return named
     return first
 
 
 def _findings(
     reference: Sequence[_Operation], logs: Sequence[Sequence[_Operation]], sizes: Sizes
-) -> Iterator[tuple[Finding, bool]]:
-    """Yield what is wrong with operations, and whether their inputs make up those of one rank."""
+) -> Iterator[tuple[str, Finding, bool]]:
+    """Yield what is wrong with operations: where, what, and whether their inputs make sense."""
     reference_calls, *rank_calls = [_by_place(log) for log in (reference, *logs)]
-    numbers: collections.Counter[tuple[str, str]] = collections.Counter()
+    seen: collections.Counter[tuple[str, str]] = collections.Counter()
     for operation in reference:
         key = operation.place, operation.name
-        number = numbers[key]
-        numbers[key] += 1
-        every_call = [calls.get(key, []) for calls in rank_calls]
-        if number == 0 and all(every_call) and not operation.is_random:
-            yield from _batch_faults(reference_calls[key], every_call, sizes)
-        ranks = [calls[number] for calls in every_call if number < len(calls)]
-        if len(ranks) == len(logs):
-            yield from _faults(operation, ranks, sizes)
+        own_calls, every_call = reference_calls[key], [calls[key] for calls in rank_calls]
+        if not seen[key] and all(every_call):
+            for finding in _batch_faults(own_calls, every_call, sizes):
+                yield operation.place, finding, operation.is_random
+        # Note: a loop over samples or experts has other turns on a rank, which have no pair.
+        if {*map(len, every_call)} == {len(own_calls)} and not operation.is_random:
+            ranks = [calls[seen[key]] for calls in every_call]
+            for finding, makes_sense in _faults(operation, ranks, sizes):
+                yield operation.place, finding, makes_sense
+        seen[key] += 1
 
 
-def _by_place(log: Sequence[_Operation]) -> Calls:
+def _by_place(log: Sequence[_Operation]) -> Mapping[tuple[str, str], list[_Operation]]:
     calls = collections.defaultdict(list)
     for operation in log:
         calls[operation.place, operation.name].append(operation)
@@ -168,123 +163,111 @@ def _by_place(log: Sequence[_Operation]) -> Calls:
 def _faults(
     operation: _Operation, ranks: Sequence[_Operation], sizes: Sizes
 ) -> Iterator[tuple[Finding, bool]]:
-    outputs = list(zip(*(rank.outputs for rank in ranks), strict=False))
+    outputs = zip(*(rank.outputs for rank in ranks), strict=False)
     for values, output in zip(outputs, operation.outputs, strict=False):
         if relation(values, sizes, output) is not None:
             continue
-        inputs = list(zip(*(rank.inputs for rank in ranks), strict=False))
-        pairs = list(zip(inputs, operation.inputs, strict=False))
-        relations = [relation(values, sizes, reference) for values, reference in pairs]
-        if operation.is_random:
-            yield _random_fault(operation, values, sizes), True
         # Why: whole numbers may be indices into a rank's own part.
-        elif output.is_floating_point() or output.is_complex():
-            cause = _cause(operation.place, values, output, relations, sizes)
-            cause = cause or _scale([*pairs, (values, output)], operation.place, sizes)
-            if cause is None:
-                cause = _finding(
-                    "value", varying_axes(values, sizes), "it first differs in " + operation.place
-                )
-            yield cause, None not in relations
+        if output.is_floating_point() or output.is_complex():
+            inputs = zip(*(rank.inputs for rank in ranks), strict=False)
+            pairs = [
+                (tensors, sizes, tensor)
+                for tensors, tensor in zip(inputs, operation.inputs, strict=False)
+            ]
+            all_ways = [relation(*pair) for pair in pairs]
+            scales = [
+                scale_of(*pair) for pair, ways in zip(pairs, all_ways, strict=True) if ways is None
+            ]
+            text = "differs first"
+            if None in all_ways:
+                text = "differs, and an input too: look at what comes before"
+            finding = (
+                next(filter(None, scales), None)
+                or _unequal_means(values, output, all_ways, sizes)
+                or partial(all_ways)
+                or _other_samples(all_ways)
+                or scale_of(values, sizes, output)
+                or find("value", varying_axes(values, sizes), text)
+            )
+            yield finding, None not in all_ways
 
 
-def _random_fault(operation: _Operation, values: Values, sizes: Sizes) -> Finding:
-    if varying := varying_axes(values, sizes):
-        return _finding("randomness", varying, "ranks {} drew other numbers in " + operation.place)
-    long_axes = [axis for axis, size in sizes.items() if size > 1]
-    return _finding("randomness", long_axes, "ranks {} drew the same numbers in " + operation.place)
+def _unequal_means(
+    values: Values, output: torch.Tensor, all_ways: Sequence[Ways | None], sizes: Sizes
+) -> Finding | None:
+    varying = varying_axes(values, sizes)
+    if output.numel() != 1 or not {*varying} <= {*AXES}:
+        return None
+    way_names = {way for ways in all_ways for way in (ways or {}).values()}
+    if way_names & {"mean", "norm", "max"} or not min(values) < output < max(values):
+        return None
+    text = "is a mean of unequal numbers of samples on ranks {}, which count equally"
+    return find("weights", varying, text)
+
+
+def _other_samples(all_ways: Sequence[Ways | None]) -> Finding | None:
+    cuts = [axis for ways in all_ways for axis, way in (ways or {}).items() if way == "cut"]
+    axes = sorted({axis for axis in cuts if cuts.count(axis) > 1})
+    text = "mixes samples of other ranks {}, or an input needs an all_gather"
+    return find("data", axes, text) if axes else None
 
 
 def _batch_faults(
-    reference_calls: Sequence[_Operation], rank_calls: Sequence[Sequence[_Operation]], sizes: Sizes
-) -> Iterator[tuple[Finding, bool]]:
-    """Yield what is wrong with ranks' parts of a batch, if all calls of an operation have one."""
-    place = reference_calls[0].place
-    for index, tensor in enumerate(reference_calls[0].tensors):
-        # Note: a whole number for each sample is no sample, but an index or a label.
-        is_number = tensor.ndim == 0 or (tensor.ndim == 1 and not tensor.is_floating_point())
-        if tensor.requires_grad or is_number:
+    own_calls: Sequence[_Operation], every_call: Sequence[Sequence[_Operation]], sizes: Sizes
+) -> Iterator[Finding]:
+    """Yield what is wrong with ranks' parts of a batch, or of random numbers."""
+    is_random = own_calls[0].is_random
+    for index, tensor in enumerate(own_calls[0].tensors):
+        if is_random and index < len(own_calls[0].inputs):  # memory without values
+            continue
+        if not is_random and not _is_batch(tensor):
+            continue
+        if any(len(calls[0].tensors) <= index for calls in every_call):
             continue
         # Why all calls: ranks may split the same samples into other micro-batches.
-        try:
-            whole, *parts = [
-                torch.cat([call.tensors[index].detach() for call in calls])
-                for calls in (reference_calls, *rank_calls)
-            ]
-        except (RuntimeError, IndexError):  # calls with other shapes or inputs
+        whole, *parts = [_joined(calls, index) for calls in (own_calls, *every_call)]
+        if relation(parts, sizes, whole) is not None:
             continue
         varying = varying_axes(parts, sizes)
-        if relation(parts, sizes, whole) is not None or not {*varying} <= {*AXES}:
+        equal = [axis for axis, size in sizes.items() if size > 1 and axis not in varying]
+        if is_random and varying:
+            yield find("randomness", varying, "has other random numbers on ranks {}")
+        elif is_random:
+            yield find("randomness", equal, "has the same random numbers on ranks {}")
+        elif not {*varying} <= {*AXES}:
             continue
-        equal = [axis for axis in AXES if sizes.get(axis, 1) > 1 and axis not in varying]
-        if varying and distance(parts[0], whole) <= tolerance_of(whole.dtype):
-            text = "ranks {} add batches to that of one rank, in " + place
-            yield _finding("data", varying, text), False
-        elif equal and _contains_rows(whole, parts):
-            yield _finding("data", equal, "ranks {} saw the same batch, in " + place), False
-        elif _contains_rows(whole, parts):
-            text = "ranks {} saw some samples twice or left some out, in " + place
-            yield _finding("data", varying, text), False
+        elif varying and distance(parts[0], whole) <= tolerance_of(whole.dtype):
+            yield find("data", varying, "adds batches to that of one rank on ranks {}")
+        elif _are_rows(parts, whole) and {*equal} & {*AXES}:
+            equal = [axis for axis in AXES if axis in equal]
+            yield find("data", equal, "has the same batch on ranks {}")
+        elif _are_rows(parts, whole):
+            yield find("data", varying, "has some samples twice or leaves some out on ranks {}")
 
 
-def _contains_rows(whole: torch.Tensor, parts: Values) -> bool:
-    """Return whether every row of the parts is a row of the whole, and can be told from others."""
+def _joined(calls: Sequence[_Operation], index: int) -> torch.Tensor:
+    """Return the rows of all calls of an operation that have the shape of the first ones."""
+    tensors = [
+        torch.atleast_1d(tensor.detach())
+        for call in calls
+        for tensor in call.tensors[index : index + 1]
+    ]
+    return torch.cat([rows for rows in tensors if rows.shape[1:] == tensors[0].shape[1:]])
+
+
+def _is_batch(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor may hold a sample in each row."""
+    if tensor.requires_grad or tensor.dtype == torch.bool or not tensor.ndim:
+        return False
+    # Note: whole numbers are indices or labels, one a row, or choices and masks, in equal rows.
+    is_distinct = tensor.numel() > len(tensor) == len(tensor.unique(dim=0))
+    return tensor.is_floating_point() or is_distinct
+
+
+def _are_rows(parts: Values, whole: torch.Tensor) -> bool:
+    """Return whether all rows of the parts are rows of the whole, which can be told apart."""
     rows = whole.reshape(len(whole), -1).unique(dim=0)
-    # Note: zeros and ones of a mask are in every part.
     if len(rows) <= 2 or any(part.shape[1:] != whole.shape[1:] for part in parts):
         return False
     every_row = torch.cat(list(parts)).reshape(-1, rows.shape[1])
     return all((row == rows).all(1).any() for row in every_row)
-
-
-def _cause(
-    place: str,
-    values: Values,
-    output: torch.Tensor,
-    relations: Relations,
-    sizes: Sizes,
-) -> Finding | None:
-    varying = varying_axes(values, sizes)
-    ways = [way for by_axis in relations for way in (by_axis or {}).items()]
-    are_means = output.numel() == 1 and min(values) < output < max(values)
-    if are_means and {*varying} <= {*AXES} and "mean" not in dict(ways).values():
-        text = "ranks {} have means of unequal numbers of samples, which count equally, in "
-        return _finding("weights", varying, text + place)
-    if partial := partial_cause(relations):
-        cause, axes = partial
-        return _finding(cause, axes, _PARTIAL_TEXTS[cause] + place)
-    joined = sorted({axis for axis, way in ways if ways.count((axis, way)) > 1 and way == "cut"})
-    if joined:
-        text = "ranks {} saw other samples, or need an all_gather of one of the inputs, in "
-        return _finding("data", joined, text + place)
-    return None
-
-
-_PARTIAL_TEXTS = {
-    "norm": "ranks {} use the norm of their own part in ",
-    "max": "ranks {} use the maximum of their own part in ",
-    "not added": "ranks {} have a term each, which is used as the whole: a psum is missing before it, in ",
-    "not averaged": "ranks {} have a mean each, which is used as that of all: a pmean is missing before it, in ",
-}
-
-
-def _scale(
-    pairs: Sequence[tuple[Values, torch.Tensor]], place: str, sizes: Sizes
-) -> Finding | None:
-    """Return the first tensor that is too large or too small by the sizes of axes."""
-    for values, reference in pairs:
-        factor = None if relation(values, sizes, reference) else scale_of(values, sizes, reference)
-        exponents = powers([(sizes, factor)]) if factor else None
-        if exponents:
-            text = f"a tensor is {factor:.2f} times that of one rank {{}} in {place}"
-            return _finding("scale", list(exponents), text)
-    return None
-
-
-def _finding(cause: str, axes: Sequence[str], text: str) -> Finding:
-    return Finding(cause, tuple(axes), text.replace("{}", axes_phrase(axes)))
-
-
-def axes_phrase(axes: Sequence[str]) -> str:
-    """Return axes as text, such as ``along 'shard' and 'tensor'``."""
-    return "along " + " and ".join(map(repr, axes)) if axes else "everywhere"

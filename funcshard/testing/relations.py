@@ -1,4 +1,4 @@
-"""How the values that ranks have make up the value that one rank has.
+"""How the values that ranks have make up the value that one rank has, and what's wrong with them.
 
 Ranks' values are a sequence in the order of ranks, beside the size of each mesh axis.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,7 @@ from funcshard.plan import AXES
 
 Values = Sequence[torch.Tensor]
 Sizes = Mapping[str, int]
+Ways = Mapping[str, str]  # what values are along each axis, as ``relation`` returns them
 
 _TOLERANCES = {
     torch.float64: 1e-9,
@@ -23,8 +25,37 @@ _TOLERANCES = {
     torch.bfloat16: 0.03,
 }
 
-# What a value is that ranks have before a collective, and the cause if they use it as the whole.
-PARTIAL = {"norm": "norm", "max": "max", "sum": "not added", "mean": "not averaged"}
+# What a value is that ranks have before a collective: the cause if they use it as the whole.
+_PARTIAL = {
+    "norm": ("norm", "is the norm of each rank's own part {}: add the squares with psum"),
+    "max": ("max", "is the max of each rank's own part {}: take the largest by pmax"),
+    "sum": ("not added", "is one term on each rank {}: a psum is missing"),
+    "mean": ("not averaged", "is each rank's own {}: a mean is missing, e.g. by pmean"),
+}
+
+# What is most likely wrong with a factor: by whether the axis is a data axis, and it's too large.
+_SCALE_HINTS = {
+    (True, True): "ranks' terms are added there, where their mean is due",
+    (True, False): "it's divided by the number of ranks too often there, or a psum is missing",
+    (False, True): "a psum adds there what's whole already, or its backward isn't its adjoint",
+    (False, False): "a psum is missing there, in its forward or of its gradient",
+}
+
+
+class Finding(NamedTuple):
+    """A ``Difference.cause``, the axes at fault, what's wrong, and the factor of a scale."""
+
+    cause: str
+    axes: tuple[str, ...]
+    text: str
+    factor: float | None = None
+
+
+def find(cause: str, axes: Iterable[str], text: str, factor: float | None = None) -> Finding:
+    """Return a finding whose text names the axes in place of ``{}``."""
+    fault_axes = tuple(axes)
+    phrase = "along " + " and ".join(map(repr, fault_axes)) if fault_axes else "everywhere"
+    return Finding(cause, fault_axes, text.replace("{}", phrase), factor)
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
@@ -32,18 +63,22 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return _TOLERANCES.get(dtype, 1e-4)
 
 
-def distance(value: torch.Tensor, reference: torch.Tensor, scale: float = 1e-300) -> float:
+def distance(value: torch.Tensor, reference: torch.Tensor, scale: float = 0.0) -> float:
     """Return the largest difference as part of the largest element, or of ``scale``."""
     value, reference = _wide(value), _wide(reference)
     if value.shape != reference.shape:
-        return torch.inf
-    finite = reference.isfinite()
-    if not torch.equal(value.isfinite(), finite):
-        return torch.inf
-    if not finite.any():
+        return math.inf
+    if not torch.equal(value.isfinite(), reference.isfinite()):
+        return math.inf
+    return largest_of(value - reference) / max(largest_of(reference), scale, 1e-300)
+
+
+def largest_of(value: torch.Tensor) -> float:
+    """Return the largest absolute value of the finite elements; 0 if there are none."""
+    finite = _wide(value)[value.isfinite()]
+    if not finite.numel():
         return 0.0
-    largest = max(reference[finite].abs().max().item(), scale)
-    return ((value - reference)[finite].abs().max() / largest).item()
+    return finite.abs().max().item()
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:
@@ -62,8 +97,8 @@ def _same_rows(value: torch.Tensor, reference: torch.Tensor) -> bool:
 
 def _sorted_rows(value: torch.Tensor) -> torch.Tensor:
     rows = _wide(value).reshape(len(value), -1)
-    mixed = torch.linspace(1, 2, rows.shape[1], dtype=torch.float64, device="cpu").sin()
-    return rows[(rows.real @ mixed).argsort()]
+    weights = torch.linspace(1, 2, rows.shape[1], dtype=torch.float64, device="cpu").sin()
+    return rows[(rows.real @ weights).argsort()]
 
 
 def varying_axes(values: Values, sizes: Sizes) -> list[str]:
@@ -78,26 +113,15 @@ def varying_axes(values: Values, sizes: Sizes) -> list[str]:
     return varying
 
 
-def relation(values: Values, sizes: Sizes, reference: torch.Tensor) -> dict[str, str] | None:
+def relation(values: Values, sizes: Sizes, reference: torch.Tensor) -> Ways | None:
     """Return how the values of ranks make up that of one rank, axis by axis.
 
     Returns:
-        ``"copy"``, ``"cut"`` (joined along a dimension) or a key of ``PARTIAL`` for each axis of
-        several ranks; ``None`` if none of these gives the reference.
+        ``"copy"``, ``"cut"`` (joined along a dimension), ``"sum"``, ``"mean"``, ``"norm"`` or
+        ``"max"`` for each axis of several ranks; ``None`` if none of these gives the reference.
     """
-    ways = _combinations(values, sizes, reference)
-    return next((by_axis for by_axis, whole in ways if _same_rows(whole, reference)), None)
-
-
-def scale_of(values: Values, sizes: Sizes, reference: torch.Tensor) -> float | None:
-    """Return the factor between ranks' copies or joined parts and one rank's, if there is one."""
-    if reference.numel() < 2 or not reference.is_floating_point():
-        return None
-    for by_axis, whole in _combinations(values, sizes, reference):
-        factor = factor_of(whole, reference) if {*by_axis.values()} <= {"copy", "cut"} else None
-        if factor is not None:
-            return factor
-    return None
+    combinations = _combinations(values, sizes, reference)
+    return next((ways for ways, whole in combinations if _same_rows(whole, reference)), None)
 
 
 def _combinations(
@@ -108,15 +132,15 @@ def _combinations(
         yield {}, values[0]
         return
     axis, size = long_sizes.popitem()
-    ways = list(_ways(list(zip(*[iter(values)] * size, strict=True)), reference))
+    choices = list(_joined(list(zip(*[iter(values)] * size, strict=True)), reference))
     if axis not in AXES:  # terms are more likely than parts, if both make up the whole
-        ways.sort(key=lambda way: {"copy": 0, "sum": 1}.get(way[0], 2))
-    for way, joined in ways:
+        choices.sort(key=lambda choice: {"copy": 0, "sum": 1}.get(choice[0], 2))
+    for way, joined in choices:
         for outer_ways, whole in _combinations(joined, long_sizes, reference):
             yield outer_ways | {axis: way}, whole
 
 
-def _ways(
+def _joined(
     lines: Sequence[Values], reference: torch.Tensor
 ) -> Iterator[tuple[str, list[torch.Tensor]]]:
     """Yield what the values on each line of ranks may be, and what they make up then."""
@@ -139,24 +163,25 @@ def _ways(
     # Why: equal terms are counts; other equal values are wholes that are too small.
     if not are_equal or first.numel() == 1:
         yield "sum", [stack.sum(0).to(first.dtype) for stack in stacks]
-    if not are_equal:
-        yield "mean", [stack.mean(0).to(first.dtype) for stack in stacks]
-    if not are_equal and not first.is_complex():
-        yield "norm", [stack.square().sum(0).sqrt().to(first.dtype) for stack in stacks]
-        largest = [stack.amax(0).to(first.dtype) for stack in stacks]
-        # Why: a few elements may all be largest on one rank by chance.
-        is_one_rank = any(torch.equal(value, largest[0]) for value in lines[0])
-        if first.numel() == 1 or not is_one_rank:
-            yield "max", largest
+    if are_equal:
+        return
+    yield "mean", [stack.mean(0).to(first.dtype) for stack in stacks]
+    if first.is_complex():
+        return
+    yield "norm", [stack.square().sum(0).sqrt().to(first.dtype) for stack in stacks]
+    largest = [stack.amax(0).to(first.dtype) for stack in stacks]
+    # Why: a few elements may all be largest on one rank by chance.
+    is_one_rank = any(torch.equal(value, largest[0]) for value in lines[0])
+    if first.numel() == 1 or not is_one_rank:
+        yield "max", largest
 
 
-def partial_cause(relations: Sequence[Mapping[str, str] | None]) -> tuple[str, list[str]] | None:
-    """Return the cause and the axes if values are used before the collective that they need."""
-    ways = [way for by_axis in relations for way in (by_axis or {}).items()]
-    for name, cause in PARTIAL.items():
-        axes = {axis for axis, axis_way in ways if axis_way == name}
-        if axes:
-            return cause, sorted(axes)
+def partial(all_ways: Iterable[Ways | None]) -> Finding | None:
+    """Return the first collective that values need, if they are used as the whole."""
+    pairs = [pair for ways in all_ways for pair in (ways or {}).items()]
+    for partial_way, (cause, text) in _PARTIAL.items():
+        if axes := {axis for axis, way in pairs if way == partial_way}:
+            return find(cause, sorted(axes), text)
     return None
 
 
@@ -170,26 +195,44 @@ def factor_of(value: torch.Tensor, reference: torch.Tensor) -> float | None:
     return factor if factor and distance(value, factor * reference) <= limit else None
 
 
-def powers(factors: Sequence[tuple[Sizes, float]]) -> dict[str, int] | None:
-    """Return the power of each axis's size whose product is the factor, on every mesh.
+def scale_of(values: Values, sizes: Sizes, reference: torch.Tensor) -> Finding | None:
+    """Return by which sizes of axes ranks' copies, parts or means are too large."""
+    if not reference.is_floating_point():
+        return None
+    for ways, whole in _combinations(values, sizes, reference):
+        if {*ways.values()} <= {"copy", "cut", "mean"} and (factor := factor_of(whole, reference)):
+            return scale([(sizes, factor)], reference.dtype)
+    return None
+
+
+def scale(factors: Sequence[tuple[Sizes, float]], dtype: torch.dtype) -> Finding | None:
+    """Return by which powers of the sizes of axes a value is too large, on every mesh.
 
     Arguments:
-        factors: sizes of mesh axes, and the factor on this mesh.
+        factors: sizes of mesh axes, and the factor on this mesh; first on that of the finding.
+        dtype: dtype of the value, which bounds how precise the factors are.
     """
     axes = sorted({axis for sizes, _ in factors for axis, size in sizes.items() if size > 1})
     # Note: few powers first, and of model axes, whose collectives you write yourself.
     weights = [1.5 if axis in AXES else 1.0 for axis in axes]
     choices = sorted(
         itertools.product(range(-2, 3), repeat=len(axes)),
-        key=lambda choice: sum(p * p * weight for p, weight in zip(choice, weights, strict=True)),
+        key=lambda powers: sum(p * p * weight for p, weight in zip(powers, weights, strict=True)),
     )
-    for choice in choices:
-        exponents = dict(zip(axes, choice, strict=True))
+    # Why so small: any number is nearly a power of a few sizes.
+    limit = min(1e-3, tolerance_of(dtype))
+    for powers in choices:
+        by_axis = dict(zip(axes, powers, strict=True))
         products = [
-            math.prod(sizes[axis] ** exponents[axis] for axis in axes) for sizes, _ in factors
+            math.prod(sizes[axis] ** by_axis[axis] for axis in axes) for sizes, _ in factors
         ]
-        if all(
-            math.isclose(a, b, rel_tol=1e-3) for a, (_, b) in zip(products, factors, strict=True)
-        ):
-            return {axis: power for axis, power in exponents.items() if power}
+        pairs = zip(products, factors, strict=True)
+        if all(math.isclose(product, factor, rel_tol=limit) for product, (_, factor) in pairs):
+            sizes, factor = factors[0]
+            fault_axes = [axis for axis, power in by_axis.items() if power and sizes[axis] > 1]
+            if not fault_axes:
+                return None
+            hint = _SCALE_HINTS[fault_axes[0] in AXES, by_axis[fault_axes[0]] > 0]
+            text = f"is {factor:.2f} times that of one rank {{}}: {hint}"
+            return find("scale", fault_axes, text, factor)
     return None

@@ -12,22 +12,33 @@ from funcshard.comm import Mesh
 from funcshard.core import all_gather, views
 from funcshard.plan import BufferPlan, Plan, own_axes
 
+Key = tuple[int | None, str]  # the number of a step, if there are steps, and a path
 
-def values_by_path(result: Any, mesh: Mesh) -> dict[str, Any]:
-    """Return what a rank's program returned, by path: numbers as tensors, other leaves as they are.
+
+def values_by_path(result: Any, mesh: Mesh) -> dict[Key, Any]:
+    """Return what a rank's program returned, by step and path: numbers as tensors.
 
     A tree of shards is gathered if the result holds its plan too.
     """
     plans = [leaf for leaf in tree.leaves(result) if isinstance(leaf, Plan)]
+    steps = {None: result}
+    if isinstance(result, list):
+        steps = dict(enumerate(result))
     with torch.no_grad():
-        return {path: _as_tensor(leaf) for path, leaf in _entries(result, "", plans, mesh)}
+        return {
+            (number, path): _as_tensor(leaf)
+            for number, step in steps.items()
+            for path, leaf in _entries(step, "", plans, mesh)
+        }
 
 
 def _as_tensor(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.detach()
-    is_number = isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
-    return torch.tensor(leaf, dtype=torch.float64, device="cpu") if is_number else leaf
+    is_number = isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
+    if is_number or hasattr(leaf, "__array__"):  # as NumPy's arrays and numbers have
+        return torch.tensor(leaf, dtype=torch.float64, device="cpu")
+    return leaf
 
 
 def _entries(node: Any, path: str, plans: Sequence[Plan], mesh: Mesh) -> Iterator[tuple[str, Any]]:

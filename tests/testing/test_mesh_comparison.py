@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -180,6 +181,10 @@ MISTAKES: dict[tuple[str, str, str], dict[str, Any]] = {
         "shuffled by the rank": Program(batch=both(lambda x, r, n, m: rows(m, x[torch.randperm(ROWS, generator=seed(r))]))),
         "dropout with one seed": dropped(lambda y, m: mask(0, *y.shape)),
         "dropout with seeds by rank": dropped(lambda y, m: mask(m.rank, *y.shape)),
+        "noise by the rank on copies": lambda m: {"w": V + mask(m.rank, *V.shape)},
+        "noise by the place in a batch": Program(
+            batch=both(lambda x, r, n, m: rows(m, x) + torch.stack([mask(i, WIDTH) for i in range(ROWS // n)]))
+        ),
         "noise with one seed": Program(batch=both(lambda x, r, n, m: rows(m, x) + mask(1, ROWS // n, WIDTH))),
     },
     ("shard", "randomness", "shard"): {
@@ -205,6 +210,7 @@ MISTAKES: dict[tuple[str, str, str], dict[str, Any]] = {
         "averaged, then divided": by_hand(lambda g, m: fs.pmean(g, m) / m.world_size),
         "a sum of whole metrics": metric(lambda e, m: fs.psum(mean(e.mean(), m), m)),
         "divided by one rank's count": metric(lambda e, m: fs.psum(e.sum(), m) / e.numel()),
+        "whole squares added": metric(lambda e, m: fs.psum(mean(e.square().mean(), m), m).sqrt()),
         "a rate by the ranks": Program(update=lambda s, g, m, i: fs.axpy(-0.1, scaled(g, m.world_size), s)),
     },
     ("data", "scale", "shard"): {"divided by one axis": by_hand(lambda g, m: fs.psum(g, m) / m.shape["replicate"])},
@@ -212,6 +218,7 @@ MISTAKES: dict[tuple[str, str, str], dict[str, Any]] = {
     ("tensor", "scale", "tensor"): {
         "psum of a whole loss": Program(report=lambda v, m: total(mean(v, m), m)),
         "and of its gradient": Program(loss=lambda out, y, m: total(mse(out, y, m), m)),
+        "psum of a whole term": Program(loss=lambda out, y, m: mse(out, y, m) + total(out.square().mean(), m)),
         "two psums": mixed(lambda y, m: total(total(y, m), m)),
         "a pmean in place of a psum": mixed(lambda y, m: fs.pmean(y, m, axis="tensor")),
         "a backward that isn't the adjoint": mixed(Sum.apply),
@@ -242,13 +249,18 @@ MISTAKES: dict[tuple[str, str, str], dict[str, Any]] = {
         "a masked mean": Program(loss=lambda out, y, m: ((out - y) * rows(m, KEEP)).square().sum() / rows(m, KEEP).sum()),
         "uneven batches": Program(batch=both(lambda x, r, n, m: x[:7].tensor_split(n)[r])),
     },
-    ("data", "one rank", "data"): {"rank 0 evaluates": metric(lambda e, m: float((X - Y).sum()) if m.rank == 0 else 0.0)},
+    ("data", "one rank", "data"): {
+        "rank 0 evaluates": metric(lambda e, m: float((X - Y).sum()) if m.rank == 0 else 0.0),
+        "zero on rank 0 alone": lambda m: {"zero": np.full(2, m.rank / 3)},
+    },
+    ("data", "norm", "data"): {"a ratio of norms": metric(lambda e, m: e[:, :2].norm() / e[:, 2:].norm())},
     ("data", "max", "data"): {"each rank's maximum": metric(lambda e, m: e.max())},
     ("shard", "norm", "shard"): {
         "each rank's norm": Program(report=lambda v, m: v, gradient=lambda f, s, m: (s[""]["float64"].norm(), s)),
         "clipped by it": after(lambda g, m: scaled(g, 1 / g[""]["float64"].norm())),
     },
     ("data", "value", ""): {
+        "beside an infinity": lambda m: {"a": {"inf": X[0] / 0, "x": X[0] * m.world_size**0.3}},
         "decay from step 3 on": Program(update=lambda s, g, m, i: scaled(s, 1 - i // 2 * 0.01 * m.world_size), steps=4),
     },
     ("tensor", "value", ""): {"a psum along shard": mixed(lambda y, m: fs.psum(y, m))},
@@ -319,7 +331,8 @@ RIGHT: dict[str, tuple[str, Any]] = {
     "mixture of experts": ("expert", Program(cut_along("expert"), mixture, params=(EXPERTS, {"experts": {"expert": 0}}))),
     "experts and slices": ("slices", sliced),
     "a train step": ("data", stepped),
-    "no numbers": ("shard", lambda m: {"a": "b", "n": 1, "none": None}),
+    "no numbers": ("shard", lambda m: {"a": "b", "n": 1, "none": None, "is": True, "mask": KEEP}),
+    "nothing but zeros": ("shard", lambda m: {"zero": torch.zeros(2), "rows": X[:0], "array": np.zeros(2)}),
 }  # fmt: skip
 
 
@@ -330,6 +343,19 @@ def test_a_right_program_is_the_same(name: str) -> None:
     found = same_on_every_mesh(program, MESHES[meshes])
     assert found, found
     assert found.rounding < 1e-12
+
+
+def test_a_difference_says_that_its_recording_failed() -> None:
+    ranks = []
+
+    def main(mesh: fs.Mesh) -> float:
+        ranks.append(mesh.rank)
+        assert len(ranks) < 4, "run once"
+        return mesh.world_size**0.5
+
+    (found,) = same_on_every_mesh(main, [2]).differences
+    assert found.cause == "value"
+    assert "recording it raised AssertionError: run once" in found.text
 
 
 def test_other_entries_and_errors_name_the_mesh() -> None:
