@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import funcshard as fs
-from funcshard._utils.options import did_you_mean, outline
+from funcshard._utils.options import did_you_mean
 from funcshard._utils.regular_files import read_regular
+from funcshard.checkpoint import default_units
 from funcshard.demo.arguments import (
     add_mesh,
     at_least,
@@ -31,7 +31,6 @@ from funcshard.demo.gpt import GPT
 from funcshard.estimate import (
     OPTIMIZERS,
     Infeasible,
-    Profile,
     Report,
     draw_holdings,
     draw_memory,
@@ -39,18 +38,11 @@ from funcshard.estimate import (
     load_hardware,
 )
 from funcshard.plan import STRATEGIES
+from funcshard.planning import LONGEST, OTHERS, PRECISIONS, InputMaker, default_seq, trace
 
-PRECISIONS = {
-    "fp32": None,
-    "bf16": fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-}
 # Options that a search chooses, with their defaults.
 _CHOSEN = {"replicate": 1, "strategy": STRATEGIES[0], "bucket_bytes": "auto", "remat": False}
-_LONGEST = 8192  # tokens of a sample by default, if the model takes so many
 _MOST_RANKS = 1_000_000
-_OTHERS = 1024  # tokens of a sample by default for a model that has no context
-
-_Loss = Callable[..., torch.Tensor]
 
 
 def _bucket_bytes(text: str) -> int | str:
@@ -81,7 +73,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "many tiny units form groups",
     )  # fmt: skip
     parser.add_argument(
-        "--precision", choices=[*PRECISIONS, "bf16-params"],
+        "--precision", choices=[*PRECISIONS],
         help="dtype in which units compute; bf16 reduces gradients in float32; bf16-params, for a PATH, keeps parameters in "
         "bfloat16 too (default: fp32, and bf16 for a PATH)",
     )  # fmt: skip
@@ -102,11 +94,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--budget", metavar="SIZE",
         help="memory of a rank, such as 60GiB; a higher peak gives exit code 1, and so does reserved memory for a PATH "
-        "(default: the memory of the hardware)",
-    )  # fmt: skip
-    group.add_argument(
-        "--margin", metavar="SIZE",
-        help="for a PATH, memory that torch's allocator doesn't get (default: 3GiB on GPUs)",
+        "(default: the memory of the hardware; for a PATH, 3 GiB less on GPUs, for CUDA, NCCL and cuBLAS)",
     )  # fmt: skip
     group.add_argument(
         "--batch", type=at_least(1), metavar="N",
@@ -114,7 +102,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--seq", type=at_least(1), metavar="N",
-        help=f"tokens of a sample (default: the context of the model, at most {_LONGEST}; {_OTHERS} for a MODULE:CALLABLE)",
+        help=f"tokens of a sample (default: the context of the model, at most {LONGEST}; {OTHERS} for a MODULE:CALLABLE)",
     )  # fmt: skip
     group.add_argument(
         "--inputs", metavar="MODULE:CALLABLE",
@@ -172,11 +160,10 @@ def _whole_run(options: argparse.Namespace) -> int:
         seq=options.seq,
         batch=options.batch,
         budget=options.budget,
-        margin=options.margin,
         precision=options.precision or "bf16",
         optimizer=options.optimizer,
         units=options.units,
-        inputs=import_callable("--inputs", options.inputs) if options.inputs else None,
+        inputs=_inputs(options),
     )
     if options.html:
         _write_page(Path(options.html), [run])
@@ -203,8 +190,8 @@ def _check_path(options: argparse.Namespace) -> None:
 
 
 def _check_no_path(options: argparse.Namespace) -> None:
-    if options.precision == "bf16-params" or options.margin:
-        raise ValueError("--precision bf16-params and --margin belong to a PATH: pass one")
+    if options.precision == "bf16-params":
+        raise ValueError("--precision bf16-params belongs to a PATH: pass one")
     for name in ("budget", "compare", "auto"):
         if getattr(options, name) and not options.hardware:
             raise ValueError(
@@ -243,8 +230,8 @@ def _check_files(options: argparse.Namespace) -> None:
 
 
 def _shown(options: argparse.Namespace, model: nn.Module) -> list[Any]:
-    apply, params, buffers = fs.make_functional(model)
-    units = _listed(model) if options.units is None else options.units
+    params = fs.make_functional(model)[1]
+    units = default_units(model) if options.units is None else options.units
     precision = PRECISIONS[options.precision or "fp32"]
     mesh = {"replicate": options.replicate, "shard": options.ranks // options.replicate}
     plan = fs.make_plan(
@@ -260,22 +247,36 @@ def _shown(options: argparse.Namespace, model: nn.Module) -> list[Any]:
     compared_plan = None
     if options.compare:
         compared_plan = _compared(options.compare, plan)
-    estimate = _Estimate(options, model, apply, params, buffers)
-    if not options.auto:
-        report: Any = estimate(plan)
-        shown_items: list[Any] = [plan, report]
-    else:
-        best_plan = fs.auto_plan(
-            estimate.profile(precision), ranks=options.ranks, units=units, hardware=estimate.hardware,
-            optimizer=options.optimizer, budget=options.budget,
-        )  # fmt: skip
+    batch, seq = options.batch or 1, options.seq or default_seq(model)
+    common = {
+        "hardware": load_hardware(options.hardware),
+        "optimizer": options.optimizer,
+        "budget": options.budget,
+    }
+    traced = functools.partial(trace, model, batch, seq, inputs=_inputs(options))
+    profile = traced(precision=precision)
+    if options.auto:
+        best_plan = fs.auto_plan(profile, ranks=options.ranks, units=units, **common)
         report = best_plan.report
-        shown_items = [best_plan]
+        shown_items: list[Any] = [best_plan]
         if not isinstance(best_plan, Infeasible):
             shown_items += [best_plan.plan, report]
+    else:
+        report = fs.estimate(profile, plan, remat=options.remat, **common)
+        shown_items = [plan, report]
     if compared_plan is not None:
-        shown_items.append(fs.compare(estimate(compared_plan), report))
+        # Note: its units may compute in other dtypes, which are another trace.
+        if any(unit.precision != precision for unit in compared_plan.unit_list):
+            profile = traced(precision=compared_plan)
+        compared_report = fs.estimate(profile, compared_plan, remat=options.remat, **common)
+        shown_items.append(fs.compare(compared_report, report))
     return shown_items
+
+
+def _inputs(options: argparse.Namespace) -> InputMaker | None:
+    if options.inputs is None:
+        return None
+    return import_callable("--inputs", options.inputs)
 
 
 def _model(spec: str | None, options: argparse.Namespace) -> nn.Module:
@@ -307,78 +308,6 @@ def _model(spec: str | None, options: argparse.Namespace) -> nn.Module:
             f"--model {spec} must return a torch.nn.Module; it returned {type(model).__name__}"
         )
     return model
-
-
-class _Estimate:
-    """Estimates plans of one model; plans of equal precision share a trace."""
-
-    def __init__(
-        self, options: argparse.Namespace, model: nn.Module, apply: Any, params: Any, buffers: Any
-    ) -> None:
-        self.options, self.hardware = options, load_hardware(options.hardware)
-        model_context = getattr(getattr(model, "config", None), "context", _OTHERS)
-        batch_size = options.batch or 1, options.seq or min(model_context, _LONGEST)
-        inputs: Any = (torch.empty(batch_size, dtype=torch.int64, device="meta"),)
-        keywords = {"loss": _cross_entropy, "targets": inputs[0]}
-        if options.inputs:
-            keywords = {}  # the model returns its loss
-            with torch.device("meta"):
-                inputs = import_callable("--inputs", options.inputs)(*batch_size)
-            if not isinstance(inputs, tuple):
-                raise TypeError(
-                    f"--inputs {options.inputs} must return a tuple; it returned "
-                    f"{type(inputs).__name__}"
-                )
-        self.trace = functools.partial(fs.profile, apply, params, buffers, *inputs, **keywords)
-        self.profiles: dict[Any, Profile] = {}
-
-    def profile(self, precision: fs.Plan | fs.MixedPrecision | None) -> Profile:
-        """Return the trace of the model in a precision, or in that of a plan."""
-        profile_key: Any = precision
-        if isinstance(precision, fs.Plan):
-            # Plans whose units compute in the same dtypes have the same trace.
-            profile_key = tuple(unit.precision for unit in precision.unit_list)
-        if profile_key not in self.profiles:
-            try:
-                self.profiles[profile_key] = self.trace(precision=precision)
-            except Exception as error:  # any error of the user's own model
-                first_line = str(error).partition("\n")[0]
-                raise ValueError(
-                    f"the model failed on its inputs: {type(error).__name__}: {first_line}"
-                ) from error
-        return self.profiles[profile_key]
-
-    def __call__(self, plan: fs.Plan) -> Report:
-        return fs.estimate(
-            self.profile(plan), plan, hardware=self.hardware, optimizer=self.options.optimizer, remat=self.options.remat,
-            budget=self.options.budget,
-        )  # fmt: skip
-
-
-def _cross_entropy(logits: Any, targets: torch.Tensor) -> torch.Tensor:
-    if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != targets.shape:
-        raise ValueError(
-            "the model must return logits [batch, seq, vocabulary] for tokens of shape "
-            f"{list(targets.shape)}; found {outline(logits)}: give --inputs, and let the model "
-            "return its loss"
-        )
-    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
-
-
-def _listed(model: nn.Module) -> list[str]:
-    """Return the layers of a model: the modules in its outermost lists."""
-    units: list[str] = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not name.startswith(
-            tuple(f"{unit}." for unit in units)
-        ):
-            units += [
-                f"{name}.{child_name}"
-                for child_name, child in module.named_children()
-                # Note: a module without parameters is no unit.
-                if any(True for _ in child.parameters())
-            ]
-    return units
 
 
 def _compared(path: str, plan: fs.Plan) -> fs.Plan:

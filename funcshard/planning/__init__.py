@@ -2,13 +2,23 @@
 
 In reading order:
 
-- ``model_inputs``: a batch of a model of transformers, and its loss.
+- ``model_inputs``: a batch of a model, its loss, and its trace.
 - ``run_plan``: ``plan_run`` and its result.
 - ``script``: the training script of a result.
 """
 
 from __future__ import annotations
 
-from funcshard.planning.run_plan import RunPlan, plan_run
+from funcshard.planning.model_inputs import LONGEST, OTHERS, InputMaker, default_seq, trace
+from funcshard.planning.run_plan import PRECISIONS, RunPlan, plan_run
 
-__all__ = ["RunPlan", "plan_run"]
+__all__ = [
+    "LONGEST",
+    "OTHERS",
+    "PRECISIONS",
+    "InputMaker",
+    "RunPlan",
+    "default_seq",
+    "plan_run",
+    "trace",
+]

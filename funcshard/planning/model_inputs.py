@@ -1,10 +1,9 @@
-"""The inputs of a model of transformers, on the meta device, and its loss."""
+"""The inputs of a model on the meta device, its loss, and its trace with them."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,9 +12,15 @@ from torch import nn
 
 from funcshard._utils.options import outline
 from funcshard._utils.tensors import tensors_in
+from funcshard.checkpoint import is_hugging_face
+from funcshard.estimate import Profile, profile
+from funcshard.module import make_functional
+from funcshard.plan import MixedPrecision, Plan
 
 LONGEST = 8192  # tokens of a sample by default, if the model takes so many
 OTHERS = 1024  # tokens of a sample by default for a model without a context
+
+InputMaker = Callable[[int, int], Any]  # of batch and seq; returns a tuple or a dictionary
 
 # Parts of class names, by what one label is of.
 _TOKEN_LABELS = (
@@ -34,35 +39,78 @@ _SAMPLE_LABELS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ModelInputs:
-    """One batch of a model, and how the loss follows from its outputs.
-
-    Attributes:
-        args: the positional inputs.
-        kwargs: the inputs by name.
-        loss: a function of the outputs, and of ``targets`` unless they're ``None``.
-        targets: the second argument of ``loss``.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    loss: Any = None
-    targets: Any = None
+def default_seq(module: Any) -> int:
+    """Return the context of a model, at most ``LONGEST``, or else ``OTHERS``."""
+    return min(context_of(module) or OTHERS, LONGEST)
 
 
-def default_seq(config: Any) -> int:
-    """Return the context of a model's text part, at most ``LONGEST``."""
-    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+def context_of(module: Any) -> int | None:
+    """Return the most tokens that a model's config allows in its text part."""
+    config: Any = getattr(module, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_target_positions", "context"):
-        context = getattr(text_config, name, None)
+        context = getattr(config, name, None)
         if isinstance(context, int) and context > 0:
             # Note: RoBERTa's table has two rows that are no positions.
-            return min(context - 2 if context == 514 else context, LONGEST)
-    return OTHERS
+            return context - 2 if context == 514 else context
+    return None
 
 
-def hugging_face_inputs(module: nn.Module, batch: int, seq: int) -> ModelInputs:
+def trace(
+    module: nn.Module,
+    batch: int,
+    seq: int,
+    *,
+    precision: MixedPrecision | Plan | None,
+    inputs: InputMaker | None = None,
+) -> Profile:
+    """Return the profile of a model with one batch.
+
+    Arguments:
+        module: the model.
+        batch: number of samples.
+        seq: tokens of a sample.
+        precision: as in ``profile``.
+        inputs: as in ``plan_run``.
+
+    Raises:
+        ValueError: the model fails on these inputs.
+    """
+    apply, params, buffers = make_functional(module)
+    args, keywords = _model_inputs(module, batch, seq, inputs)
+    try:
+        return profile(apply, params, buffers, *args, precision=precision, **keywords)
+    except Exception as error:  # of any kind: the model is the user's
+        first_line = str(error).partition("\n")[0]
+        raise ValueError(
+            f"the model failed on its inputs ({type(error).__name__}: {first_line}): pass inputs "
+            "that it takes"
+        ) from error
+
+
+def _model_inputs(
+    module: nn.Module, batch: int, seq: int, inputs: InputMaker | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the inputs of a model for ``profile``, with its loss."""
+    if inputs is not None:
+        with torch.device("meta"):
+            user_inputs = inputs(batch, seq)
+        if isinstance(user_inputs, Mapping):
+            return (), {**user_inputs, "loss": _loss_of}
+        if isinstance(user_inputs, tuple):
+            return user_inputs, {"loss": _loss_of}
+        raise TypeError(
+            f"inputs must return a tuple or a dictionary; found {outline(user_inputs)}: put a "
+            "single input in a tuple"
+        )
+    if is_hugging_face(module):
+        return (), {**_hugging_face_inputs(module, batch, seq), "loss": _loss_of}
+    tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
+    return (tokens,), {"loss": _cross_entropy, "targets": tokens}
+
+
+def _hugging_face_inputs(module: nn.Module, batch: int, seq: int) -> dict[str, Any]:
     """Return a batch of a model of transformers, with the labels of its class.
 
     A class whose labels are no tensor has the mean of its first output as its loss.
@@ -91,21 +139,15 @@ def hugging_face_inputs(module: nn.Module, batch: int, seq: int) -> ModelInputs:
         inputs["labels"] = tokens
     elif "labels" in parameters and any(part in title for part in _SAMPLE_LABELS):
         inputs["labels"] = tokens[:, 0]
-    return ModelInputs((), inputs, loss=loss_of)
+    return inputs
 
 
-def token_inputs(batch: int, seq: int) -> ModelInputs:
-    """Return tokens, for a model that returns logits, with cross entropy as the loss."""
-    tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
-    return ModelInputs((tokens,), {}, loss=cross_entropy, targets=tokens)
-
-
-def cross_entropy(logits: Any, targets: torch.Tensor) -> torch.Tensor:
+def _cross_entropy(logits: Any, targets: torch.Tensor) -> torch.Tensor:
     """Return the mean cross entropy of logits ``[batch, seq, vocabulary]``."""
     if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != targets.shape:
         raise ValueError(
             "the model must return logits [batch, seq, vocabulary] for tokens of shape "
-            f"{list(targets.shape)}; found {outline(logits)}: give --inputs, and let the model "
+            f"{list(targets.shape)}; found {outline(logits)}: give inputs, and let the model "
             "return its loss"
         )
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
@@ -140,10 +182,12 @@ def _main_input(module: Any, batch: int, seq: int) -> dict[str, Any]:
     return inputs
 
 
-def loss_of(outputs: Any) -> torch.Tensor:
+def _loss_of(outputs: Any) -> torch.Tensor:
     """Return the loss among a model's outputs, or else the mean of the first output."""
     loss: torch.Tensor | None = getattr(outputs, "loss", None)
     if loss is not None:
         return loss
     first_output = next(tensors_in(outputs))
-    return first_output.float().mean() if first_output.ndim else first_output
+    if first_output.ndim:
+        first_output = first_output.float().mean()
+    return first_output

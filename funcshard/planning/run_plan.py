@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,40 +15,34 @@ import torch
 from torch import nn
 
 from funcshard._utils import table
-from funcshard._utils.options import check_bytes, check_choice, check_count, outline
+from funcshard._utils.options import check_bytes, check_choice, check_count
 from funcshard._utils.table import Bullets, Part, Shown, Table
-from funcshard.checkpoint import default_units, is_hugging_face, module_of_config
+from funcshard.checkpoint import default_units, module_of_config
 from funcshard.estimate import (
     OPTIMIZERS,
     Best,
     Change,
     Hardware,
     Infeasible,
-    Profile,
     Report,
     auto_plan,
     changes_to_fit,
     load_hardware,
     memory_table,
-    profile,
     reserved_band,
 )
-from funcshard.module import make_functional
 from funcshard.plan import MixedPrecision, Plan, Schedule
-from funcshard.planning.model_inputs import (
-    LONGEST,
-    OTHERS,
-    ModelInputs,
-    default_seq,
-    hugging_face_inputs,
-    loss_of,
-    token_inputs,
-)
+from funcshard.planning.model_inputs import InputMaker, context_of, default_seq, trace
 from funcshard.planning.script import training_script
 
-PRECISIONS = ("bf16", "fp32", "bf16-params")
+# By name; bf16-params keeps the parameters in bfloat16 too.
+PRECISIONS = {
+    "bf16": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "fp32": None,
+    "bf16-params": None,
+}
 
-_MARGIN = "3GiB"
+_MARGIN = 3 * 2**30  # bytes of a GPU that CUDA, NCCL and cuBLAS may take
 _LARGEST_BATCH = 64  # samples of a rank that the search for a batch tries
 _GAIN = 0.02  # of throughput, below which a larger batch isn't worth its memory
 _SHORT = 0.25  # seconds of a step, in which launches of kernels may take a part
@@ -60,7 +53,6 @@ _FIGURES = (
     "parameters", "fits", "peak_bytes", "reserved_bytes", "step_seconds", "tokens_per_second", "samples_per_second",
     "mfu", "batch", "micro_batches", "seq", "budget", "margin",
 )  # fmt: skip
-_MIXED = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -80,7 +72,7 @@ class RunPlan(Shown):
         micro_batches: into how many parts ``accumulate`` splits them.
         seq: tokens of a sample.
         budget: bytes that torch's allocator may reserve.
-        margin: bytes of the GPU that it doesn't get, for CUDA, NCCL and cuBLAS.
+        margin: bytes of the GPU beside it, for CUDA, NCCL and cuBLAS.
         changes: single changes that save memory, the cheapest first.
         notes: what you should know about the model and the hardware.
         title: the model and the hardware.
@@ -128,7 +120,7 @@ class RunPlan(Shown):
     @property
     def samples_per_second(self) -> float:
         """Samples of all ranks in one second."""
-        return self.batch * self.plan.world_size / self.step_seconds if self.step_seconds else 0.0
+        return self.batch * self.plan.world_size / self.step_seconds
 
     @property
     def tokens_per_second(self) -> float:
@@ -179,6 +171,11 @@ class RunPlan(Shown):
         rows = [
             ["mesh", " × ".join(map(str, plan.mesh_shape)), f"replicas × shards; {remat_text}"],
             ["batch", table.count(self.batch), batch_text],
+            [
+                "budget",
+                table.size(self.budget),
+                f"for torch's allocator; a margin of {table.size(self.margin)} is left",
+            ],
             ["memory in use", table.size(report.peak), "at the peak"],
             [
                 "memory reserved",
@@ -193,23 +190,20 @@ class RunPlan(Shown):
         return Table("One step", ["quantity", "value", "note"], rows)
 
     def _changes_table(self) -> Table:
-        rows = []
-        for change in self.changes:
-            world_size = change.report.plan.world_size
-            rate = change.report.tokens_per_second * world_size
-            rows.append(
-                [
-                    change.text,
-                    table.signed(change.peak, table.size),
-                    table.signed(change.seconds, table.duration),
-                    f"{rate:,.0f}" if rate else "-",
-                    "yes" if change.fits else "no",
-                ]
-            )
+        rows = [
+            [
+                change.text,
+                table.signed(change.peak, table.size),
+                table.signed(change.seconds, table.duration),
+                f"{self.batch * change.report.plan.world_size / change.report.step_time:,.4g}",
+                "yes" if change.fits else "no",
+            ]
+            for change in self.changes
+        ]
         goal = "a tenth less memory" if self.fits else "a plan that fits"
         return Table(
             f"Cheapest changes for {goal}",
-            ["change", "peak", "step", "tokens/s", "enough"],
+            ["change", "peak", "step", "samples/s", "enough"],
             rows,
         )
 
@@ -222,15 +216,14 @@ def plan_run(
     seq: int | None = None,
     batch: int | None = None,
     budget: int | str | None = None,
-    margin: int | str | None = None,
     precision: str = "bf16",
     optimizer: str = "adamw",
     units: Sequence[str] | None = None,
-    inputs: Callable[[int, int], Any] | None = None,
+    inputs: InputMaker | None = None,
 ) -> RunPlan:
     """Plan a training run: whether it fits, what its memory is, and how long a step takes.
 
-    It needs no GPU, no weights and no network: see docs/estimating.md.
+    You need no GPU, no weights and no network: see docs/estimating.md.
 
     Arguments:
         model: a ``config.json`` of Hugging Face, a folder with one, or your module, best on the
@@ -239,9 +232,8 @@ def plan_run(
         gpu: name of the hardware, or another description; see ``load_hardware``.
         seq: tokens of a sample; by default the context of the model, at most 8192.
         batch: samples of a rank in one step; by default the fastest batch that fits.
-        budget: bytes that torch's allocator may reserve, or text as ``"60GiB"``; by default, and at
-            most, the hardware's memory without ``margin``.
-        margin: bytes for CUDA, NCCL and cuBLAS; by default 3 GiB on GPUs and none on CPUs.
+        budget: bytes that torch's allocator may reserve, or text as ``"60GiB"``; by default, GPUs
+            keep a margin of 3 GiB for CUDA, NCCL and cuBLAS.
         precision: ``"bf16"`` computes in bfloat16 and keeps float32 parameters, ``"fp32"`` does
             both in float32, and ``"bf16-params"`` both in bfloat16.
         optimizer: name in ``funcshard.estimate.OPTIMIZERS``.
@@ -268,37 +260,42 @@ def plan_run(
         True
     """
     gpus = check_count("gpus", gpus, of="GPUs")
-    check_choice("precision", precision, PRECISIONS)
+    check_choice("precision", precision, [*PRECISIONS])
     check_choice("optimizer", optimizer, [*OPTIMIZERS])
     hardware = load_hardware(gpu)
-    limit, margin_bytes = _limits(hardware, budget, margin)
+    limit = _limit(hardware, budget)
     path = None if isinstance(model, nn.Module) else os.fspath(model)
     module = model if isinstance(model, nn.Module) else module_of_config(Path(model))
-    config: Any = getattr(module, "config", None)
-    drops_layers = path is not None and bool(getattr(config, "layerdrop", 0.0))
-    if drops_layers:
-        # Why: it reads random values, which a trace doesn't have.
-        config.layerdrop = 0.0
+    drops_layers = path is not None and _without_layerdrop(module)
     if precision == "bf16-params":
         module = copy.deepcopy(module).to(torch.bfloat16)
     if batch is not None:
         batch = check_count("batch", batch, of="samples")
-    seq = default_seq(config) if seq is None else check_count("seq", seq, of="tokens")
+    seq = default_seq(module) if seq is None else check_count("seq", seq, of="tokens")
     unit_names = default_units(module, ends=True) if units is None else list(units)
-    search = _Search(
-        functional=make_functional(module),
-        make_inputs=_inputs_of(module, inputs),
-        seq=seq,
-        options={
-            "ranks": gpus,
-            "hardware": hardware,
-            "optimizer": optimizer,
-            "units": unit_names,
-        },
-        precision=_MIXED if precision == "bf16" else None,
-        limit=limit,
-    )
-    best, batch_size, micro_profile = search.fastest() if batch is None else search.of(batch)
+    search_budget = limit
+    if hardware.device == "cuda":
+        # Note: auto_plan bounds memory in use, of which reserved memory is a multiple.
+        search_budget = limit * limit // reserved_band(limit)[0]
+
+    def plan_batch(samples: int, micro_batches: int) -> Best | Infeasible:
+        micro_profile = trace(
+            module,
+            samples // micro_batches,
+            seq,
+            precision=PRECISIONS[precision],
+            inputs=inputs,
+        )
+        return auto_plan(
+            {micro_batches: micro_profile},
+            ranks=gpus,
+            hardware=hardware,
+            optimizer=optimizer,
+            units=unit_names,
+            budget=search_budget,
+        )
+
+    best, batch = _with_batch(plan_batch, batch)
     report = best.report
     parameters = sum(leaf.numel for leaf in report.plan.leaves)
     size_text = f"{table.count(parameters)} parameters"
@@ -311,13 +308,13 @@ def plan_run(
         report=report,
         fits=best.fits,
         parameters=parameters,
-        batch=batch_size,
+        batch=batch,
         micro_batches=micro_batches,
         seq=seq,
         budget=limit,
-        margin=margin_bytes,
-        changes=_changes(best, micro_profile, hardware),
-        notes=(*_notes(config, seq, precision, hardware), *[_NO_DROPS] * drops_layers),
+        margin=hardware.memory - limit,
+        changes=_changes(best, hardware),
+        notes=(*_notes(module, seq, precision, hardware), *[_NO_DROPS] * drops_layers),
         title=f"{type(module).__name__}, {size_text}, on {gpus:,} × {hardware.name}",
         _script=training_script(
             report.plan,
@@ -332,156 +329,96 @@ def plan_run(
     )
 
 
-def _limits(
-    hardware: Hardware, budget: int | str | None, margin: int | str | None
-) -> tuple[int, int]:
-    """Return the bytes that the allocator may reserve, and those that it doesn't get."""
-    if margin is None:
-        margin = _MARGIN if hardware.device == "cuda" else 0
-    margin_bytes = 0 if margin == 0 else check_bytes("margin", margin, example="3GiB")
-    if margin_bytes >= hardware.memory:
-        raise ValueError(
-            f"margin must be less than the {table.size(hardware.memory)} of {hardware.name}; found "
-            f"{table.size(margin_bytes)}: pass 3GiB"
-        )
-    most = hardware.memory - margin_bytes
+def _limit(hardware: Hardware, budget: int | str | None) -> int:
+    """Return the bytes that torch's allocator may reserve."""
+    usual_limit = hardware.memory
+    if hardware.device == "cuda":
+        usual_limit -= _MARGIN
     if budget is None:
-        return most, margin_bytes
+        return usual_limit
     budget_bytes = check_bytes("budget", budget, example="60GiB")
     if budget_bytes > hardware.memory:
         raise ValueError(
             f"budget must be at most the {table.size(hardware.memory)} of {hardware.name}; found "
-            f"{table.size(budget_bytes)}: leave it out, and {table.size(most)} count"
+            f"{table.size(budget_bytes)}: leave it out, and {table.size(usual_limit)} count"
         )
-    return min(budget_bytes, most), margin_bytes
+    return budget_bytes
 
 
-def _inputs_of(
-    module: nn.Module, inputs: Callable[[int, int], Any] | None
-) -> Callable[[int, int], ModelInputs]:
-    if inputs is None and is_hugging_face(module):
-        return functools.partial(hugging_face_inputs, module)
-    if inputs is None:
-        return token_inputs
-
-    def make(batch: int, seq: int) -> ModelInputs:
-        with torch.device("meta"):
-            made_inputs = inputs(batch, seq)
-        if isinstance(made_inputs, Mapping):
-            return ModelInputs((), made_inputs, loss=loss_of)
-        if isinstance(made_inputs, tuple):
-            return ModelInputs(made_inputs, {}, loss=loss_of)
-        raise TypeError(
-            f"inputs must return a tuple or a dictionary; found {outline(made_inputs)}: put a "
-            "single input in a tuple"
-        )
-
-    return make
+def _with_batch(
+    plan_batch: Callable[[int, int], Best | Infeasible], batch: int | None
+) -> tuple[Best | Infeasible, int]:
+    """Return the plan of a batch, split if it must be, or of the fastest one; and the batch."""
+    if batch is None:
+        return _fastest(plan_batch)
+    micro_batches = 1
+    best = plan_batch(batch, 1)
+    # Why only then: each further micro-batch gathers and reduces once more.
+    while not best.fits and batch % (2 * micro_batches) == 0:
+        micro_batches *= 2
+        best = plan_batch(batch, micro_batches)
+    return best, batch
 
 
-@dataclass(slots=True, kw_only=True)
-class _Search:
-    """The search for the plan and the batch of one model.
-
-    Attributes:
-        functional: the result of ``make_functional``.
-        make_inputs: a function of batch and seq.
-        seq: tokens of a sample.
-        options: options of ``auto_plan``.
-        precision: the precision.
-        limit: bytes that the allocator may reserve.
-    """
-
-    functional: Any
-    make_inputs: Callable[[int, int], ModelInputs]
-    seq: int
-    options: dict[str, Any]
-    precision: MixedPrecision | None
-    limit: int
-
-    def fastest(self) -> tuple[Best | Infeasible, int, Profile]:
-        """Return the plan of the fastest batch, the batch, and the profile of a micro-batch."""
-        batch, factor = 1, 4
-        best, micro_profile = self._plan({1: self._trace(1)})
-        while best.fits and factor * batch <= _LARGEST_BATCH and self._may_gain(best.report):
-            larger, larger_profile = self._plan({1: self._trace(factor * batch)})
-            seconds = larger.report.step_time / factor
-            if larger.fits and seconds < best.report.step_time / (1 + _GAIN):
-                best, micro_profile, batch = larger, larger_profile, factor * batch
-            elif factor == 4 and not larger.fits:
-                factor = 2
-            else:
-                break
-        return best, batch, micro_profile
-
-    @staticmethod
-    def _may_gain(report: Report) -> bool:
-        """Return whether a larger batch may have more samples per second."""
-        # Note: only these seconds don't grow with the batch, beside launches in a short step.
-        updating = sum(span.seconds for span in report.spans if span.what == "optimizer")
-        is_short = report.step_time < _SHORT
-        return is_short or report.exposed + updating > _GAIN * report.step_time
-
-    def of(self, batch: int) -> tuple[Best | Infeasible, int, Profile]:
-        """Return the plan of a batch, which may be split into micro-batches."""
-        traced = self._plan({1: self._trace(batch)})
-        count = 2
-        # Why only then: each further micro-batch gathers and reduces once more.
-        while not traced[0].fits and batch % count == 0:
-            traced = self._plan({count: self._trace(batch // count)})
-            count *= 2
-        return traced[0], batch, traced[1]
-
-    def _trace(self, batch: int) -> Profile:
-        model_inputs = self.make_inputs(batch, self.seq)
-        try:
-            return profile(
-                *self.functional,
-                *model_inputs.args,
-                loss=model_inputs.loss,
-                targets=model_inputs.targets,
-                precision=self.precision,
-                **model_inputs.kwargs,
-            )
-        except Exception as error:  # of any kind: the model is the user's
-            first_line = str(error).partition("\n")[0]
-            raise ValueError(
-                f"the model failed on its inputs ({type(error).__name__}: {first_line}): pass inputs="
-            ) from error
-
-    def _plan(self, profiles: dict[int, Profile]) -> tuple[Best | Infeasible, Profile]:
-        (micro_profile,) = profiles.values()
-        budget = self.limit
-        if self.options["hardware"].device == "cuda":
-            # Note: a budget of auto_plan bounds memory in use, of which reserved memory is a
-            # multiple.
-            budget = self.limit * self.limit // reserved_band(self.limit)[0]
-        best = auto_plan(profiles, budget=budget, **self.options)
-        return best, micro_profile
+def _fastest(plan_batch: Callable[[int, int], Best | Infeasible]) -> tuple[Best | Infeasible, int]:
+    """Return the plan of the fastest batch that fits, and the batch."""
+    batch, factor = 1, 4
+    best = plan_batch(1, 1)
+    while best.fits and factor * batch <= _LARGEST_BATCH and _may_gain(best.report):
+        larger = plan_batch(factor * batch, 1)
+        seconds = larger.report.step_time / factor
+        if larger.fits and seconds < best.report.step_time / (1 + _GAIN):
+            best, batch = larger, factor * batch
+        elif factor == 4 and not larger.fits:
+            factor = 2
+        else:
+            break
+    return best, batch
 
 
-def _changes(
-    best: Best | Infeasible, micro_profile: Profile, hardware: Hardware
-) -> tuple[Change, ...]:
+def _may_gain(report: Report) -> bool:
+    """Return whether a larger batch may have more samples per second."""
+    # Note: only these seconds don't grow with the batch, beside launches in a short step.
+    updating = sum(span.seconds for span in report.spans if span.what == "optimizer")
+    is_short = report.step_time < _SHORT
+    return is_short or report.exposed + updating > _GAIN * report.step_time
+
+
+def _changes(best: Best | Infeasible, hardware: Hardware) -> tuple[Change, ...]:
     """Return changes for a plan that fits, or if it does, for a tenth less memory."""
-    report = best.report
-    if best.fits:
-        target = int((1 - _SAVED) * report.peak)
-        options = {**report.options, "budget": target}
-        report = dataclasses.replace(report, budget=target, options=options)
-    changes = changes_to_fit(micro_profile, report, hardware)
-    if any(change.fits for change in changes):
-        changes = tuple(change for change in changes if change.fits)
+    if isinstance(best, Infeasible):
+        changes = best.changes
+    else:
+        target = int((1 - _SAVED) * best.report.peak)
+        options = {**best.report.options, "budget": target}
+        report = dataclasses.replace(best.report, budget=target, options=options)
+        changes = changes_to_fit(best.profile, report, hardware)
     # Note: the update on the host has no time in an estimate, so offload would seem cheap.
-    return tuple(
+    priced_changes = [
         change
         for change in changes
         if not any(unit.offload for unit in change.report.plan.unit_list)
-    )[:_CHANGES]
+    ]
+    enough = [change for change in priced_changes if change.fits]
+    return tuple(enough or priced_changes)[:_CHANGES]
 
 
-def _notes(config: Any, seq: int, precision: str, hardware: Hardware) -> Iterator[str]:
+def _without_layerdrop(module: nn.Module) -> bool:
+    """Set all layerdrop of a model of transformers to 0, and return whether there was any."""
+    # Why: a layer that may be dropped reads a random value, which a trace doesn't have.
+    drops_layers = False
+    for submodule in module.modules():
+        for owner in (submodule, getattr(submodule, "config", None)):
+            for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+                if getattr(owner, name, 0.0):
+                    setattr(owner, name, 0.0)
+                    drops_layers = True
+    return drops_layers
+
+
+def _notes(module: nn.Module, seq: int, precision: str, hardware: Hardware) -> Iterator[str]:
     yield hardware.about
+    config: Any = getattr(module, "config", None)
     dtype = getattr(config, "dtype", None)
     kept = {"bf16": "float32 parameters and computes in bfloat16", "fp32": "all in float32"}
     if dtype is not None and dtype != torch.float32 and precision in kept:
@@ -498,8 +435,8 @@ def _notes(config: Any, seq: int, precision: str, hardware: Hardware) -> Iterato
         )
     if hasattr(config, "vision_config") and hasattr(config, "text_config"):
         yield "The batch has tokens only unless the model's main input is images: pass inputs= for both."
-    context = default_seq(config)
-    if config is not None and seq > context and context not in (LONGEST, OTHERS):
+    context = context_of(module)
+    if context is not None and seq > context:
         yield f"{seq:,} tokens are more than the {context:,} positions of the config."
 
 

@@ -128,7 +128,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 SIZES = "width layers heads context"
 FLAGS = {
     "train": f"ranks replicate strategy units steps batch lr seed text out save-every resume {SIZES}",
-    "plan": "ranks replicate strategy units model bucket-bytes precision json html hardware budget margin batch seq inputs "
+    "plan": "ranks replicate strategy units model bucket-bytes precision json html hardware budget batch seq inputs "
     f"optimizer remat auto compare {SIZES}",
     "calibrate": "ranks gloo",
     "inspect": "check to-dcp to-safetensors to-hf config tree",

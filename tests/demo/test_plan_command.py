@@ -140,13 +140,13 @@ BAD = {
     "too long": ("--model mpt-125m --hardware h100 --seq 4096", "build it with context=4096"),
     "no folder": ("--html no/such/page.html", "found no/such/page.html: make the folder no/such first"),
     "a folder": ("--html .", "found the folder .: add a name, such as plan.html"),
-    "other inputs": (f"{LINEAR} --inputs {__name__}:no_tuple", "must return a tuple; it returned Tensor"),
+    "other inputs": (f"{LINEAR} --inputs {__name__}:no_tuple", "inputs must return a tuple or a dictionary; found "),
     "a path and a plan": (f"{__file__}:linear --auto", "PATH finds the plan itself; found --auto: leave it out"),
-    "a margin without a path": ("--margin 1GiB", "--margin belong to a PATH"),
+    "a PATH's precision": ("--precision bf16-params", "bf16-params belongs to a PATH"),
     "no path": ("no/such", "there is no no/such: pass a config.json, or a folder with one"),
     "no config": (f"{__file__}", "must be a JSON object: "),
     "no function of a file": (f"{__file__}:linea", "found 'linea': did you mean 'linear'?"),
-    "no tokens": (LINEAR, "the model failed on its inputs: "),
+    "no tokens": (LINEAR, "the model failed on its inputs ("),
 }  # fmt: skip
 
 

@@ -158,11 +158,10 @@ def test_a_module_of_your_own_takes_your_inputs_by_name() -> None:
         ({"architectures": ["MyLlama"]}, {}, "names the class 'MyLlama', which transformers"),
         ({"num_attention_heads": "many"}, {}, "is no configuration that"),
         ({}, {"budget": "90GiB"}, "budget must be at most the 79.2 GiB of h100-8x400gbps; found 90.0 GiB"),
-        ({}, {"margin": "90GiB"}, "margin must be less than the 79.2 GiB"),
         ({}, {"precision": "fp8"}, "precision must be"),
         ({}, {"inputs": lambda batch, seq: (torch.empty(1, 1),)}, "the model failed on its inputs ("),
     ],
-    ids=["custom code", "unknown", "unknown class", "damage", "budget", "margin", "precision", "inputs"],
+    ids=["custom code", "unknown", "unknown class", "damage", "budget", "precision", "inputs"],
 )
 def test_what_cannot_be_planned_is_an_error(
     fields: dict[str, Any], keywords: dict[str, Any], words: str, config: Any
