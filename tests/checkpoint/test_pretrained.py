@@ -530,6 +530,8 @@ def test_tensors_that_files_hold_as_one_must_lie_in_one_unit(tmp_path: Path) -> 
     fine = fs.make_plan(params, 1, units=["**.gate_proj"])
     with pytest.raises(ValueError, match=r"the files hold .* as one tensor, whose parts lie in several units of the plan"):
         fs.save_pretrained(tmp_path / "fine", apply, fs.shard(params, fine, fs.Mesh()), fine, fs.Mesh())
+    with pytest.raises(ValueError, match="whose parts lie in several units of the plan"):
+        fs.iter_params(fs.shard(params, fine, fs.Mesh()), fine, fs.Mesh(), apply=apply)
 
 
 def test_a_model_of_hugging_face_is_one_by_its_name_and_its_package() -> None:

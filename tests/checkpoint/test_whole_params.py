@@ -35,6 +35,7 @@ def whole(mesh: fs.Mesh, dtype: torch.dtype | None) -> Any:
     assert sorted(name for name, _ in pairs) == ["0.weight", "1.bias", "1.weight"]  # the tied one once
     assert all(torch.equal(tensor, meant[name]) and tensor.dtype == meant[name].dtype for name, tensor in pairs)
     for _, tensor in pairs:
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes  # it keeps no unit in memory
         tensor.zero_()  # a copy: neither shards nor other ranks see it
     again = fs.gather(shards, plan, mesh)
     assert all(torch.equal(again[name].to(meant[name].dtype), leaf) for name, leaf in meant.items())
