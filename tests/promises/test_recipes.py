@@ -1,6 +1,6 @@
 """Recipes with transforms over shards: ensembles, and products with the Hessian in little memory.
 
-docs/transforms.md compares learning to learn and solving with the Hessian itself.
+docs/transforms.md compares learning to learn, and docs/linalg.md solving with the Hessian.
 """
 
 import pytest
