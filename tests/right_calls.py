@@ -181,6 +181,9 @@ RIGHT_CALLS: dict[str, Callable[[World], Call]] = {
     "torch_optimizer": lambda w: (fs.torch_optimizer, (torch.optim.SGD,), {"lr": 0.1, "elementwise": None, "groups": ()}),
     "torch_schedule": lambda w: (fs.torch_schedule, (torch.optim.lr_scheduler.StepLR,), {"lr": 0.1, "step_size": 2}),
     "muon": lambda w: (fs.muon, (w.plan, w.mesh), {"lr": 0.1, "matrices": None, "adamw": None}),
+    "per_matrix": lambda w: (fs.per_matrix, (lambda m: None, lambda g, s, m: (-g, s), w.plan, w.mesh), {
+        "others": w.optimizer, "matrices": None,
+    }),
     "assign_owners": lambda w: (fs.assign_owners, (w.plan,), {"matrices": None}),
     "make_meter": lambda w: (fs.make_meter, (w.mesh,), {"tokens": 3, "step": 0}),
     "make_train_step": lambda w: (fs.make_train_step, (w.loss, w.optimizer, w.plan, w.mesh), {

@@ -6,6 +6,7 @@ Read the files in this order:
 - ``every_rank``: errors of one rank, which every rank raises.
 - ``pieces``: ``Piece``, the part of a leaf that one rank holds.
 - ``optimizer_state``: ``optimizer_to_state_dict``, optimizer state by name.
+- ``matrix_states``: the states that owners keep of whole matrices, by name.
 - ``optimizer_loading``: its inverse, ``optimizer_from_state_dict``.
 - ``optimizer_message``: the state dict of one rank, described to all other ranks.
 - ``functional_optimizer``: the state of an ``(init, update)`` pair.

@@ -13,6 +13,7 @@ import torch
 from funcshard._utils.options import check_count
 from funcshard.checkpoint.every_rank import on_every_rank
 from funcshard.checkpoint.functional_optimizer import ByBuffer, map_state, partition_state
+from funcshard.checkpoint.matrix_states import load_matrix_states
 from funcshard.checkpoint.optimizer_message import broadcast_text, decode_state, encode_state
 from funcshard.checkpoint.optimizer_state import LeafState, group_layout
 from funcshard.checkpoint.pieces import Piece, as_pieces
@@ -30,7 +31,9 @@ from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name, own
 from funcshard.train import (
     KnownEntries,
     MuonStep,
+    PairStep,
     ParamGroupLayout,
+    PerMatrixStep,
     TorchOptimizer,
     check_optimizer,
     learn_entries,
@@ -119,7 +122,7 @@ def optimizer_from_state_dict(
             by_path, options = _by_path(state_dict, plan, strict)
         if src is None and check:
             _add_checksums(checksums, by_path, {**options, "steps": steps}, plan)
-        if isinstance(optimizer, TorchOptimizer):
+        if isinstance(optimizer, TorchOptimizer) and not isinstance(optimizer.step, PerMatrixStep):
             options = {}  # it has its own
         if src is None:
             state = loading.state(by_path, options, optimizer)
@@ -158,8 +161,20 @@ class _Loading:
     def state(
         self, by_path: dict[str, LeafState], options: Mapping[str, Any], optimizer: Any
     ) -> Any:
-        if not isinstance(optimizer, TorchOptimizer):
-            return self.pair_state(by_path, options, optimizer[0])
+        step: Any = getattr(optimizer, "step", None)
+        if not isinstance(optimizer, TorchOptimizer) or isinstance(step, PairStep):
+            layout = group_layout(step and step.layout, self.plan, self.mesh)
+            return self.pair_state(by_path, options, optimizer[0], layout)
+        if isinstance(step, PerMatrixStep):
+            paths = {matrix.holder.path for matrix in step.owners.matrices}
+            others = {path: state for path, state in by_path.items() if path not in paths}
+            matrices = {path: state for path, state in by_path.items() if path in paths}
+            return {
+                "matrices": load_matrix_states(
+                    matrices, step, self.mesh, src=self.src, strict=self.strict
+                ),
+                "others": step.others and self.state(others, options, step.others),
+            }
         if isinstance(optimizer.step, MuonStep):
             return self.muon_state(by_path, optimizer.step)
         return self.torch_state(by_path, optimizer.step)
@@ -194,7 +209,11 @@ class _Loading:
         return {"steps": step_count, "momentum": momentum, "adamw": adamw_state}
 
     def pair_state(
-        self, by_path: dict[str, LeafState], options: Mapping[str, Any], init: Callable[[Any], Any]
+        self,
+        by_path: dict[str, LeafState],
+        options: Mapping[str, Any],
+        init: Callable[[Any], Any],
+        layout: ParamGroupLayout,
     ) -> Any:
         # Note: init tells the structure of the state; names of entries are paths in it.
         initial_state = init(self.zero_shards())
@@ -207,7 +226,6 @@ class _Loading:
                 f"the optimizer's state dict must hold {lost_names[0]!r}; found {entry_names}: the state "
                 "dict is of another optimizer"
             )
-        one_group = group_layout(None, self.plan, self.mesh)
         loaded_values: dict[str, ByBuffer] = {}
         for name in sorted(initial_values):
             with_name = {
@@ -217,16 +235,25 @@ class _Loading:
             }
             # Why init's values tell: a count of steps has the shape of a leaf without dimensions.
             is_flat = any(
-                fits_shard(initial_values[name][unit.name][buffer.key], buffer)
+                fits_shard(
+                    initial_values[name][unit.name][buffer.key], buffer, layout.numel(buffer)
+                )
                 for unit, buffer in trainable_buffers(self.plan)
             )
-            states = self.by_buffer(with_name, one_group, {name} if is_flat else set())
-            loaded_values[name] = self._with_initial(name, states, initial_values[name], with_name)
+            states = self.by_buffer(with_name, layout, {name} if is_flat else set())
+            loaded_values[name] = self._with_initial(
+                name, states, initial_values[name], with_name, layout
+            )
         # Note: leaves that belong to no parameter, such as a count, are in the one group's options.
         return map_state(initial_state, self.plan, lambda path, _: loaded_values[path], options.get)
 
     def _with_initial(
-        self, name: str, states: ByBuffer, initial: ByBuffer, with_name: Mapping[str, LeafState]
+        self,
+        name: str,
+        states: ByBuffer,
+        initial: ByBuffer,
+        with_name: Mapping[str, LeafState],
+        layout: ParamGroupLayout,
     ) -> ByBuffer:
         """Return an entry of each shard, with initial values of leaves that lack it."""
         shard_values: dict[str, dict[str, Any]] = {unit: {} for unit in states}
@@ -235,10 +262,12 @@ class _Loading:
             value = shard_values[unit.name][buffer.key] = shard_state.get(name, first_value)
             if self.strict or not isinstance(value, torch.Tensor) or not value.ndim:
                 continue
+            value, first_value = (layout.spread(flat, buffer) for flat in (value, first_value))
             for leaf in buffer.leaves:
                 if leaf.path not in with_name:
                     in_shard = buffer.part(leaf, self.mesh.shard.rank).in_shard
                     value[in_shard] = first_value[in_shard]
+            shard_values[unit.name][buffer.key] = layout.pick(value, buffer)
         return shard_values
 
     def by_buffer(

@@ -14,6 +14,7 @@ import torch
 
 from funcshard._utils.donation import check_not_donated
 from funcshard.checkpoint.functional_optimizer import ByBuffer, partition_state
+from funcshard.checkpoint.matrix_states import matrix_states_by_path
 from funcshard.checkpoint.state_dict import (
     check_flags,
     check_no_local_leaf,
@@ -26,7 +27,9 @@ from funcshard.core import check_mesh
 from funcshard.plan import BufferPlan, Plan, UnitPlan
 from funcshard.train import (
     MuonStep,
+    PairStep,
     ParamGroupLayout,
+    PerMatrixStep,
     TorchOptimizer,
     check_optimizer,
     trainable_buffers,
@@ -53,8 +56,8 @@ def optimizer_to_state_dict(
 
     Arguments:
         opt_state: this rank's state, as the optimizer returned it.
-        optimizer: ``torch_optimizer``, ``muon``, or an ``(init, update)`` pair in the style of
-            TorchOpt and Optax.
+        optimizer: ``torch_optimizer``, ``muon``, ``per_matrix``, or an ``(init, update)`` pair in
+            the style of TorchOpt and Optax.
         plan: the plan of your shards.
         mesh: the ranks.
         rank0_only: as in ``to_state_dict``.
@@ -131,6 +134,16 @@ def optimizer_to_state_dict(
             if isinstance(group_scalar, torch.Tensor):
                 group_scalar = kept_copy(group_scalar, offload)
             states_by_path[leaf.path][entry.name] = group_scalar
+    if isinstance(step := getattr(optimizer, "step", None), PerMatrixStep):
+        matrix_states = matrix_states_by_path(
+            opt_state["matrices"],
+            step,
+            mesh,
+            rank0_only=rank0_only,
+            offload=offload,
+            sharded=sharded,
+        )
+        states_by_path |= matrix_states
     if rank0_only and mesh.rank:
         return {}
     # Note: torch has no entry for a parameter that has taken no step, so neither have we.
@@ -167,24 +180,31 @@ class _Entry:
 
     def is_flat(self, value: torch.Tensor) -> bool:
         """Return whether ``value`` is a flat tensor, and no scalar."""
-        group_ranges = self.layout.ranges(self.buffer)
-        return fits_shard(value, self.buffer, sum(part.numel for part in group_ranges))
+        return fits_shard(value, self.buffer, self.layout.numel(self.buffer))
 
 
 def _entries_and_groups(
     opt_state: Any, optimizer: Any, plan: Plan, mesh: Mesh
 ) -> tuple[list[_Entry], list[dict[str, Any]]]:
     leaf_paths = trainable_paths(plan)
-    if not isinstance(optimizer, TorchOptimizer):
+    step: Any = getattr(optimizer, "step", None)
+    if not isinstance(optimizer, TorchOptimizer) or isinstance(step, PairStep):
         per_shard, other_values = partition_state(opt_state, plan)
-        layout = group_layout(None, plan, mesh)
-        return _entries(per_shard, layout, plan), [{**other_values, "params": leaf_paths}]
-    step: Any = optimizer.step
+        layout = group_layout(step and step.layout, plan, mesh)
+        pair_paths = [path for path in leaf_paths if path in layout.group_of]
+        return _entries(per_shard, layout, plan), [{**other_values, "params": pair_paths}]
     _check_opt_state(opt_state, step, plan)
+    if isinstance(step, PerMatrixStep):
+        matrix_group = {"params": [*dict.fromkeys(m.holder.path for m in step.owners.matrices)]}
+        if step.others is None:
+            return [], [matrix_group]
+        shard_entries, param_groups = _entries_and_groups(
+            opt_state["others"], step.others, plan, mesh
+        )
+        return shard_entries, [*param_groups, matrix_group]
     step_count = opt_state["steps"]
-    shard_entries: list[_Entry] = []
+    shard_entries, param_groups = [], []
     # Note: Muon's step holds a whole AdamW for the leaves that are no matrices.
-    param_groups: list[dict[str, Any]] = []
     if isinstance(step, MuonStep):
         shard_entries = _entries({"momentum_buffer": opt_state["momentum"]}, step.layout, plan)
         param_groups = step.param_groups(step_count)
@@ -223,13 +243,15 @@ def _check_opt_state(opt_state: Any, step: Any, plan: Plan) -> None:
     required_keys = {"steps", "leaves"}
     if isinstance(step, MuonStep):
         required_keys = {"steps", "momentum", "adamw"}
+    elif isinstance(step, PerMatrixStep):
+        required_keys = {"matrices", "others"}
     if missing_keys := required_keys - opt_state.keys():
         raise ValueError(
             f"opt_state must be a state of the optimizer, which has {sorted(required_keys)}; found "
             f"no {sorted(missing_keys)}: pass state.opt_state, or what optimizer.init returned"
         )
     shard_states = opt_state.get("leaves", opt_state.get("momentum"))
-    check_not_donated(shard_states)
+    check_not_donated(opt_state.get("matrices", shard_states))
     if isinstance(shard_states, Mapping) and not shard_states.keys() <= plan.units.keys():
         raise ValueError(
             f"opt_state must hold the units of the plan, {list(plan.units)[:6]}; found "

@@ -14,8 +14,10 @@ Read the files in this order:
 - ``optimizers``: ``torch_optimizer``, a class of ``torch.optim`` as such a pair; one update.
 - ``param_groups``: the ranges of flat shards that parameter groups occupy.
 - ``state_checks``: whether options and a state fit an optimizer.
+- ``matrix_step``: ``per_matrix``, an optimizer written for one whole matrix.
 - ``muon_step``: ``muon``, the optimizer that updates whole matrices.
-- ``muon_assignment``: ``assign_owners``, which rank computes the update of which matrix.
+- ``matrix_owners``: ``assign_owners``, which rank computes the update of which matrix.
+- ``matrix_transport``: whole matrices on their owners, and the results back in shards.
 - ``sample_sums``: sums of single samples' clipped gradients on one rank.
 - ``per_sample``: ``per_sample_grad``, which adds noise to these sums and reduces them.
 - ``sample_norms``: ``per_sample_norms``, the norms of these gradients without the gradients.
@@ -26,8 +28,9 @@ from __future__ import annotations
 from funcshard.train.attempting import attempt
 from funcshard.train.clipping import clip_by_global_norm, global_norm
 from funcshard.train.learning_rate import torch_schedule
+from funcshard.train.matrix_owners import Matrix, Owners, assign_owners
+from funcshard.train.matrix_step import PairStep, PerMatrixStep, per_matrix
 from funcshard.train.metering import make_meter
-from funcshard.train.muon_assignment import Owners, assign_owners
 from funcshard.train.muon_step import MuonStep, muon
 from funcshard.train.optimizer_pair import TorchOptimizer, check_optimizer
 from funcshard.train.optimizers import TorchStep, torch_optimizer
@@ -42,9 +45,12 @@ from funcshard.train.train_step import TrainStep, make_train_step
 __all__ = [
     "GradScaler",
     "KnownEntries",
+    "Matrix",
     "MuonStep",
     "Owners",
+    "PairStep",
     "ParamGroupLayout",
+    "PerMatrixStep",
     "ScalerState",
     "TorchOptimizer",
     "TorchStep",
@@ -60,6 +66,7 @@ __all__ = [
     "make_meter",
     "make_train_step",
     "muon",
+    "per_matrix",
     "per_sample_grad",
     "per_sample_norms",
     "torch_optimizer",

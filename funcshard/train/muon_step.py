@@ -7,7 +7,7 @@ bring the updates to the owners of matrices, which orthogonalise them, and back.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,12 @@ import torch
 from funcshard._utils import tree
 from funcshard._utils.donation import DONATED_STATE, check_not_donated
 from funcshard._utils.options import outline
-from funcshard.comm import Mesh, current_recording, in_graph
+from funcshard.comm import Mesh, current_recording
 from funcshard.core import check_fits, check_shards
-from funcshard.plan import Plan, emit, recording
+from funcshard.plan import Plan
 from funcshard.train.learning_rate import rate_in
-from funcshard.train.muon_assignment import AllToAll, Owners, assign_owners
+from funcshard.train.matrix_owners import Owners, assign_owners
+from funcshard.train.matrix_transport import MatrixTransport, transport_of
 from funcshard.train.optimizer_pair import TorchOptimizer
 from funcshard.train.optimizers import (
     Schedule,
@@ -101,26 +102,19 @@ def muon(
     matrix_layout = ParamGroupLayout(dict.fromkeys(owners.of, 0), 1, mesh.shard.rank)
     adamw_options = dict(adamw or {})
     adamw_groups = adamw_options.pop("groups", ())
-    shard_parts = {m.leaf.path: m.buffer.part(m.leaf, mesh.shard.rank) for m in owners.matrices}
-    stages, position = owners.stages, mesh.position
     step = MuonStep(
         options=options,
         plan=plan,
         mesh=mesh,
-        owners=owners,
+        transport=transport_of(owners, mesh),
         layout=matrix_layout,
         adamw=grouped_step(
             torch.optim.AdamW, adamw_options, adamw_groups, plan, mesh, left_out=owners.of
         ),
         numels={
-            (unit.name, buffer.key): sum(
-                leaf_range.numel for leaf_range in matrix_layout.ranges(buffer)
-            )
+            (unit.name, buffer.key): matrix_layout.numel(buffer)
             for unit, buffer in trainable_buffers(plan)
         },
-        slices={path: part.in_shard for path, part in shard_parts.items() if part.numel},
-        there=[owners.all_to_all(stage, position, back=False) for stage in stages],
-        back=[owners.all_to_all(stage, position, back=True) for stage in reversed(stages)],
     )
     return TorchOptimizer(step.init, step)
 
@@ -133,25 +127,24 @@ class MuonStep:
         options: Muon's options.
         plan: the plan of the shards.
         mesh: the ranks.
-        owners: which rank computes the update of which matrix.
+        transport: the way of updates to the owners of matrices, and back.
         layout: the ranges of this rank's shards that matrices occupy.
         adamw: the step of all other leaves.
         numels: number of elements of the momentum of each shard, by unit and buffer key.
-        slices: where the part of each matrix lies in this rank's shard, by path.
-        there: the all-to-alls that bring the updates to the owners, in order.
-        back: the all-to-alls that bring the orthogonalised updates back, in order.
     """
 
     options: Mapping[str, Any]
     plan: Plan
     mesh: Mesh
-    owners: Owners
+    transport: MatrixTransport
     layout: ParamGroupLayout
     adamw: TorchStep
     numels: Mapping[tuple[str, str], int]
-    slices: Mapping[str, slice]
-    there: Sequence[AllToAll]
-    back: Sequence[AllToAll]
+
+    @property
+    def owners(self) -> Owners:
+        """Which rank computes the update of which matrix."""
+        return self.transport.owners
 
     def init(self, params: Any) -> Any:
         """Return the state before the first step."""
@@ -170,18 +163,14 @@ class MuonStep:
         # AdamW first: it donates the shards, and Muon then writes into the new ones.
         params, adamw_state = self.adamw(grads, state["adamw"], params)
         updates = self._update_momentum(grads, state["momentum"], options)
-        updates = self._bring_to_owners(updates)
-        for matrix in self.owners.matrices:
-            # The owners are the ranks at the place where all stages of a matrix have met.
-            if matrix.place().items() <= self.mesh.position.items():
-                update = updates[matrix.leaf.path].view(matrix.shape())
-                updates[matrix.leaf.path] = _orthogonalise(update, options)
-        updates = self._bring_back(updates)
+        updates = self.transport.on_owners(
+            lambda _, update: _orthogonalise(update[0], options), updates
+        )
         for matrix in self.owners.matrices:
             path, grad = matrix.leaf.path, grads[matrix.unit][matrix.buffer.key]
             if path not in updates or grad is None:
                 continue  # as torch.optim.Muon leaves a parameter without a gradient as it is
-            param_slice = params[matrix.unit][matrix.buffer.key][self.slices[path]]
+            param_slice = params[matrix.unit][matrix.buffer.key][self.transport.slices[path]]
             param_slice.mul_(1 - options["lr"] * options["weight_decay"])
             adjusted_lr = _adjusted_lr(options, matrix.leaf.whole_shape)
             update = updates[path].reshape(-1).to(param_slice.device)
@@ -233,7 +222,7 @@ class MuonStep:
     def _update_momentum(
         self, grads: Any, momentum: Any, options: Mapping[str, Any]
     ) -> dict[str, torch.Tensor]:
-        """Update momentum; return this rank's part of each matrix's update, by path."""
+        """Update momentum; return this rank's part of each matrix's update, for ``on_owners``."""
         updates: dict[str, torch.Tensor] = {}
         for unit, buffer in trainable_buffers(self.plan):
             momentum_shard, grad = momentum[unit.name][buffer.key], grads[unit.name][buffer.key]
@@ -249,62 +238,13 @@ class MuonStep:
                 if options["nesterov"]:
                     update = grad.lerp(momentum_shard, options["momentum"])
             # Momentum may be on the CPU, of an offloaded unit; the products run on the device.
-            update, end = update.to(self.mesh.device, torch.bfloat16), 0
+            update, end = update.to(self.mesh.device, torch.bfloat16).unsqueeze(0), 0
             for leaf in buffer.leaves:
-                if leaf.path in self.slices:
-                    in_shard = self.slices[leaf.path]
+                if leaf.path in self.transport.slices:
+                    in_shard = self.transport.slices[leaf.path]
                     begin, end = end, end + in_shard.stop - in_shard.start
-                    updates[leaf.path] = update[begin:end]
+                    updates[leaf.path] = update[:, begin:end]
         return updates
-
-    def _bring_to_owners(self, updates: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the updates that this rank owns, given the parts in its shards."""
-        for stage in self.there:
-            sent_parts = [updates.pop(part.path) for part in stage.sent]
-            received_updates = self._exchange(stage, sent_parts)
-            # Note: parts come in the order of the ranks that send them, which is their order in
-            # the matrix.
-            parts_by_matrix: dict[tuple[str, int], list[torch.Tensor]] = {}
-            for part, update in zip(stage.received, received_updates, strict=True):
-                parts_by_matrix.setdefault((part.path, part.dim), []).append(update)
-            for (path, dim), received_parts in parts_by_matrix.items():
-                updates[path] = torch.cat(received_parts, dim)
-        return updates
-
-    def _bring_back(self, updates: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the parts in this rank's shards, given the updates that it owns."""
-        for stage in self.back:
-            sent_parts = []
-            for part in stage.sent:
-                update = updates[part.path]
-                if len(part.shape) == 1:  # elements of a flat shard
-                    update = update.reshape(-1)
-                sent_parts.append(update.narrow(part.dim, part.begin, part.shape[part.dim]))
-            # The owner keeps its own part only; it comes back with the others.
-            for path in {part.path for part in stage.sent}:
-                del updates[path]
-            for part, update in zip(stage.received, self._exchange(stage, sent_parts), strict=True):
-                updates[part.path] = update
-        return updates
-
-    def _exchange(self, stage: AllToAll, sent: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run one all-to-all; return the parts received."""
-        flat_parts = [part.reshape(-1) for part in sent]
-        if stage.event is not None:
-            # A rank without matrices takes part all the same.
-            nothing = torch.empty(0, dtype=torch.bfloat16, device=self.mesh.device)
-            send_buffer = torch.cat(flat_parts or [nothing])
-            receive_buffer = send_buffer.new_empty(sum(stage.receive_sizes))
-            if recording():
-                emit(stage.event)
-            in_graph(self.mesh.groups[stage.axis], stage.axis).all_to_all(
-                receive_buffer, send_buffer, stage.receive_sizes, stage.send_sizes, label="matrices"
-            ).wait()
-            flat_parts = receive_buffer.split([part.numel for part in stage.received])
-        # Without an event every rank sends to itself only.
-        return [
-            update.view(part.shape) for update, part in zip(flat_parts, stage.received, strict=True)
-        ]
 
 
 def _with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:

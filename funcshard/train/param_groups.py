@@ -69,6 +69,10 @@ class ParamGroupLayout:
             group_ranges.append(GroupRange(group, start, stop))
         return tuple(group_ranges)
 
+    def numel(self, buffer: BufferPlan) -> int:
+        """Return the number of elements of these ranges."""
+        return sum(group_range.numel for group_range in self.ranges(buffer))
+
     def pick(self, flat: torch.Tensor, buffer: BufferPlan) -> torch.Tensor:
         """Return the elements of a shard that belong to a group; ``spread`` is the inverse."""
         picked_parts = [flat[start:stop] for _, start, stop in self.ranges(buffer)]

@@ -10,6 +10,7 @@ import torch
 
 from funcshard._utils.options import outline
 from funcshard.comm import text_of
+from funcshard.train.matrix_step import PairStep, PerMatrixStep
 from funcshard.train.muon_step import MuonStep
 from funcshard.train.optimizers import TorchStep
 from funcshard.train.scaler import GradScaler
@@ -19,6 +20,14 @@ from funcshard.train.train_state import TrainState
 def texts_of_optimizer(optimizer: Any) -> dict[str, str]:
     """Return the settings of an optimizer by name, as texts for ranks to compare."""
     _, step = optimizer
+    if isinstance(step, PerMatrixStep):
+        setting_texts = {"init of per_matrix": text_of(step.init_matrix)}
+        setting_texts["update of per_matrix"] = text_of(step.update)
+        for path in step.owners.of:
+            setting_texts[f"the optimizer of matrix {path!r}"] = "per_matrix"
+        for name, text in texts_of_optimizer(step.others or (None, None)).items():
+            setting_texts[f"{name}, for other leaves"] = text
+        return setting_texts
     if isinstance(step, MuonStep):
         setting_texts = {"the optimizer": "muon"}
         for name, value in sorted(step.options.items()):
@@ -28,6 +37,8 @@ def texts_of_optimizer(optimizer: Any) -> dict[str, str]:
         for name, text in texts_of_optimizer((None, step.adamw)).items():
             setting_texts[f"{name}, for other leaves"] = text
         return setting_texts
+    if isinstance(step, PairStep):
+        step = step.pair[1]
     if not isinstance(step, TorchStep):
         return {"the optimizer": text_of(step)}
     setting_texts = {"the optimizer": text_of(step.cls)}

@@ -82,7 +82,7 @@ CASES += [
      lambda s: fs.make_meter(s.mesh)({}, first(s)[1])),
 ]  # fmt: skip
 
-# --- muon, assign_owners --------------------------------------------------------------------------
+# --- muon, per_matrix, assign_owners --------------------------------------------------------------------------
 
 CASES += [
     ("muon", "a mesh of one rank", ValueError("found {'replicate': 1, 'shard': 1}"),
@@ -91,6 +91,16 @@ CASES += [
      lambda s: fs.muon(s.plan, s.mesh, lr=0.1, matrices="0")),
     ("muon", "an optimizer instead of AdamW's options", TypeError("adamw must be a dictionary of options"),
      lambda s: fs.muon(s.plan, s.mesh, lr=0.1, adamw=sgd())),
+    ("per_matrix", "states instead of functions", TypeError("per_matrix takes two functions"),
+     lambda s: fs.per_matrix({}, {}, s.plan, s.mesh)),
+    ("per_matrix", "an update of four arguments", TypeError("update must take (gradient, state, matrix)"),
+     lambda s: fs.per_matrix(tuple, lambda g, s, m, lr: (g, s), s.plan, s.mesh)),
+    ("per_matrix", "no optimizer of the biases", ValueError("others must be the optimizer of the leaves"),
+     lambda s: fs.per_matrix(tuple, lambda g, s: (g, s), s.plan, s.mesh)),
+    ("per_matrix", "Muon for other leaves", TypeError("found MuonStep, which has owners too"),
+     lambda s: fs.per_matrix(tuple, lambda g, s: (g, s), s.plan, s.mesh, others=fs.muon(s.plan, s.mesh))),
+    ("per_matrix", "an update of another shape", ValueError("with an update of shape"),
+     lambda s: stepped(s, fs.per_matrix(id, lambda g, s: (g[0], s), s.plan, s.mesh, others=sgd()))),
 ]  # fmt: skip
 
 # --- make_train_step ------------------------------------------------------------------------------

@@ -1,13 +1,15 @@
-"""The Muon assignment: which rank computes the update of which matrix, and the data sent for it.
+"""Which rank computes the update of which matrix, and the data sent for it.
 
-Muon orthogonalises whole matrices, so each one has an owner. Its parts meet there in stages: first,
-along the shard axis, the elements of flat shards; then, along each model axis that cuts the matrix,
-its slices. Afterwards the stages run back in reverse. Each is one all-to-all each way. All of this
-is data that follows from the plan; ``muon_step`` executes it.
+Optimizers such as Muon need whole matrices, so each one has an owner. Its parts meet there in
+stages: first, along the shard axis, the elements of flat shards; then, along each model axis that
+cuts the matrix, its slices. Afterwards the stages run back in reverse. Each is one all-to-all each
+way. All of this is data that follows from the plan; ``matrix_transport`` executes it.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import heapq
 import itertools
 import math
@@ -15,6 +17,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import torch
 
 from funcshard._utils import table
 from funcshard._utils.table import Shown, Table
@@ -25,15 +29,12 @@ from funcshard.plan import (
     LeafSpec,
     Plan,
     check_plan,
+    dtype_name,
     dtype_of,
     position_of,
     whole_shape_of,
 )
 from funcshard.train.param_groups import leaves_under, trainable_buffers
-
-# Why bfloat16: torch.optim.Muon orthogonalises in bfloat16, so rounding the update before it is
-# sent changes no bit of the result.
-_SENT_DTYPE = "bfloat16"
 
 Stage = str | None
 """The mesh axis along which slices of matrices meet; ``None`` for elements of flat shards, which
@@ -68,32 +69,53 @@ def assign_owners(plan: Plan, matrices: Iterable[str] | None = None) -> Owners:
         >>> [(event.kind, event.bytes) for event in fs.assign_owners(plan, ["blocks.*"]).events]
         [('all_to_all', 36), ('all_to_all', 36)]
     """
+    # Why bfloat16: torch.optim.Muon orthogonalises in bfloat16, so rounding the update before it is
+    # sent changes no bit of the result.
+    return assigned(plan, matrices, stacks=False, dtype="bfloat16")
+
+
+def assigned(
+    plan: Plan,
+    matrices: Iterable[str] | None,
+    *,
+    stacks: bool,
+    gathered: int = 1,
+    dtype: str | None = None,
+) -> Owners:
+    """Assign matrices as ``assign_owners`` does.
+
+    Arguments:
+        plan: the plan.
+        matrices: as in ``assign_owners``.
+        stacks: whether leaves of three dimensions are stacks of matrices.
+        gathered: number of tensors that an owner gets of each matrix.
+        dtype: dtype in which they are sent; by default one that holds all matrices exactly.
+    """
     check_plan(plan)
     chosen_paths = None if matrices is None else set(leaves_under(plan, matrices, "matrix path"))
     matrix_leaves = [
-        (unit, buffer, leaf)
+        (unit, buffer, holder, item, leaf)
         for unit, buffer in trainable_buffers(plan)
-        for leaf in buffer.leaves
-        if len(leaf.shape) == 2
-        and leaf.numel
-        and (chosen_paths is None or leaf.path in chosen_paths)
+        for holder in buffer.leaves
+        if holder.numel and (chosen_paths is None or holder.path in chosen_paths)
+        for item, leaf in _items(holder, stacks)
     ]
     if chosen_paths is not None and not matrix_leaves:
         raise ValueError(
-            "matrices must name trainable leaves of two dimensions, or nodes that hold such "
-            f"leaves; found none among {sorted(chosen_paths)[:4]}: choose other paths, or leave matrices "
-            "out to take every matrix"
+            f"matrices must name trainable leaves of two {'or three ' * stacks}dimensions, or nodes "
+            f"that hold such leaves; found none among {sorted(chosen_paths)[:4]}: choose other "
+            "paths, or leave matrices out to take every matrix"
         )
-    cut_axes = {cut.axis for _, _, leaf in matrix_leaves for cut in leaf.cuts if cut.ranks > 1}
+    cut_axes = {cut.axis for *_, leaf in matrix_leaves for cut in leaf.cuts if cut.ranks > 1}
     axes = {
         axis: size for axis, size in plan.mesh_axes.items() if axis == "shard" or axis in cut_axes
     }
     positions = _positions(axes)
     load = [0] * len(positions)  # of the ranks along these axes; ranks along others repeat it
     heaps: dict[tuple[str, ...], list[_Candidate]] = {}
-    assigned = []
-    for unit, buffer, leaf in sorted(
-        matrix_leaves, key=lambda entry: (-_work(entry[2]), entry[2].index)
+    owned = []
+    for unit, buffer, holder, item, leaf in sorted(
+        matrix_leaves, key=lambda entry: (-_work(entry[-1]), entry[-1].index)
     ):
         stages: list[Stage] = [] if "shard" in buffer.local else [None]
         stages += [cut.axis for cut in reversed(leaf.cuts) if cut.ranks > 1]
@@ -108,8 +130,37 @@ def assign_owners(plan: Plan, matrices: Iterable[str] | None = None) -> Owners:
             load[rank] += _work(leaf)
         index_along = dict(zip(along, best, strict=True))
         owners = tuple((stage, index_along[stage or "shard"]) for stage in stages)
-        assigned.append(Matrix(unit.name, buffer, leaf, owners))
-    return Owners(tuple(sorted(assigned, key=lambda m: m.leaf.index)), tuple(axes.items()))
+        owned.append(Matrix(unit.name, buffer, leaf, owners, holder, item))
+    # Note: both sorts keep the order of matrices of one stack.
+    owned.sort(key=lambda matrix: matrix.leaf.index)
+    if dtype is None:
+        dtypes = {dtype_of(matrix.buffer.dtype) for matrix in owned} or {torch.float32}
+        dtype = dtype_name(functools.reduce(torch.promote_types, dtypes))
+    return Owners(tuple(owned), tuple(axes.items()), dtype, gathered)
+
+
+def _items(holder: LeafSpec, stacks: bool) -> list[tuple[int | None, LeafSpec]]:
+    """Return the matrices of a leaf: itself, or those of a stack, each with its number."""
+    if len(holder.shape) == 2:
+        return [(None, holder)]
+    if len(holder.shape) != 3 or not stacks:
+        return []
+    # Why without cuts of the stack: ranks along such an axis hold other matrices, which are whole.
+    cuts = tuple(cut._replace(dim=cut.dim - 1) for cut in holder.cuts if cut.dim)
+    count, *shape = holder.shape
+    return [
+        (
+            item,
+            LeafSpec(
+                path=f"{holder.path}[{item}]",
+                shape=tuple(shape),
+                offset=holder.offset + item * math.prod(shape),
+                index=holder.index,
+                cuts=cuts,
+            ),
+        )
+        for item in range(count)
+    ]
 
 
 # Its load when seen last, its number, index and ranks.
@@ -140,20 +191,24 @@ def _work(leaf: LeafSpec) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A leaf that Muon updates as a matrix.
+    """A matrix that has an owner.
 
     Attributes:
         unit: name of its unit.
         buffer: its flat buffer.
-        leaf: the leaf.
+        leaf: the leaf, or a part of a stack as if it were one.
         owners: the stages in which its parts meet, in order, each with the index along the stage's
             axis at which they meet; none for a leaf that is local to a rank.
+        holder: the leaf of the plan.
+        item: its number in the stack that ranks hold; ``None`` if the leaf is no stack.
     """
 
     unit: str
     buffer: BufferPlan
     leaf: LeafSpec
     owners: tuple[tuple[Stage, int], ...]
+    holder: LeafSpec
+    item: int | None
 
     def place(self, stage: Stage = "") -> dict[str, int]:
         """Return the position, along some axes, of the ranks that hold a part in ``stage``.
@@ -240,8 +295,8 @@ class AllToAll:
         send_sizes: number of elements that it sends to each rank, itself included.
         received: the parts that it receives, in the order of their senders.
         receive_sizes: number of elements that it receives from each rank, itself included.
-        event: the collective as ``record_events`` records it; ``None`` if no rank sends anything to
-            another one, and none runs.
+        event: the collective for one tensor of each matrix, as ``record_events`` records it;
+            ``None`` if no rank sends anything to another one, and none runs.
     """
 
     axis: str
@@ -259,6 +314,8 @@ class Owners(Shown):
     Attributes:
         matrices: the matrices, in tree order.
         axes: size of the shard axis, and of the axes along which ranks hold slices of matrices.
+        dtype: the dtype in which parts are sent.
+        gathered: number of tensors that an owner gets of each matrix.
 
     Example:
         >>> import torch, funcshard as fs
@@ -270,6 +327,8 @@ class Owners(Shown):
 
     matrices: tuple[Matrix, ...]
     axes: Axes
+    dtype: str
+    gathered: int = 1
 
     @property
     def of(self) -> dict[str, int | None]:
@@ -281,7 +340,7 @@ class Owners(Shown):
         """The collectives of one step, as ``record_events`` records them."""
         stages = self.stages
         step_events = [
-            *(self._event(stage, back=False) for stage in stages),
+            *(times(self._event(stage, back=False), self.gathered) for stage in stages),
             *(self._event(stage, back=True) for stage in reversed(stages)),
         ]
         return tuple(event for event in step_events if event is not None)
@@ -336,8 +395,8 @@ class Owners(Shown):
                     steps[key][run.stop] -= numel
         held = (max(itertools.accumulate(changes)) for changes in steps.values())
         # Note: an event of an exchange counts the busiest rank; see ``Event.bytes``.
-        size = max(*owned.values(), *held, 0, 0) * dtype_of(_SENT_DTYPE).itemsize
-        return Event("all_to_all", None, "", _SENT_DTYPE, size, axis, ranks) if size else None
+        size = max(*owned.values(), *held, 0, 0) * dtype_of(self.dtype).itemsize
+        return Event("all_to_all", None, "", self.dtype, size, axis, ranks) if size else None
 
     def _parts(self) -> list[Table]:
         axes = dict(self.axes)
@@ -350,6 +409,11 @@ class Owners(Shown):
         traffic = table.size(sum(event.traffic for event in self.events))
         header = ["rank" if len(axes) == 1 else " × ".join(axes), "matrices", "numel", "work"]
         return [Table(f"Owners of {len(self.matrices)} matrices, {traffic} a step", header, rows)]
+
+
+def times(event: Event | None, tensors: int) -> Event | None:
+    """Return the event of several tensors that are sent together, given that of one."""
+    return event and dataclasses.replace(event, bytes=event.bytes * tensors)
 
 
 def _in_order(parts: list[Part], ranks: int) -> tuple[tuple[Part, ...], tuple[int, ...]]:

@@ -1,0 +1,150 @@
+"""An optimizer of one whole matrix on shards equals itself on the whole model."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+import funcshard as fs
+from funcshard._utils import tree
+from tests.ranks import run_ranks, run_simulated
+
+SHAPES = {"emb": (9, 4), "experts": (4, 6, 2), "scale": (5,), **{f"blocks.{i}.w": (6, 8 - i) for i in range(3)}, "bias": ()}
+CUTS = {"experts": {"expert": 0, "tensor": 1}, "blocks.0.w": {"tensor": 0}, "blocks.1.w": {"shard": 0}}
+
+
+def init(matrix):
+    return {"factors": [torch.eye(side, dtype=matrix.dtype) for side in matrix.shape], "steps": 0, "first": matrix.clone()}
+
+
+def update(grad, state, matrix):
+    left, right = state["factors"]
+    left, right = left + grad @ grad.T, right.lerp(grad.T @ grad, 0.5)
+    change = -0.1 * (left @ grad @ right) / left.norm() - 0.01 * (matrix + state["first"]) / (1 + state["steps"])
+    return change, {**state, "factors": [left, right], "steps": state["steps"] + 1}
+
+
+def without_matrix(grad, state):
+    return update(grad, state, torch.zeros_like(grad))
+
+
+def momentum(params):
+    return {"trace": tree.map(torch.zeros_like, params), "count": 0}
+
+
+def heavy_ball(grads, state, params=None):
+    trace = tree.map(lambda old, grad: 0.9 * old + grad, state["trace"], grads)
+    return tree.map(lambda leaf: -0.1 * leaf, trace), {"trace": trace, "count": state["count"] + 1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mesh, and the options of plan and optimizer."""
+
+    mesh: dict[str, int]
+    plan: dict[str, Any] = field(default_factory=dict)
+    cuts: dict[str, dict[str, int]] = field(default_factory=dict)
+    update: Any = update
+    pair: bool = False
+    matrices: list[str] | None = None
+    half: bool = False
+
+    def tensors(self, seed: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        tensors = {path: torch.randn(shape, generator=generator) for path, shape in SHAPES.items()}
+        if self.half:
+            tensors["blocks.1.w"] = tensors["blocks.1.w"].bfloat16()
+        return tensors
+
+    def slices(self, seed: int, mesh: fs.Mesh) -> dict[str, torch.Tensor]:
+        tensors = self.tensors(seed)
+        for path, cuts in self.cuts.items():
+            for axis, dim in cuts.items():
+                tensors[path] = tensors[path].chunk(mesh.shape[axis], dim)[mesh.position[axis]]
+        return tensors
+
+    def others(self, **options: Any) -> Any:
+        if self.pair:
+            return momentum, heavy_ball
+        return fs.torch_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, **options)
+
+
+def on_the_whole(case: Case, steps: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return parameters, and the state of each matrix, as plain functions compute them."""
+    params = case.tensors(0)
+    chosen = [path for path in SHAPES if case.matrices is None or path.partition(".")[0] in case.matrices]
+    views = {path: leaf for path, leaf in params.items() if leaf.ndim == 2 and path in chosen}
+    views |= {f"experts[{i}]": leaf for i, leaf in enumerate(params["experts"]) if "experts" in chosen}
+    states = {path: init(leaf) for path, leaf in views.items()}
+    trace = {path: torch.zeros_like(leaf) for path, leaf in params.items()}
+    for step in range(steps):
+        grads = case.tensors(100 + step)
+        for path, leaf in views.items():
+            name, _, item = path.rstrip("]").partition("[")
+            grad = grads[name][int(item)] if item else grads[path]
+            args = (grad, states[path], leaf)[: 3 if case.update is update else 2]
+            change, states[path] = case.update(*args)
+            leaf += change
+        for path in params.keys() - {name.partition("[")[0] for name in views}:
+            trace[path] = 0.9 * trace[path] + grads[path]
+            params[path] -= 0.1 * trace[path]
+    return params, states
+
+
+def on_shards(mesh: fs.Mesh, case: Case, steps: int) -> tuple[Any, ...]:
+    plan = fs.make_plan(case.slices(0, mesh), mesh, **{"units": ["blocks.*"], "local": case.cuts, **case.plan})
+    optimizer = fs.per_matrix(init, case.update, plan, mesh, others=case.others(), matrices=case.matrices)
+    shards = fs.shard(case.slices(0, mesh), plan, mesh)
+    state = optimizer.init(shards)
+    for step in range(steps):
+        with fs.record_events() as events:
+            shards, state = optimizer.step(fs.shard(case.slices(100 + step, mesh), plan, mesh), state, shards)
+        assert tuple(events) == optimizer.step.owners.events
+        if step == 1:
+            for options, src in (({}, None), ({"sharded": True}, None), ({"rank0_only": True}, 0)):
+                if case.mesh.keys() <= {"shard", "replicate"} or not options:
+                    by_name = fs.optimizer_to_state_dict(state, optimizer, plan, mesh, **options)
+                    again = fs.optimizer_from_state_dict(by_name, optimizer, plan, mesh, src=src, steps=2)
+                    torch.testing.assert_close(again, state, rtol=0, atol=0)
+            state = again
+    by_name = fs.optimizer_to_state_dict(state, optimizer, plan, mesh)
+    assert sorted(path for group in by_name["param_groups"] for path in group["params"]) == sorted(SHAPES)
+    return fs.to_state_dict(shards, plan, mesh), by_name["state"], [*state["matrices"]]
+
+
+GRID, EXPERTS = {"shard": 2, "tensor": 2}, {"expert": 2, "tensor": 2}
+CASES = {
+    **{f"{ranks} ranks": Case({"shard": ranks}) for ranks in (1, 2, 3, 5)},
+    "hybrid": Case({"replicate": 2, "shard": 2}),
+    "gradients alone": Case({"shard": 3}, update=without_matrix),
+    "chosen nodes": Case({"shard": 2}, matrices=["blocks"]),
+    "a pair for others": Case({"shard": 3}, pair=True),
+    "no_shard": Case({"shard": 3}, {"strategy": "no_shard"}),
+    "one unit": Case({"shard": 3}, {"units": []}),
+    "two dtypes": Case({"shard": 3}, half=True),
+    "cut rows": Case(GRID, cuts={"blocks.0.w": {"tensor": 0}, "experts": {"tensor": 2}}),
+    "experts on their ranks": Case({"expert": 2, "shard": 2}, cuts={"experts": {"expert": 0}}),
+    "cut experts": Case({**EXPERTS, "shard": 2}, cuts=CUTS),
+}  # fmt: skip
+RUNS = {**{name: (run_simulated, name) for name in CASES}, "on processes": (run_ranks, "cut rows")}
+
+
+@pytest.mark.nightly(one_in=3)
+@pytest.mark.parametrize(("run", "name"), RUNS.values(), ids=RUNS)
+def test_three_steps_on_shards_are_three_steps_on_the_whole(run, name):
+    case = CASES[name]
+    wanted, states = on_the_whole(case, 3)
+    results = run(on_shards, math.prod(case.mesh.values()), case, 3, shape=case.mesh)
+    for params, by_name, _ in results:
+        for path, state in states.items():
+            name, _, item = path.rstrip("]").partition("[")
+            entries = tree.describe(state)
+            for value, entry in zip(*entries[1:], strict=True):
+                torch.testing.assert_close(by_name[name][f"{item}." * bool(item) + entry], value, rtol=0, atol=0)
+        for path, leaf in wanted.items():
+            exact = any(name.partition("[")[0] == path for name in states)  # SGD may fuse operations
+            torch.testing.assert_close(params[path], leaf, **({"rtol": 0, "atol": 0} if exact else {}))
+    if case.mesh.keys() == {"shard"}:  # along other axes ranks repeat the work, or have other experts
+        assert sorted(path for *_, owned in results for path in owned) == sorted(states)
