@@ -61,6 +61,8 @@ def with_packing(leaves: list[Leaf], storage: Any) -> list[Leaf]:
 
 def read_storages(storage: Any) -> dict[str, Storage | None]:
     """Return the option ``storage`` with a ``Storage`` for each pair."""
+    if storage is None:
+        return {}
     if not isinstance(storage, Mapping):
         raise TypeError(
             "storage must map paths or globs to pairs of functions, as in {'base': fs.nf4()}; "

@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from funcshard._utils import file_data, tree
@@ -145,7 +144,7 @@ class Plan(Shown):
         return _canonical(plan_to_data(self))
 
     @classmethod
-    def from_json(cls, text: str, storage: Any = MappingProxyType({})) -> Plan:
+    def from_json(cls, text: str, storage: Any = None) -> Plan:
         """Return the plan that ``to_json`` wrote.
 
         Arguments:

@@ -6,7 +6,6 @@ import logging
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -50,7 +49,7 @@ def make_plan(
     bucket_bytes: int | str = "auto",
     reshard_after_forward: bool | int | None = None,
     reshard_after_backward: bool = True,
-    storage: StorageByGlob = MappingProxyType({}),
+    storage: StorageByGlob | None = None,
 ) -> Plan:
     """Plan how a parameter tree is sharded: which leaves form a unit, and where each leaf lies.
 
