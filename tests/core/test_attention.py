@@ -174,11 +174,12 @@ def test_create_graph_and_dual_levels() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_low_precision_is_within_its_rounding(dtype: torch.dtype) -> None:
-    x = tuple(tensor.to(dtype) for tensor in X)
-    found, exact = product(attention, x, tuple(t.to(dtype) for t in T)), product(attention, X)
-    for a, b in zip(found, exact, strict=True):
+    x, t = (tuple(tensor.to(dtype) for tensor in tensors) for tensors in (X, T))
+    wide_x, wide_t = (tuple(tensor.double() for tensor in tensors) for tensors in (x, t))
+    bound = 8 if dtype == torch.float32 else 0.7  # 1.3 if scores had the low precision
+    for a, b in zip(product(attention, x, t), product(attention, wide_x, wide_t), strict=True):
         assert a.dtype == dtype
-        assert (a - b).abs().max() < 8 * torch.finfo(dtype).eps * b.abs().max()
+        assert (a - b).abs().max() < bound * torch.finfo(dtype).eps * b.abs().max()
     with torch.autocast("cpu", torch.bfloat16):
         assert attention(*(t.float() for t in X)).dtype == torch.bfloat16
 
