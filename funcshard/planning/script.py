@@ -45,45 +45,48 @@ def training_script(
         micro_batches: number of micro-batches.
     """
     replicas, shards = plan.mesh_shape
-    title = type(module).__name__
-    hugging_face = is_hugging_face(module)
-    build = []
+    plan_options, step_options, init_options, call = ["units=units"], "", "", "*batch)"
+    imports, model_lines, precision_lines, parameters = [], [], [], "mesh, batches, model"
     if path is not None:
-        dtype = ".bfloat16()" if precision == "bf16-params" else ""
-        build = [
+        dtype_call = ""
+        if precision == "bf16-params":
+            dtype_call = ".bfloat16()"
+        imports, parameters = ["import transformers"], "mesh, batches"
+        model_lines = [
             f"    config = transformers.AutoConfig.from_pretrained({path!r})",
             '    with torch.device("meta"):',
-            f"        model = transformers.{title}(config).train(){dtype}",
+            f"        model = transformers.{type(module).__name__}(config).train(){dtype_call}",
             "    model.tie_weights()",
         ]
-    plan_options = ["units=units"]
+    if is_hugging_face(module):
+        init_options, call = ", reset=model._init_weights", "**batch).loss"
     if plan.unit_list[0].strategy != "full_shard":
         plan_options.append(f"strategy={plan.unit_list[0].strategy!r}")
     if precision == "bf16":
         plan_options.append("precision=precision")
-    accumulate = f", accumulate={micro_batches}" if micro_batches > 1 else ""
-    reset = ", reset=model._init_weights" if hugging_face else ""
-    call = "**batch).loss" if hugging_face else "*batch)"
+        precision_lines = [f"    precision = {_PRECISION}"]
+    if micro_batches > 1:
+        step_options = f", accumulate={micro_batches}"
     lines = [
         f"# {plan.world_size} ranks, {shards} to a copy of the model: torchrun --nproc-per-node 8 ...",
         "import torch",
-        *(["import transformers"] if path is not None else []),
+        *imports,
         "import funcshard as fs",
         "",
         f"MESH = {{'replicate': {replicas}, 'shard': {shards}}}",
         "",
         "",
-        f"def main(mesh, batches{'' if path is not None else ', model'}):",
-        *build,
+        f"def main({parameters}):",
+        *model_lines,
         "    apply, params, _ = fs.make_functional(model)",
-        *([f"    precision = {_PRECISION}"] if precision == "bf16" else []),
+        *precision_lines,
         *_unit_lines(plan, units),
         f"    plan = fs.make_plan(params, mesh, {', '.join(plan_options)})",
-        f"    shards, buffers = fs.init_module(model, plan, mesh{reset})",
+        f"    shards, buffers = fs.init_module(model, plan, mesh{init_options})",
         f"    sharded = fs.fully_shard(apply, plan, mesh, remat={_names_text(remat)})",
         f"    loss_fn = lambda shards, buffers, batch: sharded(shards, buffers, {call}",
         f"    optimizer = fs.torch_optimizer({_OPTIMIZERS[optimizer]})",
-        f"    step = fs.make_train_step(loss_fn, optimizer, plan, mesh{accumulate})",
+        f"    step = fs.make_train_step(loss_fn, optimizer, plan, mesh{step_options})",
         "    state = step.init(shards, buffers)",
         "    for batch in batches:  # this rank's part of each batch",
         "        state, metrics = step(state, batch)",
@@ -109,7 +112,9 @@ def _unit_lines(plan: Plan, units: Sequence[str]) -> list[str]:
         return [f"    units = {_names_text(units)}"]
     lines = ["    units = {}"]
     for strategy, names in runs:
-        options: dict[str, Any] = {} if strategy == root_strategy else {"strategy": strategy}
+        options: dict[str, Any] = {}
+        if strategy != root_strategy:
+            options["strategy"] = strategy
         lines.append(f"    units |= dict.fromkeys({_names_text(names)}, {options})")
     return lines
 
@@ -118,8 +123,9 @@ def _names_text(names: Sequence[str]) -> str:
     """Return a list of names as an expression, with a comprehension for a run of numbers."""
     parts: list[tuple[str, int, int, str]] = []
     for name in names:
-        numbered = re.fullmatch(r"(.*?)(\d+)", name)
-        stem, number = (numbered[1], int(numbered[2])) if numbered else (name, -1)
+        stem, number = name, -1  # Note: a name without a number joins no run.
+        if numbered_name := re.fullmatch(r"(.*?)(\d+)", name):
+            stem, number = numbered_name[1], int(numbered_name[2])
         if parts and parts[-1][0] == stem and parts[-1][2] == number and number >= 0:
             parts[-1] = (stem, parts[-1][1], number + 1, name)
         else:
