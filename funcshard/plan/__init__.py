@@ -63,7 +63,7 @@ from funcshard.plan.step_options import (
     recomputed_modules,
     unit_mode,
 )
-from funcshard.plan.storage import Packing, Storage, fp8, int8, nf4
+from funcshard.plan.storage import Packing, Storage, fp8, int8, nf4, step_numel
 from funcshard.plan.unit_plan import (
     STRATEGIES,
     BufferPlan,
@@ -139,6 +139,7 @@ __all__ = [
     "representatives",
     "slice_offsets",
     "stack",
+    "step_numel",
     "unit_class",
     "unit_mode",
     "unstack",

@@ -17,9 +17,6 @@ import torch
 from funcshard._utils.options import check_count
 from funcshard._utils.tensors import byte_view, dtype_name, dtype_of
 
-# Why in steps: a decode makes tensors of its own, which should be small beside the leaves.
-_STEP = 2**22  # elements
-
 Encode = Callable[[torch.Tensor], torch.Tensor | tuple[torch.Tensor, ...]]
 
 
@@ -195,6 +192,13 @@ def _decode_fp8(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return codes.float().div_(_FP8_MOST).mul_(scales)
 
 
+def step_numel(*, accelerator: bool) -> int:
+    """Return how many elements are packed or decoded at a time."""
+    # Why in steps: the functions make tensors of their own, which should be small beside the
+    # leaves. A CPU has them in its cache, and a GPU takes long to start small operations.
+    return 2**24 if accelerator else 2**18
+
+
 # --- in a plan ------------------------------------------------------------------------------------
 
 
@@ -282,7 +286,7 @@ class Packing:
         packed = torch.empty(self.bytes_of(values.numel()), dtype=torch.uint8, device=values.device)
         records = packed.view(-1, self.record)
         leaf_values = values.to(dtype_of(self.dtype))
-        for begin, end in self._steps(len(records)):
+        for begin, end in self._steps(len(records), values.device):
             blocks = leaf_values[begin * self.block : end * self.block]
             padding_numel = (end - begin) * self.block - blocks.numel()
             blocks = torch.nn.functional.pad(blocks, (0, padding_numel)).view(-1, self.block)
@@ -304,14 +308,14 @@ class Packing:
         values = torch.empty(
             (len(records), self.block), dtype=dtype or leaf_dtype, device=packed.device
         )
-        for begin, end in self._steps(len(records)):
+        for begin, end in self._steps(len(records), packed.device):
             decoded = self._functions.decode(*self._split(records[begin:end]))
             _check_decoded(self.name, decoded, values[begin:end])
             values[begin:end] = decoded.to(leaf_dtype)
         return values.view(-1)
 
-    def _steps(self, blocks: int) -> list[tuple[int, int]]:
-        step = max(_STEP // self.block, 1)
+    def _steps(self, blocks: int, device: torch.device) -> list[tuple[int, int]]:
+        step = max(step_numel(accelerator=device.type != "cpu") // self.block, 1)
         return [(begin, min(begin + step, blocks)) for begin in range(0, blocks, step)]
 
     def _split(self, records: torch.Tensor) -> list[torch.Tensor]:

@@ -44,7 +44,7 @@ def test_records_are_those_of_blocks_and_packing_what_they_decode_to_changes_no_
 def test_a_long_leaf_is_packed_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     packing, leaf = Packing.of(fs.nf4(), "float32"), values(64 * 9 + 5)
     whole = packing.pack(leaf)
-    monkeypatch.setattr("funcshard.plan.storage._STEP", 128)
+    monkeypatch.setattr("funcshard.plan.storage.step_numel", lambda *, accelerator: 128)
     assert torch.equal(packing.pack(leaf), whole)
     assert torch.equal(packing.unpack(whole)[: len(leaf)], decoded(leaf, fs.nf4()))
 

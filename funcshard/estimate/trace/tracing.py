@@ -38,7 +38,7 @@ from funcshard.estimate.trace.leaves import Leaves, Table
 from funcshard.estimate.trace.recorder import Frame, Recorder
 from funcshard.estimate.trace.stubs import Form, Stub, Traced
 from funcshard.estimate.trace.tape import LOSS, Enter, Exit, Save, Tape
-from funcshard.plan import Plan, dtype_of
+from funcshard.plan import Plan
 
 Loss = Callable[..., torch.Tensor]
 
@@ -107,7 +107,7 @@ def leaf_dtypes(plan: Plan) -> dict[str, tuple[torch.dtype, bool]]:
         leaf.path: leaf_form
         for unit in plan.unit_list
         for buffer in unit.buffers
-        for leaf_form in [(unit.gathered_dtype(buffer), buffer.trainable)]
+        for leaf_form in [(unit.computed_dtype(buffer), buffer.trainable)]
         for leaf in buffer.leaves
     }
 
@@ -535,7 +535,7 @@ class _Tracer:
             return forward(*args, **kwargs)
         if unit.full_precision:
             dtype = max(
-                (dtype_of(buffer.dtype) for buffer in unit.buffers),
+                (buffer.model_dtype for buffer in unit.buffers),
                 key=lambda dtype: dtype.itemsize,
             )
             return run_in_full_precision(dtype, forward, args, kwargs)

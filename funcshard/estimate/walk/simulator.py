@@ -157,6 +157,8 @@ class _Walk:
     # A unit that is called several times may be held for several calls at a time.
     held: Counter[str] = field(default_factory=Counter)  # bytes of the gathered buffers, by unit
     sent: Counter[str] = field(default_factory=Counter)  # bytes of casts on their way, by unit
+    # Bytes of packed leaves once they are decoded, which is when the unit is reached, by unit.
+    undecoded: Counter[str] = field(default_factory=Counter)
     # When the gathers of a unit are over, by unit.
     ready: defaultdict[str, deque[float]] = field(default_factory=lambda: defaultdict(deque))
     # Whether the rank has waited for the unit that it has reached, or need not.
@@ -270,9 +272,12 @@ class _Walk:
         if sizes.uncut:
             self._hold_uncut(name)
         buffer = sizes.buffers[event.buffer]
-        self._hold(name, buffer.gathered)
+        if buffer.decoding:
+            self.undecoded[name] += buffer.gathered
+        else:
+            self._hold(name, buffer.gathered)
         # Note: a slice that neighbours hold is gathered in the dtype that it has.
-        if buffer.sent and self.runtime.sent_lives and not self.slices.get(name):
+        if buffer.decoding or (self.runtime.sent_lives and not self.slices.get(name)):
             self.ledger.add("gathered", buffer.sent)
             self.sent[name] += buffer.sent
         if sizes.offload:
@@ -288,7 +293,8 @@ class _Walk:
         sizes = self.sizes[name]
         buffer = sizes.buffers[event.buffer]
         gathered_bytes = buffer.gathered + (0 if name in self.again else sizes.uncut)
-        sent_bytes = buffer.sent * self.runtime.sent_lives
+        sent_bytes = buffer.sent * (self.runtime.sent_lives or buffer.decoding > 0)
+        sent_bytes += buffer.decoding
         self.again[name] += gathered_bytes
         self._change(name, gathered_bytes)
         self.ledger.add("gathered", sent_bytes)
@@ -304,6 +310,15 @@ class _Walk:
         uncut_bytes = self.sizes[name].uncut
         if uncut_bytes and name not in self.held:
             self._hold(name, uncut_bytes)
+            self._decode(name)
+
+    def _decode(self, name: str) -> None:
+        """Count what decoding packed leaves takes beside its result."""
+        decoding_bytes = self.sizes[name].decoding
+        if decoding_bytes:
+            self.ledger.add("gathered", decoding_bytes)
+            self.note("gather", name)
+            self.ledger.free("gathered", decoding_bytes)
 
     def _hold(self, name: str, size: int) -> None:
         self.held[name] += size
@@ -319,12 +334,16 @@ class _Walk:
         ready_times = self.ready[unit_name]
         if ready_times:
             self.lanes.wait(ready_times[0])
-        if unit_name in self.sent:
-            self.ledger.free("gathered", _take(self.sent, unit_name, self.sizes[unit_name].sent))
+        if unit_name not in self.undecoded:
+            self._free_sent(unit_name)
         if ready_times:
             if self.runtime.copies_out and self.held[unit_name]:
                 self._copy_out(reached)
             ready_times.popleft()
+
+    def _free_sent(self, name: str) -> None:
+        if name in self.sent:
+            self.ledger.free("gathered", _take(self.sent, name, self.sizes[name].sent))
 
     def _copy_out(self, reached: Reached) -> None:
         """Copy a gathered buffer into the parameters' own tensors."""
@@ -343,6 +362,12 @@ class _Walk:
     def _settle(self, reached: Reached) -> None:
         if not self.arrived:
             self._await_unit(reached)
+        # Note: packed leaves are decoded when the next gathers have started.
+        if reached.unit in self.undecoded:
+            decoded_bytes = self.sizes[reached.unit].decoded
+            self._hold(reached.unit, _take(self.undecoded, reached.unit, decoded_bytes))
+            self._decode(reached.unit)
+            self._free_sent(reached.unit)
         # Note: one reduction may run beside the backward of the next unit.
         if reached.what == "reduce":
             while len(self.running) > 1:
