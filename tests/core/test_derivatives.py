@@ -167,7 +167,7 @@ def check(results, name):
                 )
 
 
-@pytest.mark.nightly(one_in=3)
+@pytest.mark.nightly(one_in=7)
 @pytest.mark.parametrize(("name", "world", "strategy"), CASES)
 def test_operators_are_those_of_the_whole_model_on_the_whole_batch(name, world, strategy):
     with sdpa_kernel(SDPBackend.MATH):
@@ -232,6 +232,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @on_ranks(HYBRID)

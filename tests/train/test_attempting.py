@@ -232,7 +232,7 @@ def test_a_rank_may_fail_between_any_two_collectives() -> None:
     run_simulated(trapped, 3, False)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=2)
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
 def test_a_process_may_fail_between_any_two_collectives(shared_memory: bool) -> None:
     run_ranks(trapped, 3, shared_memory)
@@ -290,6 +290,7 @@ def many_failures(mesh: fs.Mesh, shared_memory: bool) -> None:
     assert len(set(key_counts)) == 1
 
 
+@pytest.mark.nightly(one_in=2)
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
 def test_failures_leave_no_keys_in_the_store(shared_memory: bool) -> None:
     run_ranks(many_failures, 2, shared_memory)
