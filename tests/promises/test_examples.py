@@ -4,8 +4,10 @@ import argparse
 import contextlib
 import importlib.util
 import io
+import os
 import re
 import shutil
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -80,7 +82,7 @@ def printed(pattern, out):
 
 
 def test_every_example_says_how_to_run_it_in_its_first_line_and_is_in_a_table():
-    assert {path.stem for path in EXAMPLES} == {*AS_ONE_RANK, *LEARNS, "finetune_llama", "two_dimensions"}
+    assert {path.stem for path in EXAMPLES} == {*AS_ONE_RANK, *LEARNS, "finetune_llama", "hf_trainer", "two_dimensions"}
     for path in EXAMPLES:
         first, *lines = path.read_text().splitlines()
         command = rf'"""torchrun --nproc-per-node [24] examples/{path.stem}\.py --steps \d+'
@@ -151,6 +153,21 @@ def test_fine_tuning_resumes_with_the_next_batch_on_another_number_of_ranks_and_
         logits = exported(input_ids=ids[:, :-1]).logits.float()
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
     torch.testing.assert_close(loss.item(), held_out, rtol=0.01, atol=0)
+
+
+@pytest.mark.nightly
+def test_a_step_inside_the_trainer_of_transformers_has_the_losses_of_ddp():
+    def losses(*way):  # accelerate reads all that torchrun sets
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/hf_trainer.py"]
+        command = [sys.executable, *torchrun, "--steps", "3", *way]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+        assert ran.returncode == 0, ran.stderr
+        return printed(r"step \d: loss ([\d.]+)", ran.stdout)
+
+    sharded = losses()
+    assert len(sharded) == 3
+    assert sharded == losses("--plain")
 
 
 @pytest.mark.nightly(one_in=2)
