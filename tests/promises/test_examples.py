@@ -50,6 +50,8 @@ IN_FLOAT64 = {
 # Examples whose result depends on the number of ranks: statistics of a rank's own batch, samples
 # drawn on each rank. They have to learn their task.
 LEARNS = {"dp_sgd": ("--steps 12", 80.0), "vision": ("--steps 50", 80.0)}
+# Optimizers of one matrix: the programs end in an error unless shards have the bits of whole parameters.
+PER_MATRIX = ("kron", "shampoo", "soap")
 
 
 def load(path):
@@ -82,7 +84,8 @@ def printed(pattern, out):
 
 
 def test_every_example_says_how_to_run_it_in_its_first_line_and_is_in_a_table():
-    assert {path.stem for path in EXAMPLES} == {*AS_ONE_RANK, *LEARNS, "finetune_llama", "hf_trainer", "two_dimensions"}
+    others = {"finetune_llama", "hf_trainer", "two_dimensions"}
+    assert {path.stem for path in EXAMPLES} == {*AS_ONE_RANK, *LEARNS, *PER_MATRIX, *others}
     for path in EXAMPLES:
         first, *lines = path.read_text().splitlines()
         command = rf'"""torchrun --nproc-per-node [24] examples/{path.stem}\.py --steps \d+'
@@ -177,6 +180,15 @@ def test_an_example_learns_its_task_on_two_processes(name):
     out, other = run_ranks(run_as_a_program, 2, name, options, timeout=120)
     assert other == ""
     assert printed(r"([\d.]+)% of \d+ \w+ right", out)[-1] > least
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", PER_MATRIX)
+def test_an_optimizer_of_one_matrix_has_the_bits_of_its_unsharded_self(name, ranks):
+    out = run_simulated(run_as_a_program, ranks, name, "--steps 21")
+    first, last = printed(r"loss ([\d.]+)", "".join(out))  # simulated ranks share one output
+    assert last < 0.6 * first
+    assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) <= 80
 
 
 @pytest.mark.slow
