@@ -327,7 +327,7 @@ class _Flattener:
             raise ValueError(
                 f"shard {buffer.key!r} of unit {unit.title!r} at {top!r} of the state must have "
                 f"{buffer.shard_numel} elements under the plan; found {leaf_value.numel()}: pass the "
-                "plan that made it. For the state of muon, which is kept by name, save "
+                "plan that made it. For a state of muon or per_matrix, which is kept by name, save "
                 "optimizer_to_state_dict(opt_state, optimizer, plan, mesh) instead"
             )
         if (

@@ -193,7 +193,7 @@ def _loaded(value: Any, initial: Any, where: str) -> Any:
                 f"no piece of {where} has its elements on this rank, which owns the matrix: pass "
                 "the pieces of all ranks, as in {name: [pieces of each rank]}"
             )
-        value = filled.view(shape)
+        value = filled.view(initial.shape)
     if isinstance(value, torch.Tensor):
         return value.detach().to(initial.device, copy=True)
     return value

@@ -140,7 +140,7 @@ def check_replicated(summaries: Sequence[dict[str, Any]]) -> None:
                 )
         raise ValueError(
             f"the state must have the same structure on every rank; rank {rank}'s differs from "
-            f"rank 0's: {remedy}"
+            f"rank 0's: {remedy}, and store a state of per_matrix by optimizer_to_state_dict"
         )
 
 

@@ -339,11 +339,12 @@ class Owners(Shown):
     def events(self) -> tuple[Event, ...]:
         """The collectives of one step, as ``record_events`` records them."""
         stages = self.stages
-        step_events = [
-            *(times(self._event(stage, back=False), self.gathered) for stage in stages),
-            *(self._event(stage, back=True) for stage in reversed(stages)),
-        ]
-        return tuple(event for event in step_events if event is not None)
+        there = [self._event(stage, back=False) for stage in stages]
+        back = [self._event(stage, back=True) for stage in reversed(stages)]
+        return (
+            *(times(event, self.gathered) for event in there if event is not None),
+            *(event for event in back if event is not None),
+        )
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -411,9 +412,9 @@ class Owners(Shown):
         return [Table(f"Owners of {len(self.matrices)} matrices, {traffic} a step", header, rows)]
 
 
-def times(event: Event | None, tensors: int) -> Event | None:
+def times(event: Event, tensors: int) -> Event:
     """Return the event of several tensors that are sent together, given that of one."""
-    return event and dataclasses.replace(event, bytes=event.bytes * tensors)
+    return dataclasses.replace(event, bytes=event.bytes * tensors)
 
 
 def _in_order(parts: list[Part], ranks: int) -> tuple[tuple[Part, ...], tuple[int, ...]]:

@@ -9,7 +9,7 @@ import torch
 
 import funcshard as fs
 from funcshard._utils import tree
-from tests.ranks import run_ranks, run_simulated
+from tests.ranks import on_ranks, run_ranks, run_simulated
 
 SHAPES = {"emb": (9, 4), "experts": (4, 6, 2), "scale": (5,), **{f"blocks.{i}.w": (6, 8 - i) for i in range(3)}, "bias": ()}
 CUTS = {"experts": {"expert": 0, "tensor": 1}, "blocks.0.w": {"tensor": 0}, "blocks.1.w": {"shard": 0}}
@@ -148,3 +148,68 @@ def test_three_steps_on_shards_are_three_steps_on_the_whole(run, name):
             torch.testing.assert_close(params[path], leaf, **({"rtol": 0, "atol": 0} if exact else {}))
     if case.mesh.keys() == {"shard"}:  # along other axes ranks repeat the work, or have other experts
         assert sorted(path for *_, owned in results for path in owned) == sorted(states)
+
+
+def trained(mesh, units, begin, end, path=None, moved=None):
+    """Return the parameters, and the state by name, after some steps of the same gradients."""
+    case, plan = Case({}), fs.make_plan(Case({}).tensors(0), mesh, units=units)
+    optimizer = fs.per_matrix(init, update, plan, mesh, others=case.others())
+    shards = fs.shard(case.tensors(0), plan, mesh)
+    state = optimizer.init(shards)
+    if begin:
+        shards, by_name, steps = moved[mesh.rank] if moved else fs.restore(path, plan, mesh)
+        state = fs.optimizer_from_state_dict(by_name, optimizer, plan, mesh, steps=steps)
+    for step in range(begin, end):
+        shards, state = optimizer.step(fs.shard(case.tensors(step), plan, mesh), state, shards)
+    by_name = fs.optimizer_to_state_dict(state, optimizer, plan, mesh)
+    if path and not begin:
+        fs.save(path, (shards, by_name, end), plan, mesh)
+    return fs.gather(shards, plan, mesh), by_name["state"], (shards, by_name, end), plan
+
+
+def test_training_continues_to_the_bit_on_another_number_of_ranks(tmp_path):
+    whole, states, *_ = run_simulated(trained, 2, ["blocks.*"], 0, 4)[0]
+    saved = run_simulated(trained, 2, ["blocks.*"], 0, 2, tmp_path / "saved")
+    old, new = saved[0][-1], fs.make_plan(Case({}).tensors(0), 3, units=["experts"])
+    moved = fs.replan([results[2] for results in saved], old, new)
+    for again in ((tmp_path / "saved", None), (None, moved)):
+        for params, by_name, *_ in run_simulated(trained, 3, ["experts"], 2, 4, *again):
+            torch.testing.assert_close((params, by_name), (whole, states), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("case", [Case({}), Case({}, update=without_matrix)])
+@on_ranks(2)
+def test_a_matrix_without_a_gradient_stays_as_it_is(mesh, case):
+    plan = fs.make_plan(case.tensors(0), mesh, units=["blocks.*"])
+    optimizer = fs.per_matrix(init, case.update, plan, mesh, others=case.others())
+    shards, grads = fs.shard(case.tensors(0), plan, mesh), fs.shard(case.tensors(1), plan, mesh)
+    state = optimizer.init(shards)
+    grads["blocks.1"] = dict.fromkeys(grads["blocks.1"])
+    with fs.record_events() as events:
+        shards, state = optimizer.step(grads, state, shards)
+    assert tuple(events) == optimizer.step.owners.events
+    stay = {path: torch.equal(leaf, case.tensors(0)[path]) for path, leaf in fs.gather(shards, plan, mesh).items()}
+    assert [path for path in SHAPES if stay[path]] == ["blocks.1.w"]
+    assert all(own["steps"] == (path != "blocks.1.w") for path, own in state["matrices"].items())
+
+
+@on_ranks(2)
+def test_a_state_of_other_matrices_is_an_error_and_a_donated_one_too(mesh):
+    tensors = Case({}).tensors(0)
+    plan = fs.make_plan(tensors, mesh)
+    make = lambda **options: fs.per_matrix(init, update, plan, mesh, others=Case({}).others(), **options)  # noqa: E731
+    all_matrices, blocks = make(), make(matrices=["blocks"])
+    shards = fs.shard(tensors, plan, mesh)
+    state = all_matrices.init(shards)
+    with pytest.raises(ValueError, match="must hold the matrices that this rank owns"):
+        blocks.step(shards, state, shards)
+    all_matrices.step(shards, state, fs.copy(shards))
+    with pytest.raises(RuntimeError, match="donated"):
+        all_matrices.step(shards, state, shards)
+    by_name = fs.optimizer_to_state_dict(all_matrices.init(shards), all_matrices, plan, mesh)
+    by_name["state"]["emb"]["first"] = torch.ones(3)
+    with pytest.raises(ValueError, match="'first' of 'emb' in the optimizer's state dict must have shape"):
+        fs.optimizer_from_state_dict(by_name, all_matrices, plan, mesh)
+    del by_name["state"]["emb"]["first"]
+    with pytest.raises(ValueError, match=r"must hold .* of matrix 'emb', as init makes them"):
+        fs.optimizer_from_state_dict(by_name, all_matrices, plan, mesh)
