@@ -23,7 +23,7 @@ from funcshard.checkpoint.resharding import Source, leaf_sources, read_run, turn
 from funcshard.checkpoint.safetensors import write_tensors
 from funcshard.checkpoint.stored_state import any_plan, buffers_of_shards
 from funcshard.comm import Mesh
-from funcshard.plan import Box, dtype_of, own_axes, position_of
+from funcshard.plan import Box, Packing, dtype_of, own_axes, position_of
 
 # The names of torch's get_state_dict for the trees of a TrainState, by the ends of their names.
 _TREES = {"shards": "model", "opt_state.leaves": "optim.state"}
@@ -38,12 +38,22 @@ class StoredLeaf:
         dtype: its dtype.
         shape: its shape.
         sources: the runs that it's stored in.
+        packing: what its bytes mean, if it's packed.
+        unpacked: its shape in the model then.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     sources: list[Source]
+    packing: Packing | None = None
+    unpacked: tuple[int, ...] | None = None
+
+    def header(self, name: str) -> Header:
+        """Return what a file says about what ``read`` returns."""
+        if self.packing is None:
+            return Header(name, self.dtype, self.shape)
+        return Header(name, dtype_of(self.packing.dtype), self.unpacked or ())
 
     @property
     def nbytes(self) -> int:
@@ -65,6 +75,9 @@ class StoredLeaf:
     def read(self, reader: RankReader) -> torch.Tensor:
         values = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         read_run(values.view(-1), whole_run(self.shape), self.sources, self.name, reader.read)
+        if self.packing is not None:
+            model_shape = self.unpacked or ()
+            values = self.packing.unpack(values)[: math.prod(model_shape)].view(model_shape)
         return values
 
 
@@ -106,7 +119,10 @@ def stored_leaves(contents: Contents) -> dict[str, StoredLeaf]:
                 position = {**start_position, **position_of(local_index, own_sizes)}
                 sources = list(leaf_sources(buffer, leaf, axes, position, whole_leaf))
                 leaf_name = f"{leaf_path}@{local_index}" if own_sizes else leaf_path
-                leaves[leaf_name] = StoredLeaf(name, dtype, leaf.whole_shape, sources)
+                packing = buffer.packing if dtype == torch.uint8 else None
+                leaves[leaf_name] = StoredLeaf(
+                    name, dtype, leaf.whole_shape, sources, packing, leaf.unpacked
+                )
     return leaves
 
 
@@ -190,6 +206,12 @@ def write_dcp(path: Path, folder: Path, watch: Watch = unwatched) -> Path:
     )
 
     leaves = stored_leaves(contents)
+    packed_names = [name for name, leaf in leaves.items() if leaf.packing is not None]
+    if packed_names:
+        raise ValueError(
+            f"{path} holds packed leaves, which other programs can't decode; found "
+            f"{packed_names[0]!r}: restore it, and call export_safetensors"
+        )
     # Why aliases: a state dict of torch has a tied parameter under each of its names.
     for planned_leaf in any_plan(contents.plan).leaves:
         names = [f"model.{name}" for name in (planned_leaf.path, *planned_leaf.aliases)]
@@ -273,9 +295,7 @@ def export_parameters(
                 done_bytes += leaf.nbytes
                 watch(done_bytes, total_bytes)
 
-        file_entries = [
-            Header(name, leaf.dtype, leaf.shape) for name, leaf in chosen_leaves.items()
-        ]
+        file_entries = [leaf.header(name) for name, leaf in chosen_leaves.items()]
         leaf_tensors = tensors()
         if config is not None:
             module = build_on_meta(config, None, None)

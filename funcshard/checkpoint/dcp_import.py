@@ -201,6 +201,12 @@ def _paths_by_name(plan: Plan) -> dict[str, str]:
 def _check(
     tensor: StoredTensor, leaf: LeafSpec, buffer: BufferPlan, folder: Path, cast: bool
 ) -> None:
+    if buffer.packing is not None:
+        raise ValueError(
+            f"import_dcp reads leaves as they are, and the plan packs {leaf.path!r}; found storage "
+            f"{buffer.packing.name!r}: import under a plan without storage, and take to_state_dict "
+            "and from_state_dict"
+        )
     planned_dtype = dtype_of(buffer.dtype)
     dtype_fits = tensor.dtype == planned_dtype or (cast and can_cast(tensor.dtype, planned_dtype))
     if tensor.shape != leaf.whole_shape or not dtype_fits:

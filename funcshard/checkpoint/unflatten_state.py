@@ -280,6 +280,13 @@ class _Unflattener:
                     "another model"
                 )
             old_unit, old_buffer, old_leaf = self.old_leaves[leaf.path]
+            if _packed_as(buffer) != _packed_as(old_buffer):
+                raise ValueError(
+                    f"leaf {leaf.path!r} is stored {_packed_as(old_buffer)} in {self.saved.title}, "
+                    f"and {_packed_as(buffer)} in the plan; found that it would have to be encoded "
+                    "again: make the plan with the same storage, or take to_state_dict and "
+                    "from_state_dict, which decode and encode"
+                )
             home = _Home(old_unit, old_buffer, [])
             by_buffer.setdefault(home.key, home).leaves.append((leaf, old_leaf))
         self.homes[buffer_key] = list(by_buffer.values())
@@ -289,7 +296,8 @@ class _Unflattener:
         """Return whether two flat buffers have the same elements, maybe in other shards."""
         # Note: a local buffer has other elements on each rank, so the number of these ranks counts.
         same_axes = all(self.axes[axis] == self.old_axes.get(axis, 1) for axis in buffer.local)
-        return (old.leaves, old.local, same_axes) == (buffer.leaves, buffer.local, True)
+        same_values = _packed_as(old) == _packed_as(buffer) and same_axes
+        return (old.leaves, old.local, same_values) == (buffer.leaves, buffer.local, True)
 
     def _below(
         self, specs: Sequence[TreeSpec], homes: list[_Home], unit: UnitPlan, buffer: BufferPlan
@@ -407,6 +415,14 @@ class _Unflattener:
                     home.buffer, old_leaf, self.old_axes, start_position, target
                 )
                 yield _Move(leaf.path, in_shard, target, list(leaf_runs))
+
+
+def _packed_as(buffer: BufferPlan) -> str:
+    if buffer.packing is None:
+        return "as it is"
+    name, block, dtype, parts = buffer.packing.form
+    record_text = " and ".join(f"{part.dtype} {part.shape}" for part in parts)
+    return f"by {name!r}, which makes {record_text} of {block} elements of {dtype},"
 
 
 def _check_same_leaf(

@@ -272,6 +272,11 @@ class Packing:
         object.__setattr__(packing, "storage", storage)
         return packing
 
+    @property
+    def form(self) -> tuple[str, int, str, tuple[RecordPart, ...]]:
+        """What two packings of the same bytes agree in: all but the functions."""
+        return self.name, self.block, self.dtype, self.parts
+
     def bytes_of(self, numel: int) -> int:
         """Return the number of bytes of a leaf of so many elements."""
         return -(-numel // self.block) * self.record
