@@ -90,7 +90,10 @@ def shard(
     by_path, leaf_fault = _checked_leaves(params, plan, mesh, None, checksums if check else None)
     own_shards: Shards = {}
     if leaf_fault is None:
-        own_shards = {unit.name: cut(unit, by_path, mesh, "params") for unit in plan.unit_list}
+        try:
+            own_shards = {unit.name: cut(unit, by_path, mesh, "params") for unit in plan.unit_list}
+        except Exception as error:  # of a function that packs leaves, on this rank alone
+            leaf_fault = error
     # Why after cutting: a rank can cut while others still read their leaves for the checksums.
     checksums.compare(leaf_fault)
     return own_shards

@@ -8,11 +8,16 @@ from tests.misuse import NET, PARAMS, Table, right, set_up, untold, values, whol
 
 CASES = Table()
 MISTAKES = "docs/mistakes.md"
+FROZEN = {name: nn.Parameter(torch.ones(4, 16), requires_grad=False) for name in "wv"}
 LINEARS = ["0", "2", "4"]
 
 
 def plan(mesh, params=PARAMS, **options):
     return fs.make_plan(params, mesh, **options)
+
+
+def by_value(blocks):
+    return blocks.half() if blocks.any() else blocks
 
 
 # --- make_plan ------------------------------------------------------------------------------------
@@ -28,6 +33,28 @@ CASES += [
      lambda mesh: fs.make_plan(NET.parameters(), mesh)),
     ("make_plan", "units in another order than the model's", right(whole_grads),
      lambda mesh: (s := set_up(mesh, units=["4", "2", "0"])).whole(s.grads())),
+    ("make_plan", "storage that matches no frozen leaf", ValueError("must match frozen floating-point leaves"),
+     lambda mesh: plan(mesh, storage={"**": fs.nf4()})),
+    ("make_plan", "a storage in place of a mapping", TypeError("storage must map paths or globs to pairs"),
+     lambda mesh: plan(mesh, storage=fs.nf4())),
+    ("make_plan", "one function as storage", TypeError("must be a pair (encode, decode) of functions"),
+     lambda mesh: plan(mesh, storage={"**": torch.clone})),
+    ("Storage", "no functions", TypeError("a Storage takes two functions, encode and decode"),
+     lambda mesh: fs.Storage(1, 2)),
+    ("nf4", "an odd block", ValueError("block must be even, because two elements share a byte; found 7"),
+     lambda mesh: fs.nf4(7)),
+    ("make_plan", "two pairs of one name", ValueError("two pairs of storage have the name"),
+     lambda mesh: plan(mesh, FROZEN, storage={"w": (torch.clone, torch.clone), "v": (torch.clone, torch.abs)})),
+    ("make_plan", "other functions under a name of the library", ValueError("has the name 'nf4' of a storage of the"),
+     lambda mesh: plan(mesh, FROZEN, storage={"w": fs.Storage(torch.clone, torch.clone, name="nf4")})),
+    ("make_plan", "an encode without rows", ValueError("with one row for each block; found the shapes [(128,)]"),
+     lambda mesh: plan(mesh, FROZEN, storage={"w": (torch.flatten, torch.clone)})),
+    ("make_plan", "a decode without the blocks", ValueError("must return the blocks, of shape (2, 64)"),
+     lambda mesh: plan(mesh, FROZEN, storage={"w": (torch.clone, torch.flatten)})),
+    ("make_plan", "a slice that is to be packed", ValueError("leaf 'w' is a slice of a larger tensor"),
+     lambda mesh: plan({"shard": 1, "tensor": 2}, FROZEN, local={"w": {"tensor": 0}}, storage={"w": fs.nf4()})),
+    ("shard", "an encode whose dtypes depend on values", ValueError("return the same dtypes and shapes for all values"),
+     lambda mesh: fs.shard(FROZEN, plan(mesh, FROZEN, storage={"w": (by_value, torch.Tensor.float)}), mesh)),
     ("make_plan", "detached copies of frozen leaves, for a function by hand",
      untold(MISTAKES, "A detached copy of a frozen parameter looks trainable.",
         ["float32", "float32.frozen"]),
