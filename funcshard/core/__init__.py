@@ -56,7 +56,13 @@ from funcshard.core.collectives import (
 )
 from funcshard.core.combinators import reshard, unit_comms, unshard, unshard_with
 from funcshard.core.derivatives import gnvp, grad, hvp, jvp, linearize, vjp
-from funcshard.core.flat_buffer import all_gather_flat, all_reduce_flat, start_gather_flat, views
+from funcshard.core.flat_buffer import (
+    all_gather_flat,
+    all_reduce_flat,
+    decoded_views,
+    start_gather_flat,
+    views,
+)
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
 from funcshard.core.gradient_options import GradientOptions, OnGrads, OnReduceScattered
 from funcshard.core.gradients import (
@@ -114,7 +120,7 @@ __all__ = [
     "block_count", "broadcast", "broadcast_object", "broadcast_to_shards", "can_cast",
     "cast_inputs", "cast_outputs", "check_callable", "check_cut", "check_derivatives", "check_fits", "check_leaf",
     "check_mesh", "check_shards", "check_source", "check_tie", "check_weight", "current_reducer",
-    "current_unit", "cut", "cut_from_rank", "detached", "empty_shard", "gather", "gnvp", "grad",
+    "current_unit", "cut", "cut_from_rank", "decoded_views", "detached", "empty_shard", "gather", "gnvp", "grad",
     "grad_mode", "gradient_function", "hooks_allowed", "hvp", "join_slices", "jvp", "linearize",
     "loss_value", "modified_leaf", "norm", "pmax", "pmean", "ppermute", "psum", "psum_scatter",
     "psum_world", "put_whole", "raise_on_every_rank", "randn_like", "remat", "reshard",

@@ -23,6 +23,8 @@ def with_packing(leaves: list[Leaf], storage: Any) -> list[Leaf]:
             tensor, or two pairs have one name.
     """
     storages = read_storages(storage)
+    if not storages:
+        return leaves
     node_globs = match(storages, [leaf.paths for leaf in leaves], "storage")
     # A path counts before a glob, and a later one before an earlier one.
     order = {glob: ("*" not in glob, number) for number, glob in enumerate(storages)}

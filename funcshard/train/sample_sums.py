@@ -21,10 +21,10 @@ from funcshard.core import (
     Shards,
     activate,
     all_reduce_flat,
+    decoded_views,
     modified_leaf,
     start_gather,
     unshard,
-    views,
 )
 from funcshard.plan import AXES, BufferPlan, UnitPlan, position_of
 from funcshard.train.clipping import norm_of_rows
@@ -172,7 +172,7 @@ def gather_buffer(source: UnitBuffer, shards: Shards) -> GatheredBuffer:
         source=source,
         shard=shard,
         whole=whole,
-        leaves=views(whole, source.buffer),
+        leaves=decoded_views(whole, source.buffer),
         writes=version(whole),
     )
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import funcshard as fs
 from funcshard.checkpoint import export_parameters
-from tests.core.units import same_bits
+from tests.core.units import forward_mode, same_bits
 from tests.jobs import decoded
 from tests.ranks import run_ranks, run_simulated
 from tests.storages import Alive
@@ -110,6 +110,30 @@ OPTIONS: Mapping[str, tuple[int, Any]] = {
     "groups": (2, {"units": [UNITS]}),
     "local": (2, {"local": {"2": "replicate"}}),
 }
+
+
+def transformed(mesh: fs.Mesh, packed: bool) -> Any:
+    """Return what transforms and derivatives give, for a plan and for one with the decoded weights."""
+    name = "nf4" if packed else "as it is"
+    apply, params, _ = fs.make_functional(net(None if packed else fs.nf4()))
+    plan = fs.make_plan(params, mesh, units=UNITS, storage={"*.base.weight": STORAGES[name]})
+    sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
+
+    def loss(shards: Any, _: Any, batch: Any) -> torch.Tensor:
+        return loss_of(sharded(shards, {}, batch[0][None]), batch[1][None])
+
+    with torch.inference_mode():
+        inferred = sharded(shards, {}, X)
+    of_inputs = torch.func.grad(lambda x: sharded(shards, {}, x).square().sum())(X)
+    tangents = fs.value_and_grad(loss)(shards, {}, (X[0], Y[0]))[1]
+    product = fs.hvp(lambda s: loss(s, {}, (X[0], Y[0])), (shards,), (tangents,), mesh=mesh)[1]
+    norms = fs.per_sample_norms(loss, plan, mesh)(shards, {}, (X, Y))
+    return inferred, of_inputs, [unit["float32"] for unit in product.values()], norms
+
+
+@forward_mode
+def test_transforms_see_the_decoded_weights() -> None:
+    same_bits(run_simulated(transformed, 2, True), run_simulated(transformed, 2, False))
 
 
 @pytest.mark.parametrize("case", OPTIONS)
