@@ -148,7 +148,9 @@ RIGHT_CALLS: dict[str, Callable[[World], Call]] = {
         "forward_prefetch": True, "backward_prefetch": "pre", "limit": 1,
     }),
     "Schedule": lambda w: (fs.Schedule, (("a",), True, "pre", 1), {}),
-    "predict_events": lambda w: (fs.predict_events, (w.plan,), {"micro_batches": 1, "forwards": 1, "reduce": "each"}),
+    "predict_events": lambda w: (fs.predict_events, (w.plan,), {
+        "micro_batches": 1, "forwards": 1, "reduce": "each", "transform": None,
+    }),
     "wrap.by_size": lambda w: (fs.wrap.by_size, (8,), {}),
     "make_functional": lambda w: (fs.make_functional, (NET,), {"mutable": False}),
     "Functional.train": lambda w: (APPLY.train, (True,), {}),

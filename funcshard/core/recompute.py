@@ -285,9 +285,10 @@ class _Call:
             with acting_for(loop, transform_level() + 1):
                 pullback = torch.func.vjp(chosen_outputs, *(inputs[i] for i in in_indices))[1]
                 return pullback(tuple(grads))
-        is_connected_graph = torch.is_grad_enabled() and any(
-            tensor.requires_grad for tensor in (*inputs, *grads)
-        )
+        # Why zeros then: a higher derivative has as many results as those that transforms return,
+        # which are zeros for an input that the function doesn't use, such as a frozen shard.
+        has_zeros = torch.is_grad_enabled()
+        is_connected_graph = has_zeros and any(tensor.requires_grad for tensor in (*inputs, *grads))
         input_copies = []
         for tensor in inputs:
             # A view is part of the graph of higher derivatives; the copy of another input is not.
@@ -305,7 +306,7 @@ class _Call:
             out_pairs = zip([outs[i] for i in out_indices], grads, strict=True)
             pairs_with_graph = [pair for pair in out_pairs if pair[0].requires_grad]
             if not pairs_with_graph:
-                return [None] * len(in_indices)
+                return [torch.zeros_like(x) if has_zeros else None for x in chosen_inputs]
             out_tensors, out_grads = zip(*pairs_with_graph, strict=True)
             del outs, out_pairs, pairs_with_graph
             return torch.autograd.grad(
@@ -314,6 +315,7 @@ class _Call:
                 out_grads,
                 allow_unused=True,
                 create_graph=is_connected_graph,
+                materialize_grads=has_zeros,
             )
 
     def jvp(

@@ -21,6 +21,7 @@
 - ``schedule``: ``Schedule``: when units are gathered ahead of their use.
 - ``execution_order``: the gathers of a call, in order, for prediction and runtime.
 - ``step_options``: the options ``reduce`` and ``remat``.
+- ``predict_derivative``: the collectives of ``fs.hvp`` and other operators.
 - ``predict``: ``predict_events``: the collectives of a step.
 """
 

@@ -10,12 +10,13 @@ from typing import NamedTuple
 import torch
 
 from funcshard._utils import tree
-from funcshard._utils.options import check_count
+from funcshard._utils.options import check_choice, check_count
 from funcshard._utils.tensors import dtype_name, dtype_of
 from funcshard.plan.cast import ChooseCast, cast_of
 from funcshard.plan.events import Event
 from funcshard.plan.execution_order import BackwardOrder, ForwardOrder
 from funcshard.plan.plan import Plan, check_plan
+from funcshard.plan.predict_derivative import SWEEPS, Stretch, Transform, derivative_events
 from funcshard.plan.schedule import Schedule, check_schedule, make_schedule, unit_names
 from funcshard.plan.step_options import (
     Reduce,
@@ -52,8 +53,11 @@ def predict_events(
     reduce: Reduce = "each",
     cast: ChooseCast | None = None,
     forwards: int = 1,
+    transform: Transform | None = None,
 ) -> tuple[Event, ...]:
     """Predict, in order, the collectives of one ``value_and_grad`` of a sharded model on a rank.
+
+    With ``transform``, predict those of ``fs.hvp`` or of another operator instead.
 
     The root is gathered first and reduced last. Forward gathers the units in ``order``. Backward
     reduces them in the opposite order, and gathers each one again if the plan reshards it after
@@ -89,14 +93,17 @@ def predict_events(
         cast: as in ``fully_shard``.
         forwards: how often your loss function calls the model, with the same shards and order of
             units, before its backward.
+        transform: ``"grad"``, ``"jvp"``, ``"hvp"``, ``"gnvp"``, ``"vjp"`` with one call of its
+            pullback, or ``"linearize"`` with one call of its ``f_jvp``: that operator by the shards
+            of a function that calls every unit once. Checkpoints may not hold others.
 
     Returns:
         The events, equal to those that ``record_events`` records around the step.
 
     Raises:
         ValueError: an argument names a unit that the plan does not have; ``micro_batches`` or
-            ``reduce`` is not valid for ``accumulate``; or ``forwards`` is not a positive whole
-            number.
+            ``reduce`` is not valid for ``accumulate``; ``forwards`` is not a positive whole number;
+            or ``transform`` is not one of these, or beside several micro-batches or forwards.
 
     Example:
         >>> import torch, funcshard as fs
@@ -116,7 +123,15 @@ def predict_events(
         cast=cast,
         forwards=forwards,
     )
-    return tuple(item for item in step.run() if isinstance(item, Event))
+    if transform is None:
+        return tuple(item for item in step.run() if isinstance(item, Event))
+    check_choice("transform", transform, [*SWEEPS, None])
+    if micro_batches != 1 or forwards != 1:
+        raise ValueError(
+            f"transform={transform!r} is of a function that runs once; found "
+            f"micro_batches={micro_batches} and forwards={forwards}: leave them out"
+        )
+    return tuple(step.derivative(transform))
 
 
 def predict_step(
@@ -206,6 +221,35 @@ class _Step:
         for name, outer_units in self._outer.items():
             for outer_unit in self._checkpoints.keys() & outer_units:
                 self._inner.setdefault(outer_unit, []).append(name)
+
+    def derivative(self, transform: Transform) -> Iterator[Event]:
+        """Yield what an operator does."""
+        checkpoint_of = {
+            unit_name: last_unit
+            for last_unit, checkpoint_units in self._checkpoints.items()
+            for outer_unit in checkpoint_units
+            for unit_name in (outer_unit, *self._inner.get(outer_unit, ()))
+        }
+        stretches: dict[str, list[str]] = {}
+        for unit_name in self._schedule.order:
+            stretches.setdefault(checkpoint_of.get(unit_name, unit_name), []).append(unit_name)
+
+        def gathers(name: str) -> list[tuple[Event, list[Event]]]:
+            unit = self._units[name]
+            trainable = {buffer.key for buffer in unit.buffers if buffer.trainable}
+            # Why without a cast: tangents are no parameters, and travel as they are.
+            plain_gathers = _gathers(unit, unit.mesh_shape[1])
+            return [
+                (values, [tangents] * (tangents.buffer in trainable))
+                for values, tangents in zip(self._gathers(name), plain_gathers, strict=True)
+            ]
+
+        yield from derivative_events(
+            transform,
+            [Stretch(units, last in self._checkpoints) for last, units in stretches.items()],
+            gathers,
+            lambda name: [buffer_events for _, buffer_events in self._reductions(name)],
+        )
 
     def run(self, reached: Sequence[Reached] | None = None) -> Iterator[Event | Reached]:
         """Yield what the step does, following the places of a backward if they are known."""

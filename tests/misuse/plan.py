@@ -116,6 +116,9 @@ CASES += [
     ("predict_events Schedule", "the schedule of another plan",
      ValueError("the schedule must name units of the plan; found '4'"),
      lambda s: fs.predict_events(s.plan, fs.make_schedule(plan(s.mesh, units=["4"])))),
+    ("predict_events", "an operator in micro-batches",
+     ValueError("transform='hvp' is of a function that runs once; found micro_batches=2 and forwards=1"),
+     lambda s: fs.predict_events(s.plan, micro_batches=2, transform="hvp")),
 ]  # fmt: skip
 
 # --- policies -------------------------------------------------------------------------------------

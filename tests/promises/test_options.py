@@ -112,7 +112,10 @@ RULES: dict[str, dict[str, Rule]] = {
     ), FLAG),
     "make_schedule": {"forward_prefetch": FLAG, "backward_prefetch": PREFETCH, "limit": count(1, "units")},
     "Schedule": {"forward_prefetch": FLAG, "backward_prefetch": PREFETCH, "limit": count(1, "units")},
-    "predict_events": {"micro_batches": count(1, "micro-batches"), "forwards": count(1, "forwards"), "reduce": REDUCE},
+    "predict_events": {
+        "micro_batches": count(1, "micro-batches"), "forwards": count(1, "forwards"), "reduce": REDUCE,
+        "transform": choice("grad", "vjp", "jvp", "hvp", "gnvp", "linearize", None),
+    },
     "wrap.by_size": {"min_numel": count(0, "elements")},
     "init_mesh": {
         "shape": or_none(SHAPE), "timeout": positive(), "patience": positive(), "give_up": positive(), "shared_memory": FLAG,
