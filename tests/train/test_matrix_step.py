@@ -120,19 +120,20 @@ CASES = {
     "hybrid": Case({"replicate": 2, "shard": 2}),
     "gradients alone": Case({"shard": 3}, update=without_matrix),
     "chosen nodes": Case({"shard": 2}, matrices=["blocks"]),
-    "a pair for others": Case({"shard": 3}, pair=True),
+    "a pair for others, two dtypes": Case({"shard": 3}, pair=True, half=True),
     "no_shard": Case({"shard": 3}, {"strategy": "no_shard"}),
     "one unit": Case({"shard": 3}, {"units": []}),
-    "two dtypes": Case({"shard": 3}, half=True),
     "cut rows": Case(GRID, cuts={"blocks.0.w": {"tensor": 0}, "experts": {"tensor": 2}}),
     "experts on their ranks": Case({"expert": 2, "shard": 2}, cuts={"experts": {"expert": 0}}),
     "cut experts": Case({**EXPERTS, "shard": 2}, cuts=CUTS),
 }  # fmt: skip
-RUNS = {**{name: (run_simulated, name) for name in CASES}, "on processes": (run_ranks, "cut rows")}
+BY_DAY = ("3 ranks", "a pair for others, two dtypes", "cut rows", "cut experts")
+RUNS = [
+    pytest.param(run_simulated, name, id=name, marks=[] if name in BY_DAY else pytest.mark.nightly) for name in CASES
+] + [pytest.param(run_ranks, "cut rows", id="on processes", marks=pytest.mark.nightly(one_in=2))]
 
 
-@pytest.mark.nightly(one_in=3)
-@pytest.mark.parametrize(("run", "name"), RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize(("run", "name"), RUNS)
 def test_three_steps_on_shards_are_three_steps_on_the_whole(run, name):
     case = CASES[name]
     wanted, states = on_the_whole(case, 3)
@@ -194,7 +195,17 @@ def test_a_matrix_without_a_gradient_stays_as_it_is(mesh, case):
 
 
 @on_ranks(2)
-def test_a_state_of_other_matrices_is_an_error_and_a_donated_one_too(mesh):
+def test_a_donated_state_is_an_error(mesh):
+    plan = fs.make_plan({"w": torch.eye(4)}, mesh)
+    optimizer, shards = fs.per_matrix(init, update, plan, mesh), fs.shard({"w": torch.eye(4)}, plan, mesh)
+    state = optimizer.init(shards)
+    optimizer.step(shards, state, fs.copy(shards))
+    with pytest.raises(RuntimeError, match="donated"):
+        optimizer.step(shards, state, fs.copy(shards))
+
+
+@on_ranks(2)
+def test_a_state_of_other_matrices_is_an_error(mesh):
     tensors = Case({}).tensors(0)
     plan = fs.make_plan(tensors, mesh)
     make = lambda **options: fs.per_matrix(init, update, plan, mesh, others=Case({}).others(), **options)  # noqa: E731
@@ -203,9 +214,6 @@ def test_a_state_of_other_matrices_is_an_error_and_a_donated_one_too(mesh):
     state = all_matrices.init(shards)
     with pytest.raises(ValueError, match="must hold the matrices that this rank owns"):
         blocks.step(shards, state, shards)
-    all_matrices.step(shards, state, fs.copy(shards))
-    with pytest.raises(RuntimeError, match="donated"):
-        all_matrices.step(shards, state, shards)
     by_name = fs.optimizer_to_state_dict(all_matrices.init(shards), all_matrices, plan, mesh)
     by_name["state"]["emb"]["first"] = torch.ones(3)
     with pytest.raises(ValueError, match="'first' of 'emb' in the optimizer's state dict must have shape"):
