@@ -23,6 +23,7 @@ def texts_of_optimizer(optimizer: Any) -> dict[str, str]:
     if isinstance(step, PerMatrixStep):
         setting_texts = {"init of per_matrix": text_of(step.init_matrix)}
         setting_texts["update of per_matrix"] = text_of(step.update)
+        setting_texts["the tensors that update of per_matrix takes"] = str(step.owners.gathered)
         for path in step.owners.of:
             setting_texts[f"the optimizer of matrix {path!r}"] = "per_matrix"
         for name, text in texts_of_optimizer(step.others or (None, None)).items():

@@ -97,9 +97,9 @@ def make_train_step(
     with its own part of your batch. The step averages the gradient over the world, and the
     optimizer updates this rank's shards.
 
-    With ``torch_optimizer`` or ``muon`` the state is donated: ``step`` updates its tensors in
-    place, and you can't use the old state or its shards afterwards. To keep a state, call
-    ``fs.copy(state)`` before the step, or pass ``donate=False``.
+    With ``torch_optimizer``, ``muon`` or ``per_matrix`` the state is donated: ``step`` updates its
+    tensors in place, and you can't use the old state or its shards afterwards. To keep a state,
+    call ``fs.copy(state)`` before the step, or pass ``donate=False``.
 
     Arguments:
         loss_fn: your ``loss_fn(shards, buffers, batch)`` returns this rank's loss, the mean over
@@ -108,7 +108,7 @@ def make_train_step(
             ``(loss, weight)``, and with all three ``(loss, weight, new_buffers, aux)``. You can
             also pass ``value_and_grad`` or ``accumulate`` of such a function, with their options:
             ``make_train_step(fs.accumulate(loss_fn, 4, weighted=True), ...)``.
-        optimizer: the pair that ``torch_optimizer`` or ``muon`` returned, or a pair
+        optimizer: the pair of ``torch_optimizer``, ``muon`` or ``per_matrix``, or a pair
             ``(init, update)`` in the style of TorchOpt and optax.
         plan: the plan of the shards.
         mesh: the ranks. Pass the same optimizer and options on every rank, which is checked.

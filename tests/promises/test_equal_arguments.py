@@ -41,6 +41,11 @@ class Setup:
         optimizer = fs.muon(self.plan, self.mesh, **{"lr": 0.1, **options})
         return fs.make_train_step(lambda shards, buffers, batch: 0.0, optimizer, self.plan, self.mesh)
 
+    def per_matrix(self, **options: Any) -> object:
+        others = fs.torch_optimizer(torch.optim.SGD, lr=options.pop("lr", 0.1))
+        optimizer = fs.per_matrix(id, lambda grad, state: (grad, state), self.plan, self.mesh, others=others, **options)
+        return fs.make_train_step(lambda shards, buffers, batch: 0.0, optimizer, self.plan, self.mesh)
+
     def grad(self, **options: Any) -> object:
         return fs.value_and_grad(lambda shards: 0.0, mesh=self.mesh, **options)
 
@@ -103,6 +108,10 @@ DIFFERENCES: dict[str, tuple[Callable[[Setup], object], Callable[[Setup], object
      "the group of leaf '1.bias' must be the same on every rank; rank 0 has 1 and rank 1 has 0"),
     "matrices of muon": (lambda s: s.muon(), lambda s: s.muon(matrices=["0"]),
      "the optimizer of leaf '1.weight' must be the same on every rank; rank 0 has muon and rank 1 has nothing"),
+    "matrices of per_matrix": (lambda s: s.per_matrix(), lambda s: s.per_matrix(matrices=["0"]),
+     "the optimizer of matrix '1.weight' must be the same on every rank; rank 0 has per_matrix and rank 1 has nothing"),
+    "others of per_matrix": (lambda s: s.per_matrix(), lambda s: s.per_matrix(lr=0.2),
+     "lr of the optimizer, for other leaves must be the same on every rank; rank 0 has 0.1 and rank 1 has 0.2"),
     "options of muon": (lambda s: s.muon(momentum=0.9), lambda s: s.muon(momentum=0.8),
      "momentum of muon must be the same on every rank; rank 0 has 0.9 and rank 1 has 0.8"),
     **{
