@@ -119,6 +119,7 @@ def check_replicated(summaries: Sequence[dict[str, Any]]) -> None:
     """Raise ``ValueError``, naming a difference, unless all summaries are the same."""
     first_summary = summaries[0]
     remedy = "mark a value of a rank's own with PerRank(value)"
+    of_tensors = f"{remedy}, and store a state of muon or per_matrix by optimizer_to_state_dict"
     for rank, rank_summary in enumerate(summaries):
         if json.dumps(first_summary) == json.dumps(rank_summary):
             continue
@@ -136,11 +137,11 @@ def check_replicated(summaries: Sequence[dict[str, Any]]) -> None:
             if first_summary["tensors"][name] != rank_summary["tensors"][name]:
                 raise ValueError(
                     f"tensor {name!r} of the state is not the same on rank 0 and rank {rank}: "
-                    f"{remedy}"
+                    f"{of_tensors}"
                 )
         raise ValueError(
             f"the state must have the same structure on every rank; rank {rank}'s differs from "
-            f"rank 0's: {remedy}, and store a state of per_matrix by optimizer_to_state_dict"
+            f"rank 0's: {of_tensors}"
         )
 
 
