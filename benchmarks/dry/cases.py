@@ -43,6 +43,15 @@ def _muon(plan: fs.Plan, mesh: fs.Mesh) -> Any:
     return fs.muon(plan=plan, mesh=mesh, lr=1e-2)
 
 
+def _per_matrix(plan: fs.Plan, mesh: fs.Mesh) -> Any:
+    def update(grad: Any, left: Any, _: Any) -> Any:
+        left = left + grad @ grad.T
+        return -1e-2 * left @ grad, left
+
+    others = fs.torch_optimizer(torch.optim.AdamW, lr=1e-2)
+    return fs.per_matrix(lambda matrix: matrix @ matrix.T, update, plan, mesh, others=others)
+
+
 class Case(NamedTuple):
     """A program to run dry.
 
@@ -122,7 +131,9 @@ CASES: dict[str, Case] = {
     "checkpoint, mutable, torchopt": _steps(ONE, run=programs.save_and_restore, mutable=True, optimizer=_torchopt),
     "safetensors, offload": _steps(run=programs.as_safetensors, plan={"offload": True}),
     "graph, scaler, weights, mutable": _graph(scaler=fs.GradScaler(), weighted=True, mutable=True),
+    "offload, per_matrix": _steps(plan={"offload": True}, optimizer=_per_matrix),
     "graph, muon": _graph(optimizer=_muon),
+    "graph, per_matrix": _graph(optimizer=_per_matrix),
     "graph, hybrid, buckets, capturable": _graph(shape=HYBRID, plan={"bucket_bytes": 1 << 12}, optimizer=_capturable),
     "graph, passes": _graph(programs.passes),
     "graph, compiled": _graph(programs.compiled, autocast="bfloat16", accumulate=2, reduce="once"),
