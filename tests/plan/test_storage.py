@@ -35,6 +35,7 @@ def test_records_are_those_of_blocks_and_packing_what_they_decode_to_changes_no_
         assert unpacked.dtype == dtype
         assert torch.equal(unpacked, decoded(leaf, storage))
         assert torch.equal(packing.pack(unpacked), packed)
+        assert torch.equal(packing.unpack(packed, torch.float64)[:numel], unpacked.double())  # rounded to dtype first
         if numel > storage.block:  # any whole number of records is packed and decoded alone
             rest = packing.pack(leaf[storage.block :])
             assert torch.equal(rest, packed[packing.record :])

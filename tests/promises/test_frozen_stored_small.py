@@ -126,7 +126,7 @@ def transformed(mesh: fs.Mesh, packed: bool) -> Any:
         inferred = sharded(shards, {}, X)
     of_inputs = torch.func.grad(lambda x: sharded(shards, {}, x).square().sum())(X)
     tangents = fs.value_and_grad(loss)(shards, {}, (X[0], Y[0]))[1]
-    product = fs.hvp(lambda s: loss(s, {}, (X[0], Y[0])), (shards,), (tangents,), mesh=mesh)[1]
+    product = fs.hvp(lambda s: loss(s, {}, (X[0], Y[0])), (shards,), (tangents,), mesh=mesh)
     norms = fs.per_sample_norms(loss, plan, mesh)(shards, {}, (X, Y))
     return inferred, of_inputs, [unit["float32"] for unit in product.values()], norms
 
