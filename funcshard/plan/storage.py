@@ -168,8 +168,9 @@ def _encode_nf4(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _decode_nf4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     levels = _nf4_levels(codes.device).expand(16, 16)
-    byte_levels = torch.stack([levels.t(), levels], -1).view(256, 2)
-    elements = byte_levels.index_select(0, codes.flatten().int())
+    # Why as int64: one number for two elements is found in half the time.
+    byte_levels = torch.stack([levels.t(), levels], -1).view(torch.int64).flatten()
+    elements = byte_levels.index_select(0, codes.flatten().int()).view(torch.float32)
     return elements.view(-1, 2 * codes.shape[1]).mul_(scales)
 
 
