@@ -8,8 +8,9 @@ peft does. The example shows:
 - the traffic of a step: the gradients of the adapters are a small part of it;
 - the way back: `PeftModel.from_pretrained(model, folder)` loads the adapters.
 
-Pass `--model DIR` for a Llama in a local directory of Hugging Face. On GPUs, run the same command
-with one process for each GPU.
+Pass `--model DIR` for a Llama in a local directory of Hugging Face, and `--nf4` for QLoRA: ranks
+then store and gather the frozen weights in 4.5 bits an element. On GPUs, run the same command with
+one process for each GPU.
 """
 
 from __future__ import annotations
@@ -58,12 +59,14 @@ def batches(mesh: fs.Mesh, steps: int, samples: int) -> Any:
         yield batch.chunk(mesh.world_size)[mesh.rank].to(mesh.device)
 
 
-def train(mesh: fs.Mesh, steps: int, out: Path, model: str | None = None) -> list[float]:
+def train(mesh: fs.Mesh, steps: int, out: Path, model: str | None = None, nf4: bool = False) -> list[float]:
     """Train the adapters, write them to a folder, and return the loss of each step."""
     net = make_model(model)
     apply, params, buffers = fs.make_functional(net)
     # A parameter with requires_grad=False stays frozen: the plan records it.
-    plan = fs.make_plan(params, mesh, units=["base_model.model.model.layers.*"], ties=apply.ties)
+    storage = {"**": fs.nf4(), "**.*norm": None} if nf4 else None
+    units = ["base_model.model.model.layers.*"]
+    plan = fs.make_plan(params, mesh, units=units, ties=apply.ties, storage=storage)
     sharded = fs.fully_shard(apply, plan, mesh)
     buffers = {name: buffer.to(mesh.device) for name, buffer in buffers.items()}
 
@@ -99,8 +102,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--model", help="a directory of Hugging Face; by default a small random model")
     parser.add_argument("--out", type=Path, default=Path("out-lora"))
+    parser.add_argument("--nf4", action="store_true", help="store the frozen weights in 4.5 bits an element")
     options = parser.parse_args()
-    train(fs.init_mesh(), options.steps, options.out, options.model)
+    train(fs.init_mesh(), options.steps, options.out, options.model, options.nf4)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -191,6 +191,10 @@ def test_other_storage_is_refused_and_not_encoded_again(tmp_path: Path) -> None:
     for storage in (None, fs.int8(), fs.nf4(32), alike):  # the last makes records of the same parts
         with pytest.raises(ValueError, match=r"stored by 'nf4'.* would have to be encoded again"):
             fs.replan(shards, planned(2), planned(1, storage))
+    plain = planned(1, None)
+    fs.save(tmp_path / "plain", {"shards": fs.shard(fs.make_functional(net())[1], plain, fs.Mesh())}, plain, fs.Mesh())
+    with pytest.raises(ValueError, match="import_dcp reads leaves as they are, and the plan packs"):
+        fs.import_dcp(fs.export_dcp(tmp_path / "plain", tmp_path / "dcp of it"), planned(1), fs.Mesh())
     with pytest.raises(ValueError, match="packed leaves, which other programs can't decode"):
         fs.export_dcp(tmp_path / "checkpoint", tmp_path / "dcp")
 
