@@ -12,6 +12,7 @@ Read the files in this order:
 - ``optimizer_pair``: an optimizer as a pair of pure functions.
 - ``learning_rate``: ``torch_schedule``, a scheduler of torch as a function of the step.
 - ``optimizers``: ``torch_optimizer``, a class of ``torch.optim`` as such a pair; one update.
+- ``quasi_newton``: ``lbfgs``, ``torch.optim.LBFGS`` on shards.
 - ``param_groups``: the ranges of flat shards that parameter groups occupy.
 - ``state_checks``: whether options and a state fit an optimizer.
 - ``matrix_step``: ``per_matrix``, an optimizer written for one whole matrix.
@@ -36,6 +37,7 @@ from funcshard.train.optimizer_pair import TorchOptimizer, check_optimizer
 from funcshard.train.optimizers import TorchStep, torch_optimizer
 from funcshard.train.param_groups import ParamGroupLayout, trainable_buffers
 from funcshard.train.per_sample import per_sample_grad
+from funcshard.train.quasi_newton import lbfgs
 from funcshard.train.sample_norms import per_sample_norms
 from funcshard.train.scaler import GradScaler, ScalerState
 from funcshard.train.state_checks import KnownEntries, learn_entries
@@ -62,6 +64,7 @@ __all__ = [
     "clip_by_global_norm",
     "copy",
     "global_norm",
+    "lbfgs",
     "learn_entries",
     "make_meter",
     "make_train_step",

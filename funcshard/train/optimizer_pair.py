@@ -58,6 +58,8 @@ def refusal(cls: Any) -> Exception:
         remedy = "pass the class, as in torch_optimizer(torch.optim.AdamW, lr=...)"
     elif cls is getattr(torch.optim, "Muon", None):
         remedy = "call fs.muon(plan, mesh, lr=...), which updates whole matrices"
+    elif cls is torch.optim.LBFGS:
+        remedy = "call fs.lbfgs(loss_fn, shards, plan, mesh), which minimises a loss"
     elif isinstance(cls, functools.partial):
         remedy = "pass the class itself, and its options by name"
     elif cls.__module__.startswith("torch.optim"):
