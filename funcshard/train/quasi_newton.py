@@ -57,7 +57,7 @@ def lbfgs(
         ...     f = fs.unshard(lambda w: (w["w"] - 1).square().sum(), plan.units[""], mesh)
         ...     shards = fs.shard(params, plan, mesh)
         ...     shards, info = fs.lbfgs(lambda s: f(s[""]), shards, plan, mesh)
-        ...     return fs.gather(shards, plan, mesh)["w"].tolist()
+        ...     return fs.gather(shards, plan, mesh)["w"].round(decimals=4).tolist()
         >>> fs.simulate(main, world_size=2)
         [[1.0, 1.0], [1.0, 1.0]]
 
@@ -66,12 +66,8 @@ def lbfgs(
     check_fits(plan, mesh)
     check_cut(plan, shards)
     differentiate = value_and_grad(loss_fn, mesh=mesh)
-    keys = [
-        (unit.name, buffer.key)
-        for unit in plan.unit_list
-        for buffer in unit.buffers
-        if buffer.trainable
-    ]
+    buffers = [(unit, buffer) for unit in plan.unit_list for buffer in unit.buffers]
+    keys = [(unit.name, buffer.key) for unit, buffer in buffers if buffer.trainable]
     likes = [shards[unit_name][key] for unit_name, key in keys]
     nothing = {unit_name: dict.fromkeys(unit_shards) for unit_name, unit_shards in shards.items()}
 
@@ -83,27 +79,24 @@ def lbfgs(
         return tree
 
     def as_vector(tree: Shards) -> torch.Tensor:
-        return torch.cat([tree[unit_name][key].detach() for unit_name, key in keys]).as_subclass(
-            Vector
-        )
+        parts = [tree[unit_name][key].detach() for unit_name, key in keys]
+        return torch.cat(parts).as_subclass(Vector)
 
     class Vector(torch.Tensor):
-        """A rank's trainable shards; torch reduces them by the three methods below."""
+        """A rank's trainable shards. Torch takes ``max`` and ``sum`` of absolute values only."""
 
         def dot(self, other: torch.Tensor) -> torch.Tensor:
             return vdot(as_tree(self), as_tree(other), plan, mesh)
 
-        def max(self) -> torch.Tensor:  # of absolute values
+        def max(self) -> Any:  # type: ignore[override]
             return global_norm(as_tree(self), plan, mesh, math.inf)
 
-        def sum(self) -> torch.Tensor:  # of absolute values
+        def sum(self) -> torch.Tensor:  # type: ignore[override]
             return global_norm(as_tree(self), plan, mesh, 1.0)
 
         @classmethod
-        def __torch_function__(
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            result = super().__torch_function__(func, types, args, kwargs)
+        def __torch_function__(cls, func: Any, *args: Any) -> Any:
+            result = super().__torch_function__(func, *args)
             is_number = isinstance(result, torch.Tensor) and result.ndim == 0
             assert not is_number, f"LBFGS calls {func}, which sees this rank's shards only"
             return result
