@@ -103,8 +103,9 @@ def _sorted_rows(value: torch.Tensor) -> torch.Tensor:
 
 def varying_axes(values: Values, sizes: Sizes) -> list[str]:
     """Return the axes along which ranks have different values."""
-    varying, stride = [], 1
-    for axis, size in reversed(sizes.items()):
+    varying: list[str] = []
+    stride = 1
+    for axis, size in reversed(list(sizes.items())):
         first_ranks = [rank - rank // stride % size * stride for rank in range(len(values))]
         pairs = [(values[rank], values[first]) for rank, first in enumerate(first_ranks)]
         if any(distance(value, first) > tolerance_of(first.dtype) for value, first in pairs):
@@ -156,7 +157,7 @@ def _joined(
         rests = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
         numbers = [sum(value.shape[dim] for value in line) for line in lines]
         if len(rests) == 1 and max(numbers) <= reference.shape[dim]:
-            yield "cut", [torch.cat(line, dim) for line in lines]
+            yield "cut", [torch.cat(list(line), dim) for line in lines]
     if len(shapes) > 1 or first.dtype == torch.bool:
         return
     stacks = [torch.stack([_wide(value) for value in line]) for line in lines]

@@ -21,7 +21,7 @@ def values_by_path(result: Any, mesh: Mesh) -> dict[Key, Any]:
     A tree of shards is gathered if the result holds its plan too.
     """
     plans = [leaf for leaf in tree.leaves(result) if isinstance(leaf, Plan)]
-    steps = {None: result}
+    steps: dict[int | None, Any] = {None: result}
     if isinstance(result, list):
         steps = dict(enumerate(result))
     with torch.no_grad():
@@ -49,7 +49,7 @@ def _entries(node: Any, path: str, plans: Sequence[Plan], mesh: Mesh) -> Iterato
     if isinstance(node, Mapping):
         children = dict(node)
     elif isinstance(node, tuple) and hasattr(node, "_fields"):
-        children = node._asdict()
+        children = dict(zip(node._fields, node, strict=True))
     elif isinstance(node, (list, tuple)):
         children = dict(enumerate(node))
     else:

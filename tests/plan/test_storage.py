@@ -50,7 +50,10 @@ def test_a_long_leaf_is_packed_in_steps(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(packing.unpack(whole)[: len(leaf)], decoded(leaf, fs.nf4()))
 
 
-@pytest.mark.parametrize(("storage", "most"), [(fs.nf4(), 0.1522), (fs.int8(), 0.5 / 127), (fs.fp8(), 16 / 448)], ids=str)
+NEAR = {"nf4": (fs.nf4(), 0.1522), "int8": (fs.int8(), 0.5 / 127), "fp8": (fs.fp8(), 16 / 448)}
+
+
+@pytest.mark.parametrize(("storage", "most"), NEAR.values(), ids=NEAR)
 def test_an_element_is_as_near_as_its_levels_and_zeros_are_zeros(storage: fs.Storage, most: float) -> None:
     blocks = values(64 * 100).view(100, 64)
     blocks[0] = 0
