@@ -64,6 +64,7 @@ def trace(
     *,
     precision: MixedPrecision | Plan | None,
     inputs: InputMaker | None = None,
+    functional: tuple[Any, ...] | None = None,
 ) -> Profile:
     """Return the profile of a model with one batch.
 
@@ -73,11 +74,12 @@ def trace(
         seq: tokens of a sample.
         precision: as in ``profile``.
         inputs: as in ``plan_run``.
+        functional: what ``make_functional`` returned for the model, if you have it.
 
     Raises:
         ValueError: the model fails on these inputs.
     """
-    apply, params, buffers = make_functional(module)
+    apply, params, buffers = functional or make_functional(module)
     args, keywords = _model_inputs(module, batch, seq, inputs)
     try:
         return profile(apply, params, buffers, *args, precision=precision, **keywords)

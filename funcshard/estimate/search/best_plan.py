@@ -277,6 +277,10 @@ def _search(scorer: Scorer, space: Space, ranks: int, budget: int) -> _Result:
             # Why the first one before: most ladders end there, as slower than the best plan.
             first_rung = 0
             if not ends(i, 0):
+                # Note: the last rung is traced, as those beside it are, so it says first whether
+                # to look there.
+                if not ends(i, rungs[-1]):
+                    continue
                 first_rung = bisect.bisect_left(rungs[:-1], True, 1, key=functools.partial(ends, i))
             rungs = rungs[first_rung : first_rung + 1]
         for rung in rungs:

@@ -120,7 +120,8 @@ def changes_to_fit(
         return estimate(profile, plan, hardware=hardware, schedule=schedule, **options)
 
     saving_changes = []
-    for change_text, report in _changed(before, estimated):
+    called_units = frozenset(profile.program(before.plan).order)
+    for change_text, report in _changed(before, called_units, estimated):
         seconds = report.step_time - before.step_time
         if report.peak < before.peak:
             saving_changes.append(
@@ -141,12 +142,16 @@ def changes_to_fit(
     )
 
 
-def _changed(before: Report, estimated: Callable[..., Report]) -> Iterator[tuple[str, Report]]:
+def _changed(
+    before: Report, called: Collection[str], estimated: Callable[..., Report]
+) -> Iterator[tuple[str, Report]]:
     plan, remat = before.plan, cast("tuple[str, ...]", before.options["remat"])
     units, mesh = plan.unit_list, plan.mesh_shape
     ranks = mesh[0] * mesh[1]
-    module_names = [unit.name for unit in units if unit.name and not unit.members]
-    # Note: backward can recompute modules, neither the root nor groups.
+    # Note: backward can recompute modules that forward calls, neither the root nor groups.
+    module_names = [
+        unit.name for unit in units if unit.name and not unit.members and unit.name in called
+    ]
     more_modules = [name for name in module_names if name not in set(remat)]
     if more_modules:
         count, report = _fewest(

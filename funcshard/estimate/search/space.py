@@ -23,6 +23,7 @@ STRATEGIES = ("full_shard", "no_shard")
 _PARTS = 8  # of a class, by default
 _MOST_STEPS = 128  # into which the largest class is divided, by default
 _FEW = 16  # units of a class in which each number of units is tried
+_LITTLE = 8  # times as many units in the largest class as in one that is recomputed as a whole
 MOST_RUNGS = _FEW + 1  # of a ladder on which each rung is tried
 
 
@@ -193,7 +194,9 @@ def unit_classes(
         if len(group_titles) > 1:
             class_title = f"units like {equal_units[0].name}"
         unit_names = tuple(unit.name for unit in equal_units)
-        classes.append(UnitClass(unit_names, _modules(equal_units), True, class_title))
+        # Note: backward recomputes only what forward ran, such as no vision for a batch of text.
+        called_units = [unit for unit in equal_units if unit.name in forward_order]
+        classes.append(UnitClass(unit_names, _modules(called_units), True, class_title))
     single_units = [units[0] for units in unit_groups.values() if len(units) == 1]
     if single_units:
         unit_names = tuple(unit.name for unit in single_units)
@@ -257,9 +260,13 @@ def ladders(
         len(units.again) if units.repeated or not has_repeated else 0 for units in classes
     ]
     climbed_class = max(range(len(classes)), key=able_counts.__getitem__)
-    remat_counts = [
-        _counts(count, _PARTS if space.remat is None else space.remat) for count in able_counts
-    ]
+    part_counts = [_PARTS if space.remat is None else space.remat] * len(classes)
+    if space.remat is None and able_counts[climbed_class] > _FEW:
+        # Note: beside many equal units, a few others hold little, and each number takes a trace.
+        part_counts = [
+            1 if _LITTLE * count <= able_counts[climbed_class] else _PARTS for count in able_counts
+        ]
+    remat_counts = list(map(_counts, able_counts, part_counts))
     if space.remat is None and (
         able_counts[climbed_class] <= _FEW or (splices and classes[climbed_class].repeated)
     ):

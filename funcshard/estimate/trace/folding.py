@@ -7,6 +7,7 @@ parts of the ``Fold``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -59,7 +60,7 @@ def fold_log(log: Log, paths: Sequence[str]) -> Tape:
     """
     log_folder = _Folder(log)
     events = log_folder.level(log, None)
-    log_folder.check_backwards(paths)
+    log_folder.check_backwards()
     folds = []
     for fold_index, path in enumerate(paths):
         fold_parts = {
@@ -162,6 +163,8 @@ class _Folder:
                 for storage in made_storages
                 if storage not in freed_storages and storage not in grad_storages
             ]
+            # Why: a stub makes gradients in the order of its inputs, the module itself in any.
+            left_storages.sort(key=self._sizes.__getitem__)
             # Note: autograd gave what this backward frees and never made: gradients of its outputs.
             # It leaves what it made and didn't free: gradients of its inputs.
             _number(exchanged, _GIVEN, given_storages)
@@ -213,20 +216,16 @@ class _Folder:
             *map(Free, outside_freed),
         ]
 
-    def check_backwards(self, paths: Sequence[str]) -> None:
-        """Raise unless the backward of each module is that of the one that represents it."""
+    def check_backwards(self) -> None:
+        """Raise unless all modules of a fold have equal backwards."""
         wrong_paths: set[str] = set()
-        for fold, by_path in self._backwards.items():
+        for by_path in self._backwards.values():
             # Why they differ: if several modules read a tensor, autograd adds its gradients in the
             # backward of all but the module that runs first.
-            own_backward = by_path.get(paths[fold])
-            other_paths = {
-                path for path, backward_shape in by_path.items() if backward_shape != own_backward
-            }
-            # Why the fold's own: if it is the odd one out, another one may stand for the rest.
-            if 2 * len(other_paths) >= len(by_path):
-                other_paths = {paths[fold]}
-            wrong_paths |= other_paths
+            # Note: most of them may be folded; the first of these then represents the others.
+            shapes = Counter(map(frozenset, by_path.values()))
+            usual_shape, _ = shapes.most_common(1)[0]
+            wrong_paths.update(path for path, shape in by_path.items() if shape != usual_shape)
         if wrong_paths:
             raise CannotFoldError(2, wrong_paths)
 

@@ -248,6 +248,7 @@ def profile(
     dtypes = leaf_dtypes(plan)
     param_forms = {name: _form(param, dtypes[name][1]) for name, param in params.items()}
 
+    unfolded_modules: set[str] = set()  # which all traces of the model learn
     # Note: estimates trace again later, outside of the caller's autocast.
     autocast_dtype = _autocast()
 
@@ -262,7 +263,8 @@ def profile(
             ):
                 return trace_model(
                     apply, plan, param_forms, buffers, args, kwargs, loss=loss, targets=targets, remat=remat, apart=apart,
-                    compiled=compiled_modules, fold=fold, accelerator=accelerator,
+                    compiled=compiled_modules, fold=fold, unfolded=unfolded_modules,
+                    accelerator=accelerator,
                 )  # fmt: skip
         except Exception as error:
             if asks_for_data(error):

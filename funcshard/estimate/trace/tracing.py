@@ -60,6 +60,7 @@ def trace_model(
     apart: Collection[str] = (),
     compiled: Collection[str] = (),
     fold: bool = True,
+    unfolded: set[str] | None = None,
     accelerator: bool = True,
 ) -> Tape:
     """Return the tape of one forward, loss and backward.
@@ -77,6 +78,7 @@ def trace_model(
         apart: paths of modules of which each call has its own gradients.
         compiled: paths of modules that a compiler fuses.
         fold: whether one module represents others of its kind.
+        unfolded: paths of modules that represent no others, to which this trace adds what it finds.
         accelerator: whether attention and dropout run as on a GPU.
     """
     # Note: fake tensors on the CPU behave like real ones, storages and their lifetimes included.
@@ -85,12 +87,13 @@ def trace_model(
         fake_buffers = map_tensors(_fake, dict(buffers))
         if loss is not None and targets is not None:
             loss = functools.partial(_with_targets, loss, targets)
-        depth, whole_paths = 2 if fold else 0, frozenset[str]()
+        depth = 2 if fold else 0
+        whole_paths = set[str]() if unfolded is None else unfolded
         # Note: that a module can't be folded shows only when backward has run. Then the model is
         # traced again, with fewer folds.
         for attempt_index in itertools.count():
             model_tracer = _Tracer(
-                apply, plan, forms, frozenset(remat), frozenset(apart), frozenset(compiled), depth, whole_paths
+                apply, plan, forms, frozenset(remat), frozenset(apart), frozenset(compiled), depth, frozenset(whole_paths)
             )  # fmt: skip
             model_tracer.know(targets)
             try:
@@ -208,6 +211,15 @@ class _Tracer:
             )
             if is_inside or path in nodes_around or path in whole:
                 self.kinds.pop(index, None)
+        # Why: few modules inside one that is traced itself aren't worth a trace that may fail.
+        for around in whole:
+            counts = self._kinds_inside(around)
+            for path, index in self.paths.items():
+                if (
+                    tree.is_under(path, around)
+                    and counts.get(self.kinds.get(index, -1), 0) < _NESTED
+                ):
+                    self.kinds.pop(index, None)
         self.anchor = torch.empty((), requires_grad=True, dtype=torch.float32, device="cpu")
 
     def _form_of(self, name: str) -> Hashable:
@@ -488,14 +500,17 @@ class _Tracer:
         if not self.nested or not self._hooks_are_own():
             return False
         if around not in self.inside:
-            paths = self.paths.items()
-            self.inside[around] = Counter(
-                self.kinds[i]
-                for path, i in paths
-                if i in self.kinds and tree.is_under(path, around)
-            )
+            self.inside[around] = self._kinds_inside(around)
         # Note: fewer modules than that, unlike experts, aren't worth the stubs.
         return self.inside[around][self.kinds[index]] >= _NESTED
+
+    def _kinds_inside(self, around: str) -> Counter[int]:
+        """Return how many modules of each kind are inside a module."""
+        return Counter(
+            self.kinds[index]
+            for path, index in self.paths.items()
+            if index in self.kinds and tree.is_under(path, around)
+        )
 
     def _run(
         self,
