@@ -7,6 +7,7 @@ example shows:
 
 - `fs.gnvp`, a product with the Gauss-Newton matrix of a sharded GPT: no rank holds a whole vector;
 - `fs.linalg.cg`, which solves with that matrix, and stops at the same step on all ranks;
+- with `--solver lissa`, LiSSA (Agarwal et al., 2017), with other documents in each product;
 - `torch.func.jvp` of the losses of all documents: one forward gives all of their influences.
 
 The documents are of several kinds, each with its own step from a letter to the next. A document of
@@ -73,7 +74,16 @@ def losses_of(logits: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.transpose(1, 2), documents[:, 1:], reduction="none").mean(1)
 
 
-def train(mesh: fs.Mesh, steps: int, damping: float = 0.1) -> dict[str, Any]:
+def lissa(multiply: Any, b: Any, plan: fs.Plan, mesh: fs.Mesh, repeats: int) -> Any:
+    """Return the sum of (1 - A / s)^j b / s, which tends to the solution of A x = b."""
+    scale = 1.5 * fs.linalg.power_iteration(multiply, b, plan, mesh, maxiter=10)[0]
+    x = b = fs.axpy(1 / scale - 1, b, b)
+    for _ in range(repeats):
+        x = fs.axpy(-1 / scale, multiply(x), fs.axpy(1.0, b, x))
+    return x
+
+
+def train(mesh: fs.Mesh, steps: int, solver: str = "cg", damping: float = 0.1) -> dict[str, Any]:
     """Train, and return the influence of each training document on the loss of a query."""
     torch.manual_seed(0)  # every rank makes the same model
     apply, params, buffers = fs.make_functional(GPT())
@@ -95,26 +105,29 @@ def train(mesh: fs.Mesh, steps: int, damping: float = 0.1) -> dict[str, Any]:
         if mesh.rank == 0 and (number % 10 == 0 or number == steps - 1):
             print(f"step {number}: loss {metrics['loss'].item():.3f}")
     shards = state.shards
-
-    # All ranks ask about the same document, of kind 1; it is not a training document.
-    query = 2 * torch.arange(LENGTH)[None] % LETTERS
-    _, gradient = fs.value_and_grad(loss_fn, mesh=mesh)(shards, buffers, query.to(mesh.device))
+    query = 2 * torch.arange(LENGTH, device=mesh.device)[None] % LETTERS  # of kind 1, not in documents
+    _, gradient = fs.value_and_grad(loss_fn, mesh=mesh)(shards, buffers, query)
+    generator = torch.Generator().manual_seed(2)  # in the same state on every rank
 
     def multiply(v: Any) -> Any:
-        """Return (G + damping) v, with the Gauss-Newton matrix G of all training documents."""
-        product = fs.gnvp(
-            lambda shards: outputs(shards, own), lambda logits: losses_of(logits, own).mean(), (shards,), (v,), mesh=mesh
-        )
-        return fs.axpy(damping, v, product)
+        """Return (G + damping) v, with the Gauss-Newton matrix G of the training documents."""
+        some = own
+        if solver == "lissa":
+            drawn = documents[torch.randperm(DOCUMENTS, generator=generator)[: DOCUMENTS // 2]]
+            some = drawn.chunk(mesh.world_size)[mesh.rank].to(mesh.device)
+        loss_of = lambda logits: losses_of(logits, some).mean()  # noqa: E731
+        return fs.axpy(damping, v, fs.gnvp(lambda s: outputs(s, some), loss_of, (shards,), (v,), mesh=mesh))
 
     # What the parameters would become if the query were a training document.
-    answer, info = fs.linalg.cg(multiply, gradient, plan, mesh, rtol=1e-3, maxiter=200)
+    if solver == "lissa":
+        answer = lissa(multiply, gradient, plan, mesh, repeats=5 * steps)
+    else:
+        answer, _ = fs.linalg.cg(multiply, gradient, plan, mesh, rtol=1e-3, maxiter=200)
     _, influences = torch.func.jvp(lambda shards: losses_of(outputs(shards, own), own), (shards,), (answer,))
     influences = fs.all_gather(influences, mesh, tiled=True)  # each rank has those of its documents
     best = influences.argsort(descending=True)[:10].cpu()
     same = (kinds[best] == 1).sum().item()
     if mesh.rank == 0:
-        print(f"conjugate gradients {'converged' if info == 0 else 'did not converge'}")
         print(f"query {query[0].tolist()}")
         for index in best[:3].tolist():
             print(f"influence {influences[index].item():.3f} of {documents[index].tolist()}")
@@ -126,8 +139,9 @@ def main() -> None:
     """Read the options, join torchrun's ranks and train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--solver", choices=["cg", "lissa"], default="cg")
     options = parser.parse_args()
-    train(fs.init_mesh(), options.steps)
+    train(fs.init_mesh(), options.steps, options.solver)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

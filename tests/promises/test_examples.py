@@ -25,6 +25,7 @@ TWO_DIMENSIONS = ROOT / "examples" / "two_dimensions.py"
 # Options that make an example short, the numbers that it prints, and how far those of two ranks
 # may be from those of one: printed digits, or bfloat16.
 AS_ONE_RANK = {
+    "consistency": ("--steps 3", r"(?:loss|data) ([\d.]+)", 1e-3),
     "deq": ("--steps 1", r"loss ([\d.]+), (\d+) steps forward", 1e-3),
     "distill": ("--steps 21", r"loss ([\d.]+)", 1e-3),
     "functional_params": ("--steps 11 --out OUT", r"loss ([\d.]+), gradient norm ([\d.]+)", 2e-3),
@@ -42,10 +43,10 @@ AS_ONE_RANK = {
     "score_matching": ("--steps 3", r"(?:loss|score) ([\d.-]+)", 1e-3),
     "wgan_gp": ("--steps 2 --penalty first", r"critic ([\d.-]+)", 1e-3),
 }
-# Examples that are compared in float64, with the steps of the comparison.
+# Examples that are compared in float64, with an option of some, and the steps of the comparison.
 IN_FLOAT64 = {
-    "deq": 3, "grpo": 2, "hessian_spectrum": 0, "hypergradients": 2, "influence": 2, "mean_flow": 3, "natural_gradient": 2,
-    "pinn": 3, "sam": 3, "score_matching": 3, "wgan_gp": 2,
+    "consistency": 3, "deq": 3, "grpo": 2, "hessian_spectrum": 0, "hypergradients": 2, "influence": 2, "influence lissa": 2,
+    "mean_flow": 3, "natural_gradient": 2, "pinn": 3, "sam": 3, "score_matching": 3, "wgan_gp": 2,
 }  # fmt: skip
 # Examples whose result depends on the number of ranks: statistics of a rank's own batch, samples
 # drawn on each rank. They have to learn their task.
@@ -111,7 +112,8 @@ def plain(apply, plan, mesh):
 
 
 def in_float64(mesh, name, steps):
-    return load(ROOT / "examples" / f"{name}.py").train(mesh, steps)
+    name, *options = name.split()
+    return load(ROOT / "examples" / f"{name}.py").train(mesh, steps, *options)
 
 
 @pytest.mark.nightly(one_in=3)
