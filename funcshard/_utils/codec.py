@@ -33,8 +33,6 @@ class _Layout(NamedTuple):
         values: from an object to the values of these fields.
         later: name, JSON name and default of each field that older texts lack.
         nested: the JSON names of fields that hold data classes.
-        decoders: name and decoder of each field, by its JSON name.
-        required: the JSON names of fields without a default.
     """
 
     keys: tuple[str, ...]
@@ -86,8 +84,6 @@ def decode(hint: Any, data: Any, where: str) -> Any:
 
     Arguments:
         hint: a data class, a named tuple, a tuple, ``Any`` for nested tuples, or a plain type.
-        data: what ``file_data.parse`` read.
-        where: the name of the part, for errors.
 
     Raises:
         ValueError: the data has another type, or other fields.

@@ -29,9 +29,6 @@ def untraced_with_warning(text: str) -> Callable[[Callable[P, T]], Callable[P, T
 
     An object, which has an attribute ``warned``, warns once if ``torch.compile`` was given it, or a
     function that calls it. With ``fullgraph``, the text is in torch's error.
-
-    Arguments:
-        text: why the object is not compiled, and what to do.
     """
 
     def decorate(method: Callable[P, T]) -> Callable[P, T]:

@@ -18,10 +18,6 @@ def cutter(
 ) -> Callable[[str | Sequence[str], dict[int, int]], Structure]:
     """Return a function that cuts units out of a structure.
 
-    Arguments:
-        structure: the structure of the whole tree.
-        paths: all paths that will be cut.
-
     Returns:
         ``cut(path, keep)`` -> the part under a unit's ``path``, where ``keep`` maps numbers of
         leaves in the whole tree to those in the unit. Other leaves become ``None``, or their keys
@@ -76,7 +72,6 @@ def _keys_of(node: Structure) -> list[str]:
 
 
 def _merged(nodes: Sequence[Structure], path: str) -> Structure:
-    """Merge the nodes of one path."""
     containers = [node for node in nodes if node is not None]
     # The usual case: one node, which is taken as it is.
     if len(containers) < 2:

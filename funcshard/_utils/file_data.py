@@ -1,7 +1,7 @@
 """Check data that came from a file, before it's used: types, ranges, keys, depth.
 
-A file may be damaged, or made to do harm. A function takes the name of a part and its value, and
-returns the value, or raises a ``ValueError``. The caller adds the file and what to do.
+A file may be damaged, or made to do harm. A function returns the part's value, or raises a
+``ValueError`` with its name; the caller adds the file and what to do.
 """
 
 from __future__ import annotations
@@ -22,10 +22,6 @@ def parse(data: str | bytes) -> Any:
     Raises:
         TypeError: the data is neither text nor bytes.
         ValueError: it's no JSON in UTF-8, has a key twice, or is nested too deeply.
-
-    Example:
-        >>> parse(b'{"a": [1, 2]}')
-        {'a': [1, 2]}
     """
     if not isinstance(data, str | bytes):
         raise TypeError(
@@ -131,15 +127,7 @@ def table(
     *,
     others: bool = True,
 ) -> dict[str, Any]:
-    """Return a dictionary.
-
-    Arguments:
-        name: the name of the part.
-        value: the part.
-        keys: the keys that it must have.
-        later: further keys that it may have.
-        others: whether it may have others.
-    """
+    """Return a dictionary with ``keys``; it may have those of ``later``, and any if ``others``."""
     if type(value) is not dict:
         raise _error(name, "an object", value)
     for key in keys:

@@ -1,4 +1,4 @@
-"""``without_collection``: code that makes many objects, and lets Python look for garbage later."""
+"""``without_collection``: let Python look for garbage later."""
 
 from __future__ import annotations
 
@@ -21,15 +21,6 @@ def without_collection() -> Iterator[None]:
     """Run the ``with`` block without searches for garbage in cycles.
 
     After the last block of all threads, searches continue if they were on before.
-
-    Example:
-        >>> import gc
-        >>> from funcshard._utils.garbage import without_collection
-        >>> with without_collection():
-        ...     gc.isenabled()
-        False
-        >>> gc.isenabled()
-        True
     """
     with _Blocks.lock:
         if not _Blocks.number:

@@ -2,9 +2,6 @@
 
 A value of the wrong type is a ``TypeError``, any other wrong value a ``ValueError``. Numbers may be
 Python's, NumPy's, or tensors without dimensions, but no bools.
-
-You may call ``sharded.eval()`` or ``optimizer.zero_grad()``, as in torch. The error names the call
-that does the same here.
 """
 
 from __future__ import annotations
@@ -36,16 +33,9 @@ def check_count(
     """Return ``value`` as an ``int``, a whole number of at least ``least``; raise if it's none.
 
     Arguments:
-        name: the option.
-        value: its value.
-        least: the least number.
         of: what the option counts, such as ``"steps"``.
         none: the meaning of ``None``, if the option may be ``None``.
         remedy: what to pass instead of a number that's too small.
-
-    Raises:
-        TypeError: the value is no number.
-        ValueError: the number isn't whole, or it's too small.
     """
     count_value = _number(value)
     if isinstance(count_value, int) and count_value >= least:
@@ -58,13 +48,7 @@ def check_count(
 
 
 def check_bytes(name: str, value: Any, *, example: str = "5GB") -> int:
-    """Return bytes from a number or from text: ``"5GB"`` is 5 · 10⁹, ``"1KiB"`` 1024.
-
-    Arguments:
-        name: the option.
-        value: its value.
-        example: text to pass, for the error.
-    """
+    """Return bytes from a number or from text: ``"5GB"`` is 5 · 10⁹, ``"1KiB"`` 1024."""
     if not isinstance(value, str):
         return check_count(
             name, value, of="bytes", remedy=f"pass text such as {example!r} for the usual size"
@@ -92,21 +76,10 @@ def check_number(
     none: str = "",
     remedy: str = "",
 ) -> None:
-    """Raise unless ``value`` is a number, finite and within bounds.
+    """Raise unless ``value`` is a finite number, or infinite if ``infinite``, within bounds.
 
-    Arguments:
-        name: the option.
-        value: its value.
-        above: a bound that the value must exceed.
-        least: the least value.
-        below: a bound above the value.
-        infinite: whether it may be ``math.inf``.
-        none: as in ``check_count``.
-        remedy: what to pass instead.
-
-    Raises:
-        TypeError: the value is no number.
-        ValueError: the number is NaN, infinite or out of bounds.
+    It has to exceed ``above``, reach ``least`` and stay below ``below``. ``none`` and ``remedy``
+    are as in ``check_count``.
     """
     checked_value = _number(value)
     if checked_value is not None:
@@ -144,12 +117,7 @@ def check_flag(name: str, value: Any, remedy: str = "") -> None:
 
 
 def check_device(value: Any) -> torch.device:
-    """Return a device by its name or number, or raise.
-
-    Raises:
-        TypeError: the value is neither a device, a name nor a number.
-        ValueError: torch knows no such device.
-    """
+    """Return a device by its name or number, or raise."""
     rule = "device must be a device of torch, such as 'cpu' or 'cuda'"
     if isinstance(value, bool) or not isinstance(value, str | int | torch.device):
         raise TypeError(f"{rule}; found {value!r}: pass its name")
@@ -162,12 +130,7 @@ def check_device(value: Any) -> torch.device:
 
 
 def check_path(name: str, value: Any) -> Path:
-    """Return a path, or raise.
-
-    Raises:
-        TypeError: the value is neither text nor a path of text.
-        ValueError: it holds a zero byte.
-    """
+    """Return a path, or raise."""
     path_text: Any = value
     if isinstance(value, os.PathLike):
         path_text = os.fspath(value)
@@ -192,14 +155,7 @@ def check_choice(
     """Raise unless ``value`` is one of ``choices``.
 
     Arguments:
-        name: name of the option.
-        value: its value.
-        choices: the choices.
         usual: advice for names of other libraries, in small letters.
-
-    Raises:
-        TypeError: the value is neither text nor ``None``.
-        ValueError: the value isn't among the choices.
     """
     if isinstance(value, str | None) and value in choices:
         return
@@ -217,18 +173,7 @@ def check_choice(
 
 
 def did_you_mean(value: str, names: Iterable[str], *, otherwise: str) -> str:
-    """Return the end of an error: a name like ``value``, or what to do.
-
-    Arguments:
-        value: the wrong name.
-        names: the names that are right.
-        otherwise: what to do if none is similar.
-
-    Example:
-        >>> from funcshard._utils.options import did_you_mean
-        >>> did_you_mean("Adam", ["adamw", "sgd"], otherwise="pass one of these")
-        "did you mean 'adamw'?"
-    """
+    """Return the end of an error: a name in ``names`` like ``value``, or ``otherwise``."""
     # Names of other libraries often differ in capitals only.
     by_lower_case = {name.lower(): name for name in names}
     close_matches = difflib.get_close_matches(value.lower(), by_lower_case, n=1)
@@ -239,14 +184,7 @@ def absent(title: str, name: str, remedies: Mapping[str, str]) -> AttributeError
     """Return the error for an attribute that an object lacks, with advice if there is any.
 
     Arguments:
-        title: the object, as text.
-        name: the attribute.
         remedies: what to do, by attribute of torch's own object.
-
-    Example:
-        >>> from funcshard._utils.options import absent
-        >>> str(absent("a step", "zero_grad", {"zero_grad": "leave it out"}))
-        "a step has no attribute 'zero_grad': leave it out"
     """
     remedy = remedies.get(name)
     return AttributeError(
@@ -255,14 +193,7 @@ def absent(title: str, name: str, remedies: Mapping[str, str]) -> AttributeError
 
 
 def outline(value: Any) -> str:
-    """Return a dictionary's first names, a shape, or a class, for an error.
-
-    Example:
-        >>> import torch
-        >>> from funcshard._utils.options import outline
-        >>> outline({"a": 1}), outline(torch.ones(2)), outline(3)
-        ("['a']", 'a tensor of shape (2,)', 'int')
-    """
+    """Return a dictionary's first names, a shape, or a class, for an error."""
     if isinstance(value, Mapping):
         return str(list(value)[:4])
     if isinstance(value, torch.Tensor):
@@ -274,7 +205,6 @@ def module_remedy(value: Any, result: str) -> str:
     """Return the end of an error for a module, or nothing for other values.
 
     Arguments:
-        value: any value.
         result: what to pass of ``make_functional``'s results, such as ``"apply"``.
     """
     if not isinstance(value, nn.Module):

@@ -1,7 +1,7 @@
 """Pages of memory: huge ones for disks, and those of mapped files, which a process can give back.
 
 A disk gets a list of page addresses, which has an end: with pages of 4 KiB, a read of 4 MiB becomes
-eight. With huge pages of 2 MiB it's one. Linux gives them if
+eight, and with huge pages of 2 MiB it's one. Linux gives them if
 ``/sys/kernel/mm/transparent_hugepage/enabled`` says ``madvise`` or ``always``.
 """
 
@@ -22,12 +22,7 @@ _DONTNEED: int | None = getattr(mmap, "MADV_DONTNEED", None)
 
 
 def io_memory(size: int) -> memoryview:
-    """Return new memory, from the start of a page, for reads and writes past the page cache.
-
-    Example:
-        >>> len(io_memory(5 << 20))
-        5242880
-    """
+    """Return new memory, from the start of a page, for reads and writes past the page cache."""
     if size >= _HUGE_PAGE and _HUGE is not None:
         huge_memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # an older system, or one whose pages are all small

@@ -30,7 +30,6 @@ class RandomState:
     """The state of torch's random number generators and, on request, of Python's.
 
     Attributes:
-        cpu: state of torch's generator on the CPU.
         cuda: state of torch's generator on the current CUDA device; ``None`` before CUDA is used.
         python: state of the module ``random``, if asked for.
     """

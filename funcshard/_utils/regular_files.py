@@ -1,6 +1,6 @@
 """Open files for reading, if they are regular ones.
 
-You'd wait for ever at a named pipe, and read a device such as ``/dev/zero`` without an end.
+A named pipe, or a device such as ``/dev/zero``, would be read for ever.
 """
 
 from __future__ import annotations
@@ -22,26 +22,11 @@ _NO_LINKS: int = getattr(os, "O_NOFOLLOW", 0)
 def open_regular(
     path: str | os.PathLike[str], *, links: bool = True, folder: int | None = None
 ) -> int:
-    """Return the descriptor of a regular file, open for reading; the caller closes it.
+    """Return the descriptor of a regular file, which the caller closes, or raise ``ValueError``.
 
     Arguments:
-        path: the file.
         links: whether the path itself may be a symbolic link.
         folder: descriptor of the folder that contains a relative path.
-
-    Raises:
-        OSError: there is no such file, or it can't be opened.
-        ValueError: the path names something other than a regular file.
-
-    Example:
-        >>> import os, tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     os.mkfifo(f"{folder}/pipe")
-        ...     try:
-        ...         open_regular(f"{folder}/pipe")
-        ...     except ValueError as error:
-        ...         print(str(error).removeprefix(folder))
-        /pipe must be a regular file; found a named pipe: remove it
     """
     # Why before: opening a device may do something.
     regular_size(path, links=links, folder=folder)
@@ -68,24 +53,7 @@ def read_regular(
     links: bool = True,
     folder: int | None = None,
 ) -> bytes:
-    """Return the bytes of a regular file.
-
-    Arguments:
-        path: the file.
-        most: the largest size that such a file can have.
-        links: as in ``open_regular``.
-        folder: as in ``open_regular``.
-
-    Raises:
-        OSError: there is no such file, or it can't be read.
-        ValueError: the path names no regular file, or a larger one.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.NamedTemporaryFile() as file:
-        ...     read_regular(file.name)
-        b''
-    """
+    """Return the bytes of a regular file of at most ``most``; raise ``ValueError`` for others."""
     with open(open_regular(path, links=links, folder=folder), "rb") as file:
         file_size = os.fstat(file.fileno()).st_size
         if most is not None and file_size > most:

@@ -15,14 +15,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def loaded_class(name: Any) -> type | None:
-    """Return the class of a recorded name, or ``None`` if no loaded module has it.
-
-    Example:
-        >>> loaded_class("collections:OrderedDict")
-        <class 'collections.OrderedDict'>
-        >>> loaded_class("os:system"), loaded_class("no_such_module:Thing")
-        (None, None)
-    """
+    """Return the class of a recorded name, or ``None`` if no loaded module has it."""
     if type(name) is not str:
         return None
     module, _, qualname = public_class_name(name).partition(":")
@@ -65,8 +58,7 @@ def _is_class(value: Any) -> bool:
 def check_structure(structure: Any) -> int:
     """Return the number of leaves of a structure from a file.
 
-    Raises:
-        ValueError: it's no structure, or the numbers of its leaves have gaps.
+    Raise ``ValueError`` if it's no structure, or if the numbers of its leaves have gaps.
     """
     to_visit, leaf_indices = [structure], set[int]()
     while to_visit:

@@ -1,4 +1,4 @@
-"""Tables and lists of strings as aligned text or as HTML, and the format of the numbers in them."""
+"""Tables and lists as text or as HTML, and formats of numbers."""
 
 from __future__ import annotations
 
@@ -14,25 +14,7 @@ _BESIDE = "display:inline-block;vertical-align:top;margin:0 24px 12px 0"
 
 
 class Table(NamedTuple):
-    """A table, with columns of numbers aligned right.
-
-    Attributes:
-        title: the line above it.
-        header: the names of the columns.
-        rows: the rows, each with one string a column.
-        total: a last row, below a line.
-
-    Example:
-        >>> from funcshard._utils.table import Table
-        >>> print(Table("Fruit", ["kind", "n"], [["apple", "2"], ["fig", "10"]]))
-        Fruit
-        ─────────
-        kind    n
-        ─────────
-        apple   2
-        fig    10
-        ─────────
-    """
+    """A table, with columns of numbers aligned right."""
 
     title: str
     header: Sequence[str]
@@ -103,23 +85,7 @@ Part = Table | Bullets | str
 
 
 class Shown(abc.ABC):
-    """Base of classes that print as tables, lists and sentences, and show as HTML in a notebook.
-
-    Example:
-        >>> from funcshard._utils.table import Shown, Table
-        >>> class Fruit(Shown):
-        ...     def _parts(self):
-        ...         return [Table("Fruit", ["kind", "n"], [["apple", "2"]]), "One kind."]
-        >>> print(Fruit())
-        Fruit
-        ────────
-        kind   n
-        ────────
-        apple  2
-        ────────
-        <BLANKLINE>
-        One kind.
-    """
+    """Base of classes that print as tables, lists and sentences, and show as HTML in a notebook."""
 
     __slots__ = ()
 
@@ -133,7 +99,6 @@ class Shown(abc.ABC):
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """Return the parts as escaped HTML."""
         parts = list(self._parts())
         # A table by itself takes the whole width.
         has_tables = sum(isinstance(part, Table) for part in parts) > 1

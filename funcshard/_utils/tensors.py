@@ -1,6 +1,6 @@
 """Dtypes by name; and find, map and cast the tensors in any Python structure.
 
-Inputs and outputs of modules aren't always pytrees. These functions look into tuples, named tuples,
+Inputs and outputs of modules aren't always pytrees: these functions look into tuples, named tuples,
 lists, mappings, dataclasses and packed sequences, if they can be read.
 """
 
@@ -28,11 +28,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of a name; the inverse of ``dtype_name``.
-
-    Raises:
-        ValueError: torch has no dtype of this name.
-    """
+    """Return the dtype of a name, or raise ``ValueError``; the inverse of ``dtype_name``."""
     # Why not getattr: torch imports modules in its __getattr__, and a file may give the name.
     dtype = _NAMED.get(name) if isinstance(name, str) else None
     if dtype is None:
@@ -41,23 +37,12 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def has_numbers(dtype: torch.dtype) -> bool:
-    """Return whether torch can fill, compare and read tensors of a dtype.
-
-    Example:
-        >>> import torch
-        >>> has_numbers(torch.float8_e5m2), has_numbers(torch.bits8)
-        (True, False)
-    """
+    """Return whether torch can fill, compare and read tensors of a dtype."""
     return not _NO_NUMBERS.fullmatch(dtype_name(dtype))
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor's elements in order, as a view if possible.
-
-    Example:
-        >>> byte_view(torch.tensor([[1, 2]], dtype=torch.int16)[:, 1])
-        tensor([2, 0], dtype=torch.uint8)
-    """
+    """Return the bytes of a tensor's elements in order, as a view if possible."""
     flat_tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # Why not view(-1): one element is contiguous with any stride, and torch sees bytes at stride 1.
     return flat_tensor.as_strided((flat_tensor.numel(),), (1,)).view(torch.uint8)
@@ -150,10 +135,6 @@ def check_plain(tensor: torch.Tensor, title: str) -> None:
     """Raise ``TypeError`` if the class of ``tensor`` changes its operations.
 
     DTensors are accepted, because their local parts are plain.
-
-    Arguments:
-        tensor: a parameter, a buffer or a leaf.
-        title: how the error calls it, such as ``"leaf 'weight'"``.
     """
     cls = type(tensor)
     if (

@@ -66,8 +66,6 @@ def compile_with(
 
     Arguments:
         backend: a function from a module and inputs without data to a function.
-        module: a module that returns a list of tensors.
-        like: tensors in the form of the inputs.
 
     Raises:
         TypeError: the backend returns no function.

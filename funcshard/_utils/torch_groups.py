@@ -1,4 +1,4 @@
-"""Process groups of torch: the job's store, timeouts, and new groups by a name of ours."""
+"""Process groups of torch."""
 
 from __future__ import annotations
 
@@ -88,9 +88,6 @@ def new_group(ranks: Sequence[int], backend: str, timeout: datetime.timedelta, n
     """Return a new process group. Exactly its ranks have to call this.
 
     Arguments:
-        ranks: the global ranks, in the order of the group.
-        backend: name of the backend.
-        timeout: of its collectives and of its connections.
         name: a text that no other group has, the same on all ranks.
     """
     default_group = dist.group.WORLD

@@ -1,4 +1,4 @@
-"""Kernels of torch that have no public name: one that unscales gradients, and late copies."""
+"""Kernels of torch that have no public name."""
 
 from __future__ import annotations
 
@@ -27,14 +27,6 @@ def unscale_in_place(
 
     Returns:
         For each device a float32 scalar: 1 if a tensor there had an infinity or NaN, else 0.
-
-    Example:
-        >>> import torch
-        >>> x, cpu = torch.tensor([1.0, float("inf")]), torch.device("cpu")
-        >>> unscale_in_place([x], {cpu: torch.tensor(0.5)})
-        {device(type='cpu'): tensor(1.)}
-        >>> x
-        tensor([0.5000,    inf])
 
     Source: ``torch.amp.GradScaler.unscale_`` calls the same kernel.
     """

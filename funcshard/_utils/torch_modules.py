@@ -18,9 +18,7 @@ def state_names(
     """Return the names of a module's state dict in order, mostly without making it.
 
     Arguments:
-        module: the module.
         every: path and module of its tree, under all paths, parents first.
-        classes: the classes of these modules.
     """
     try:
         usual_names = _state_names(every, classes)

@@ -1,7 +1,7 @@
 """Look up private names of torch: a release that lacks one costs a feature, not the library.
 
-A name that starts with an underscore may go in any release. ``private`` looks it up, or returns a
-substitute: a function that does the same by public names, or a class that raises when it's used.
+``private`` looks a name up, or returns a substitute: a function that does the same by public names,
+or a class that raises when it's used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ def private(name: str, feature: str, otherwise: Any = _RAISE) -> Any:
 
     Arguments:
         name: the dotted name, such as ``"torch._C._is_alias_of"``.
-        feature: what needs the name, for the error.
         otherwise: what to return if torch has no such name; by default a class that raises the
             error.
     """

@@ -1,4 +1,4 @@
-"""The name, the arguments, the writes and the FLOPs of torch's operators."""
+"""Facts about torch's operators."""
 
 from __future__ import annotations
 
@@ -57,9 +57,6 @@ def moved_bytes(
     """Return the bytes that an operation reads and writes.
 
     Arguments:
-        operation: the operator.
-        args: its arguments.
-        kwargs: its keyword arguments.
         new: its results in new memory.
         parts: from tensors to those with their data.
     """

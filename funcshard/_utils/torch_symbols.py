@@ -1,4 +1,4 @@
-"""Record graphs in which some sizes of the inputs are symbols, so that one graph serves all sizes.
+"""Record graphs in which some sizes of the inputs are symbols.
 
 Importing ``sympy`` takes long, so functions do it.
 """
@@ -32,7 +32,6 @@ def record_sized_graph(
 
     Arguments:
         function: a function from tensors to a list of tensors and numbers.
-        examples: tensors like those to call it with.
         names: for each example a name for each dim, or nothing.
 
     Returns:
@@ -119,8 +118,6 @@ def _conditions(
     """Return what sizes have to fulfil for the recording to serve them.
 
     Arguments:
-        env: torch's record of all symbols.
-        symbols: the symbol of each named size.
         strides: fixed strides, as symbols and as numbers.
     """
     import sympy
@@ -169,14 +166,12 @@ def _is_bound(expression: Any) -> bool:
 
 
 def _place(frame: Any) -> str:
-    """Return where Python code asked for a size."""
     if hasattr(frame, "filename"):
         return f"{os.path.basename(frame.filename)}, line {frame.lineno}"
     return str(frame or "torch")
 
 
 def _text(expression: Any) -> str:
-    """Return a condition as Python code."""
     with needed_for(_FEATURE):
         from torch.utils._sympy.printers import PythonPrinter
 
@@ -190,7 +185,6 @@ def _compute_sizes_first(graph: fx.Graph, sizes: Mapping[Any, tuple[fx.Node, int
     """Let a graph compute each number of sizes once, at its start.
 
     Arguments:
-        graph: the graph.
         sizes: an input and its dim for the expression of each symbol.
     """
     import sympy
