@@ -71,8 +71,7 @@ def _without_wrappers(module: nn.Module, name: str) -> str | None:
 def adapter_reset(module: nn.Module) -> Callable[[nn.Module], None]:
     """Return ``reset(m)``, which gives peft's initial values to the adapters of LoRA and IA3.
 
-    Raises:
-        ValueError: the adapters are of another kind, or peft computes their values from weights.
+    Raise ``ValueError`` for others, and if peft computes their values from weights.
     """
     configs: Any = getattr(module, "peft_config", {})
     for config in configs.values():

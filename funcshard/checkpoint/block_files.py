@@ -1,8 +1,8 @@
 """Files that are written once, in blocks that need not pass through the page cache.
 
-You rarely read a checkpoint soon, but a page of the cache costs a page fault and a copy for every
-4 KiB, and takes memory from training. So large files are written with O_DIRECT where the system
-has it. A thread writes one block while the next one is filled.
+The page cache costs a fault and a copy for every 4 KiB, and takes memory from training. So large
+files are written with O_DIRECT where the system has it. A thread writes one block while the next
+one is filled.
 """
 
 from __future__ import annotations
@@ -36,14 +36,7 @@ class _Block:
 
 
 class BlockWriter:
-    """A file that you write from its beginning to its end; a context manager that syncs it.
-
-    Arguments:
-        path: the file to make.
-
-    Attributes:
-        position: number of bytes that were written.
-    """
+    """A file that you write from its beginning to its end; a context manager that syncs it."""
 
     def __init__(self, path: Path) -> None:
         self.position = 0

@@ -1,7 +1,7 @@
 """The ``.metadata`` of ``torch.distributed.checkpoint`` (DCP), read without running code from it.
 
-The file is a pickle, which may call any function or set attributes of classes. This reader looks up
-only dtypes, makes a plain record of each object of DCP's metadata, and rejects every other name.
+A pickle may call any function. This reader looks up only dtypes, makes plain records of DCP's
+metadata, and rejects every other name.
 """
 
 from __future__ import annotations
@@ -38,10 +38,7 @@ class Chunk:
     """A box of a tensor in a file.
 
     Attributes:
-        box: the box of the whole tensor.
-        file: name of the file.
         offset: index of the first byte in the file.
-        length: number of bytes.
     """
 
     box: Box
@@ -52,13 +49,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a DCP checkpoint.
-
-    Attributes:
-        shape: its shape.
-        dtype: its dtype.
-        chunks: the boxes that it was saved in.
-    """
+    """A tensor of a DCP checkpoint."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -67,10 +58,6 @@ class StoredTensor:
 
 def read_metadata(data: bytes, path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a DCP checkpoint by name.
-
-    Arguments:
-        data: the bytes of its ``.metadata``.
-        path: the checkpoint's folder, for errors.
 
     Raises:
         ValueError: the file is damaged, names something else, or says that tensors were
@@ -197,7 +184,7 @@ _BUILTIN = {"torch.Size": tuple, "collections.OrderedDict": dict, "builtins.geta
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads a pickle that names only classes of DCP's metadata and dtypes of torch."""
+    """Reads a pickle that names only DCP's metadata and dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
         full_name = f"{module}.{name}"

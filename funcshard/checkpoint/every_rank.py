@@ -16,7 +16,6 @@ def on_every_rank(mesh: Mesh, checksums: LeafChecksums | None = None) -> Iterato
     The body must not communicate, because ranks with an error don't.
 
     Arguments:
-        mesh: the ranks.
         checksums: checksums to compare at the end of the body.
     """
     fault: Exception | None = None

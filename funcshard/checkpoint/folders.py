@@ -1,13 +1,13 @@
-"""The folder of a checkpoint: its names, its lock, and how a save becomes the checkpoint.
+"""The folder of a checkpoint.
 
 A save writes its files beside those of the checkpoint that it replaces. ``os.replace`` of the index
 makes them the checkpoint, so at any moment there's the old one, the new one, or none:
 
 - ``index.json`` names the save whose files are the checkpoint;
 - ``TOKEN-RANK.safetensors`` and ``TOKEN-RANK.json`` are the files of a rank;
-- ``TOKEN.part`` and ``TOKEN-RANK.part`` are being written, or were when their process was killed;
+- ``TOKEN.part`` and ``TOKEN-RANK.part`` are incomplete;
 - ``TOKEN-RANK.failed`` tells rank 0 that a rank couldn't write its part;
-- ``.lock`` is locked by the process that saves, and the system unlocks it when that ends.
+- ``.lock`` is locked by the process that saves, until it ends.
 """
 
 from __future__ import annotations
@@ -89,11 +89,7 @@ def foreign_names(folder: Path) -> list[str]:
 
 
 def begin_save(path: Path, save: str) -> FileLock | None:
-    """Make a checkpoint's folder, and take its lock; return ``None`` if another save has it.
-
-    Raises:
-        OSError: the folder or a file can't be made.
-    """
+    """Make a checkpoint's folder, and take its lock; return ``None`` if another save has it."""
     for _ in range(TRIES):
         path.mkdir(parents=True, exist_ok=True)
         # Why half a second: a save that deletes old checkpoints has the lock for a moment. Why not

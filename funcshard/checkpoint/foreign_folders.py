@@ -1,4 +1,4 @@
-"""Which library wrote a folder that isn't as expected, and how to read it."""
+"""Folders of other libraries."""
 
 from __future__ import annotations
 
@@ -64,15 +64,7 @@ _LIBRARIES: tuple[tuple[str, Callable[[set[str]], bool], str], ...] = (
 
 
 def foreign_remedy(folder: Path) -> str:
-    """Return which other library wrote a folder and how to read it, or ``""``.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     Path(folder, "last.ckpt").touch()
-        ...     foreign_remedy(Path(folder)).partition(":")[0]
-        'it looks like a checkpoint of Lightning'
-    """
+    """Return which other library wrote a folder and how to read it, or ``""``."""
     try:
         file_names = set(foreign_names(folder))
     except OSError:

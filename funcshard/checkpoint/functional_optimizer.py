@@ -20,16 +20,7 @@ ByBuffer = Mapping[str, Mapping[str, Any]]
 
 
 def partition_state(state: Any, plan: Plan) -> tuple[dict[str, ByBuffer], dict[str, Any]]:
-    """Split a functional optimizer's state into values of shards and other leaves.
-
-    Arguments:
-        state: the state.
-        plan: the plan of the shards.
-
-    Returns:
-        ``(per_shard, others)``: the nodes with a value for each shard, and all other leaves, by
-        path.
-    """
+    """Return a state's nodes with a value for each shard, and all other leaves, both by path."""
     per_shard: dict[str, ByBuffer] = {}
     other_leaves: dict[str, Any] = {}
     map_state(state, plan, per_shard.setdefault, other_leaves.setdefault)
@@ -46,11 +37,8 @@ def map_state(
     """Return a functional optimizer's state with new values of shards and other leaves.
 
     Arguments:
-        node: the state, or a part of it.
-        plan: the plan of the shards.
-        per_shard: from the path of a node and its values of shards to the new values.
-        other: from the path of another leaf and the leaf to the new leaf.
-        path: the path of ``node`` in the whole state.
+        per_shard: from the path and the values of a node to the new values.
+        other: from the path and the value of another leaf to the new leaf.
     """
     shard_values = _by_buffer(node, plan)
     if shard_values is not None:

@@ -48,8 +48,6 @@ class Place(NamedTuple):
     """Where a tensor lies in a rank's file.
 
     Attributes:
-        offset: index of its first byte.
-        nbytes: number of its bytes.
         checksums: CRC-32 of every ``CHECKED`` bytes.
     """
 
@@ -102,9 +100,7 @@ class RankTable:
     Attributes:
         own: the trees of ``PerRank`` values.
         stored: the facts about the tensors in these values, by name.
-        size: bytes of the rank's file of tensors.
         header: SHA-256 of the bytes before the tensors.
-        places: where the tensors lie in the file, by name.
     """
 
     own: Sequence[TreeSpec]
@@ -135,18 +131,7 @@ def files_of(save: str, world_size: int) -> list[str]:
 def write_rank(
     folder: Path, save: str, rank: int, flat: FlatState, tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Write the files of one rank, and sync them to the disk.
-
-    Arguments:
-        folder: the checkpoint's folder.
-        save: the token of the save.
-        rank: the rank.
-        flat: its state.
-        tensors: the tensors of ``flat``, or copies, 1-D.
-
-    Raises:
-        OSError: a file can't be written.
-    """
+    """Write the files of one rank, and sync them to the disk."""
     # Why sorted: each tensor begins at a multiple of its dtype's size, as readers expect.
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())
     header_entries = [_header_of(name, tensors[name], flat.stored[name]) for name in names]
@@ -200,12 +185,7 @@ def write_text(path: Path, body: str) -> None:
 
 
 def read_text(path: Path, keys: Sequence[str]) -> dict[str, Any]:
-    """Return the data of a text file, which has ``keys``.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is damaged, no regular file, or of another format.
-    """
+    """Return the data of a text file with ``keys``; raise ``ValueError`` if it's damaged."""
     # Why no links: a checkpoint that was made to do harm could point at a device.
     file_bytes = read_regular(path, most=_LARGEST, links=False)
     try:
@@ -234,8 +214,7 @@ def read_text(path: Path, keys: Sequence[str]) -> dict[str, Any]:
 def read_table(folder: Path, save: str, rank: int) -> RankTable:
     """Read a rank's table, and check the size of its file of tensors.
 
-    Raises:
-        ValueError: a file is damaged or missing, or of another save.
+    Raise ``ValueError`` if one is damaged, missing or of another save.
     """
     path = folder / table_file(save, rank)
     try:
@@ -319,8 +298,7 @@ def check_spec(
     It may be from a file that was made to do harm, which a checksum doesn't tell.
 
     Arguments:
-        spec: the data.
-        stored: the facts about the tensors that the tree may name.
+        stored: the tensors that the tree may name.
         buffers: the plan's buffers by unit and key; ``None`` for a ``PerRank`` value.
         per_rank: the number of the ``PerRank`` value that the tree is.
     """
@@ -378,13 +356,7 @@ def _is_container(kind: Any, fields: Any, meta: Any, count: int) -> bool:
 
 
 class RankReader:
-    """Reads the tensors of a checkpoint's ranks; a context manager.
-
-    Arguments:
-        folder: the checkpoint's folder.
-        save: the token of the save.
-        table: returns the table of a rank.
-    """
+    """Reads the tensors of a checkpoint's ranks; a context manager."""
 
     def __init__(self, folder: Path, save: str, table: Callable[[int], RankTable]) -> None:
         self.folder, self.save, self.table = folder, save, table
@@ -405,8 +377,6 @@ class RankReader:
 
         Arguments:
             out: the tensor to fill, of the stored dtype.
-            rank: the rank that stored the tensor.
-            name: the stored name.
             begin: index of the first element in the stored tensor.
 
         Raises:
@@ -436,11 +406,7 @@ class RankReader:
             )
 
     def checked(self, rank: int) -> Iterator[int]:
-        """Check every byte of a rank's file, and yield how many, part by part.
-
-        Raises:
-            ValueError: a byte is not the one that was saved.
-        """
+        """Check every byte of a rank's file, or raise ``ValueError``; yield their numbers."""
         rank_table = self.table(rank)
         first_byte = min(
             (place.offset for place in rank_table.places.values()), default=rank_table.size

@@ -1,7 +1,4 @@
-"""Which elements of a leaf lie in which rank's shard, and copies between such runs.
-
-Every move of a state to other ranks, units or slices copies elements between two runs.
-"""
+"""Which elements of a leaf lie in which rank's shard, and copies between such runs."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ class Run(NamedTuple):
 
     Attributes:
         begin: index of the first element in the raveled slice.
-        numel: number of elements.
         within: the slice, as a box of the whole leaf.
     """
 
@@ -43,9 +39,7 @@ class Source(NamedTuple):
     """A run of a leaf in one rank's shard.
 
     Attributes:
-        rank: the rank.
         start: index of its first element in the shard.
-        run: the run.
     """
 
     rank: int
@@ -97,11 +91,8 @@ def leaf_sources(
     """Yield the runs of a leaf under a plan that have elements of ``target``.
 
     Arguments:
-        buffer: the leaf's buffer under that plan.
-        leaf: the leaf.
         axes: size of each mesh axis of that plan.
         position: the position along every axis that doesn't cut the leaf or its buffer.
-        target: the elements to find.
     """
     target_boxes = target.boxes()
     # Note: one turn of the loop for each slice that the old model axes cut the leaf into.
@@ -163,9 +154,6 @@ def read_run(
 
     Arguments:
         out: the elements of ``target``, 1-D.
-        target: the run to fill.
-        sources: the runs with elements of it.
-        name: the name of the stored shards.
         read: fills a tensor with stored elements.
     """
     copied_numel = 0
@@ -185,11 +173,7 @@ def read_run(
 def copy_run(out: torch.Tensor, target: Run, values: torch.Tensor, source: Run) -> int:
     """Copy the elements that two runs share, and return their number.
 
-    Arguments:
-        out: the elements of ``target``, 1-D.
-        target: the run to copy to.
-        values: the elements of ``source``, 1-D.
-        source: the run to copy from.
+    ``out`` and ``values`` are the elements of ``target`` and of ``source``, 1-D.
     """
     # Note: the runs count in the same slice, so the overlap is one copy, without boxes.
     if target.within == source.within:

@@ -133,7 +133,6 @@ def save(
     - Mark a value of each rank's own with ``PerRank``.
 
     A crash at any moment leaves the old checkpoint, the new one, or a folder that ``latest`` skips.
-    docs/checkpoints.md says more about states and files.
 
     Arguments:
         path: the folder to make, on a file system that all ranks share. A checkpoint there is

@@ -47,12 +47,10 @@ class WriterThread(threading.Thread):
     """The thread that runs a ``Writer``.
 
     Arguments:
-        writer: the writer.
         in_background: whether other threads have precedence.
 
     Attributes:
         error: why the writer failed, or ``""``; read it after ``join``.
-        path: the path of the checkpoint.
     """
 
     def __init__(self, writer: Writer, *, in_background: bool = False) -> None:
@@ -130,16 +128,7 @@ class Writer:
     """The work of one rank: it writes its part, and rank 0 publishes the checkpoint.
 
     Attributes:
-        path: the checkpoint's folder.
-        save: the token of the save.
-        plans: the plans to store.
-        flat: this rank's state.
         tensors: the tensors of ``flat``, or copies of them.
-        rank: this rank.
-        world_size: number of ranks.
-        keep: as in ``save``.
-        timeout: as in ``save``.
-        lock: the lock of ``path``, on rank 0, to release.
         lost: returns an error if a rank is suspended or gone, or ``""``.
     """
 
@@ -156,7 +145,6 @@ class Writer:
     lost: Callable[[], str]
 
     def run(self) -> None:
-        """Write this rank's part and, as rank 0, publish the checkpoint."""
         try:
             if self.rank == 0:  # first, so that files of killed saves do not fill the disk
                 self.remove_leftovers()
