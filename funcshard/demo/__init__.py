@@ -2,15 +2,12 @@
 
 Read in this order:
 
-- ``gpt``: the model, in plain PyTorch.
-- ``corpus``: the text, split into training and validation bytes.
-- ``train``: the job of one rank: train, validate, sample and save.
-- ``evaluate``: validation loss and text samples.
-- ``launch``: rank processes, torchrun, and Ctrl-C. ``machine_limits``: how many processes fit.
+- ``gpt``, ``corpus``: the model, in plain PyTorch, and its text.
+- ``train``, ``evaluate``: the job of one rank; validation loss and samples of text.
+- ``launch``, ``machine_limits``: rank processes, torchrun and Ctrl-C; how many processes fit.
 - ``display``: progress bars and coloured text.
 - ``arguments``, ``plan_command``, ``calibrate_command``: the command line.
-
-``decoder_configs`` has the sizes of published models. ``decoders`` builds those that are no GPT.
+- ``decoder_configs``, ``decoders``: published models that are no GPT.
 """
 
 from __future__ import annotations

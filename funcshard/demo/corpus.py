@@ -1,4 +1,4 @@
-"""Text to train on: the source of Python's standard library, or your own files."""
+"""Text to train on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class Corpus:
     Attributes:
         train: 1-D uint8 tensor.
         valid: 1-D uint8 tensor, the end of the text.
-        description: the origin of the text, to be printed.
     """
 
     train: torch.Tensor
@@ -36,12 +35,11 @@ def load_corpus(text: str | os.PathLike[str] | None, context: int) -> Corpus:
     """Read a text and hold out its end for validation.
 
     Arguments:
-        text: a file, or a folder of files, but for hidden and binary ones; by default the Python
-            sources of the standard library.
+        text: a file, or a folder, whose hidden and binary files are skipped; by default the
+            standard library.
         context: number of bytes that a model sees at once.
 
     Raises:
-        OSError: a file can't be read.
         ValueError: the text doesn't exist, or is too short.
     """
     if text is None:

@@ -14,11 +14,9 @@ class LatentSizes:
     """Sizes of multi-head latent attention; the defaults are those of DeepSeek-V3.
 
     Attributes:
-        query: size of the compressed queries.
         key_value: size of the vector behind the keys and values of all heads.
         rotary: size of the rotated part of a query or key, which heads share in keys.
         plain: size of the other part of a head's query or key.
-        value: size of a head's value.
     """
 
     query: int = 1536
@@ -40,9 +38,7 @@ class ExpertSizes:
     """Sizes of a mixture of experts.
 
     Attributes:
-        count: number of experts.
         per_token: number of experts that compute each token.
-        hidden: size of an expert's hidden layer.
         shared: number of experts for every token, as one MLP that's so many times as wide.
         dense_layers: number of blocks at the start with an ordinary MLP.
         scores: ``"softmax"``, or ``"sigmoid"`` with a bias for each expert that only changes the
@@ -74,17 +70,11 @@ class DecoderConfig:
 
     Attributes:
         dim: size of a token's vector.
-        layers: number of blocks.
         heads: number of attention heads; divides ``dim``.
-        vocabulary: number of tokens.
         hidden: size of the hidden layer of an ordinary MLP.
         kv_heads: number of heads of keys and values; divides ``heads``, its default.
         context: number of positions in training; the model takes any.
         tied: whether the head uses the weight of the token embedding.
-        latent: sizes of latent attention, if it has any.
-        experts: sizes of the mixture of experts, if it is one.
-        rotary_base: base of the wavelengths of rotary positions.
-        eps: number that norms add before they divide.
 
     Raises:
         ValueError: a size is below 1, or doesn't divide another one.

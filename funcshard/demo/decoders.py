@@ -1,4 +1,4 @@
-"""Decoder-only language models of any size in plain PyTorch, built from a configuration alone."""
+"""Decoder-only language models in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -269,15 +269,12 @@ class Router(nn.Module):
 
 
 def _balanced(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the token copy that each row of each expert computes, and whether there is one.
+    """Return the token copy of each row, expert by expert, and whether there is one.
+
+    A copy's number is ``token · per_token`` and more, or 0.
 
     Arguments:
         chosen: the experts of each token, of shape ``[tokens, per_token]``.
-        experts: number of experts.
-
-    Returns:
-        For each row, expert by expert: the number of the token copy, ``token · per_token`` and
-        more, or 0; and whether there is one.
     """
     flat_chosen = chosen.flatten()
     num_rows = -(-flat_chosen.numel() // experts)

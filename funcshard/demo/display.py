@@ -28,9 +28,6 @@ def progress(title: str, total: int, *, quiet: bool = False, keep: bool = False)
     """Show the progress of a loop of ``total`` turns; yield ``show(done, words)``.
 
     Arguments:
-        title: name of the loop.
-        total: number of turns.
-        quiet: whether to show nothing.
         keep: whether the bar stays at the end.
     """
     if quiet or total < 1:
@@ -93,7 +90,6 @@ def _lines(title: str, total: int) -> Show:
 
 
 def _console() -> Any:
-    """Return rich's console, if there is one."""
     try:
         from rich.console import Console
     except ImportError:

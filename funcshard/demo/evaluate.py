@@ -1,4 +1,4 @@
-"""Evaluate a trained model: its loss on held-out bytes, and a sample of text."""
+"""Evaluate a trained model."""
 
 from __future__ import annotations
 
@@ -33,12 +33,8 @@ def validation_loss(
     """Return the mean loss over windows of held-out bytes, the same on any number of ranks.
 
     Arguments:
-        model: function from bytes to logits.
-        data: held-out bytes.
-        mesh: the ranks, which share the windows.
         size: windows a batch.
         context: bytes a window.
-        show: called with the number of batches done.
     """
     inputs, targets = windows(data, count=WINDOWS, context=context)
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
@@ -76,12 +72,7 @@ def sample(
     """Let the model write ``length`` bytes after a line break, the same on every rank.
 
     Arguments:
-        model: function from bytes to logits.
-        mesh: the ranks.
-        length: number of bytes.
         context: the most bytes that the model sees.
-        seed: seed of the random draws.
-        show: called with the number of bytes written.
         temperature: divisor of the logits; a lower one makes likely bytes likelier.
     """
     # One seed for all ranks, which call the model together and need the same bytes.

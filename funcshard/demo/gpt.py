@@ -17,9 +17,7 @@ class GPTConfig:
 
     Attributes:
         width: size of a token's vector.
-        layers: number of blocks.
         heads: number of attention heads; divides ``width``.
-        context: longest sequence.
         vocabulary: number of tokens, which is 256 for bytes.
         tied: whether the head uses the weight of the token embedding.
     """

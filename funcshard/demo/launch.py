@@ -1,7 +1,7 @@
-"""Run a job on several ranks: in new processes, in torchrun's processes, or in this process alone.
+"""Run a job on several ranks.
 
-A rank that stops alone leaves the others waiting in a collective. So a signal such as Ctrl-C only
-sets ``Stop.requested``, and between steps the ranks agree on it (``Stop.agreed``).
+A rank that stops alone leaves the others waiting in a collective. So a signal only sets
+``Stop.requested``, and the ranks agree on it between steps (``Stop.agreed``).
 """
 
 from __future__ import annotations
@@ -39,12 +39,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(slots=True)
 class Stop:
-    """The request to stop a job before its end.
-
-    Attributes:
-        requested: whether this process got a signal.
-        happened: whether the ranks have agreed to stop.
-    """
+    """The request to stop a job before its end."""
 
     requested: bool = False
     happened: bool = False
@@ -71,8 +66,6 @@ def launch(
     Arguments:
         job: an importable function.
         args: further arguments, picklable.
-        ranks: number of ranks without torchrun.
-        replicate: size of the mesh's replicate axis.
 
     Returns:
         0, 1 if a rank failed, or 130 if a signal stopped the job.
@@ -155,7 +148,6 @@ def _spawn(job: Callable[..., None], args: tuple[Any, ...], shape: Mapping[str, 
 
 
 def _request_stop(processes: list[Any]) -> None:
-    """Ask all ranks to stop."""
     for process in processes:
         if process.is_alive():
             process.terminate()

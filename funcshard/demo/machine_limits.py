@@ -1,4 +1,4 @@
-"""Whether a job fits into this machine: a typing error shouldn't take it down."""
+"""Whether a job fits into this machine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ def check_fits(ranks: int, parameters: int = 0, activations: int = 0) -> None:
     """Raise ``ValueError`` unless this machine has the memory for a job.
 
     Arguments:
-        ranks: number of processes.
-        parameters: number of parameters.
         activations: elements of one tensor of activations of every block.
     """
     # Note: each rank draws all parameters; then ranks share parameters, gradients and Adam's two
@@ -33,7 +31,6 @@ def check_fits(ranks: int, parameters: int = 0, activations: int = 0) -> None:
 
 
 def _available_bytes() -> int | None:
-    """Return the memory that new processes can have."""
     try:
         free_match = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
     except OSError:  # no Linux

@@ -27,16 +27,9 @@ class Settings:
     """The settings of the job.
 
     Attributes:
-        config: sizes of the model.
         units: globs of the units.
-        strategy: strategy of the units.
-        replicate: size of the mesh's replicate axis.
-        steps: number of training steps.
         batch: sequences a rank and step.
-        lr: highest learning rate.
-        seed: seed of all random numbers.
         text: file or folder to train on; ``None``: Python's standard library.
-        out: folder for the result.
         save_every: number of steps between checkpoints; 0 saves none.
         resume: whether to resume from the last checkpoint in ``out``.
     """
@@ -78,13 +71,7 @@ def check(settings: Settings, world_size: int) -> fs.Plan:
 
 
 def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
-    """Train, validate, sample and save, on every rank.
-
-    Arguments:
-        mesh: the ranks.
-        stop: the request to stop.
-        settings: the settings.
-    """
+    """Train, validate, sample and save, on every rank."""
     job_began = time.perf_counter()
     is_first, config, out = mesh.rank == 0, settings.config, Path(settings.out).resolve()
     tell: Callable[..., None] = say if is_first else lambda *_: None
