@@ -5,9 +5,7 @@ In reading order:
 - ``sources``: how far you can trust a number.
 - ``hardware``: a machine as data; ``descriptions/`` ships with funcshard.
 - ``timing``: the seconds of a collective, a computation and a copy.
-- ``reference``: a training step whose kernels are timed.
-- ``measuring``: the figures of one rank, measured.
-- ``calibration``: ``calibrate``, which measures and describes this machine.
+- ``reference``, ``measuring``, ``calibration``: ``calibrate``, which measures this machine.
 - ``reserved``: the memory that an allocator holds beside the memory in use.
 """
 

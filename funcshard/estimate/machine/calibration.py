@@ -1,4 +1,4 @@
-"""``calibrate``: measure this machine's CPUs, and write a hardware description of it."""
+"""``calibrate``: a hardware description of this machine's CPUs."""
 
 from __future__ import annotations
 
@@ -106,15 +106,7 @@ def fit_link(kind: str, size: int, times: Mapping[int, float], source: Source) -
     """Return the link whose latency and bandwidth fit measured seconds by bytes best.
 
     Arguments:
-        kind: kind of the collective.
-        size: number of ranks.
         times: measured seconds by bytes, for at least two sizes.
-        source: the origin of the times.
-
-    Example:
-        >>> link = fit_link("all_gather", 2, {1000: 2e-6, 2000: 3e-6}, Source("an example"))
-        >>> f"{link.latency:.1e} s, {link.bandwidth:.1e} B/s"
-        '1.0e-06 s, 1.0e+09 B/s'
     """
     # Why 1 / seconds²: it makes the errors relative, so that small and large buffers count alike.
     weighted_points = [(nbytes, seconds, 1 / seconds**2) for nbytes, seconds in times.items()]
@@ -228,7 +220,6 @@ def _describe(measured: Sequence[Mapping[str, Any]], ranks: int, shared_memory: 
 
 
 def _cpu() -> str:
-    """Return the CPU's name, and the number of cores that this process may use."""
     name = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").is_file():
         info_lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""``Hardware``: the figures of a machine, each with its source, as data and as JSON."""
+"""``Hardware``: a machine as data and as JSON."""
 
 from __future__ import annotations
 
@@ -54,7 +54,6 @@ class SizeFactor:
     Attributes:
         bytes: bytes that each rank contributes.
         factor: share of the bandwidth, above 0 and at most 1.
-        source: its origin.
     """
 
     bytes: int

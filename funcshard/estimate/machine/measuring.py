@@ -44,11 +44,8 @@ def measure(
     """Return this rank's figures by name. All ranks of the mesh call it together.
 
     Arguments:
-        mesh: the ranks, along one axis.
         sizes: bytes of the collectives' whole buffers.
         seconds: time for each peak.
-        reference: sizes of the transformer whose step is timed.
-        passes: number of passes over all figures.
     """
     group = mesh.groups["shard"]
     # Why not always: ranks that share a core wait for each other, which is part of their step.

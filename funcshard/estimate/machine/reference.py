@@ -1,7 +1,7 @@
 """The reference step: a training step of a small transformer, timed kernel by kernel.
 
-A training step doesn't reach the peaks: its kernels read cold operands, several functions take more
-time than a sum, and all ranks compute at once. This step says which share a model reaches.
+It says which share of the peaks a model reaches: kernels read cold operands, several functions take
+more time than a sum, and all ranks compute at once.
 """
 
 from __future__ import annotations
@@ -32,11 +32,8 @@ class Reference:
 
     Attributes:
         width: size of a token's vector.
-        heads: number of attention heads; divides ``width``.
-        layers: number of blocks.
         batch: samples of a rank.
         length: tokens of a sample.
-        vocabulary: number of tokens.
     """
 
     width: int = 320
@@ -115,15 +112,7 @@ class _Block(nn.Module):
 
 
 def reference_step(reference: Reference) -> tuple[Callable[[], None], Callable[[], None], int]:
-    """Return forward and backward, the update by AdamW, and the bytes that the update moves.
-
-    Example:
-        >>> tiny = Reference(width=8, heads=2, layers=1, batch=1, length=4, vocabulary=5)
-        >>> train, update, _ = reference_step(tiny)
-        >>> len(times_of(train)) > 20  # kernels
-        True
-        >>> update()
-    """
+    """Return forward and backward, the update by AdamW, and the bytes that the update moves."""
     width, batch_shape = reference.width, (reference.batch, reference.length)
     embedding = nn.Embedding(reference.vocabulary, width)
     head = nn.Linear(width, reference.vocabulary)
@@ -166,7 +155,6 @@ def rates_of(
     Arguments:
         runs: the kernels of each of several runs, as ``times_of`` returns them.
         seconds: time of the computation without a clock around each kernel.
-        kernel_overhead: seconds that each kernel takes beside its FLOPs and bytes.
 
     Example:
         >>> rates_of([[KernelTime(600, 10, 3.0), KernelTime(0, 20, 1.0)]], 8.0, kernel_overhead=0.0)

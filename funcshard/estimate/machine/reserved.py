@@ -1,8 +1,7 @@
 """``reserved_band``: the memory that a caching allocator holds, from the memory in use.
 
-torch's allocator on GPUs keeps freed blocks in a pool for each stream. How much it has *reserved*
-depends on the order and sizes of all blocks, which no simulation gives to a per cent. So the band
-comes from runs that were published or measured.
+torch's allocator on GPUs keeps freed blocks in a pool for each stream. How much it *reserves*
+depends on the order and sizes of all blocks, so the band comes from published or measured runs.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ class ReservedRun:
 
     Attributes:
         what: the model, the runtime and the checkpoints.
-        reserved: the peak of reserved memory, in bytes.
         pools: the sum of the pools' simulated peaks, in bytes.
-        source: where the number is printed.
     """
 
     what: str

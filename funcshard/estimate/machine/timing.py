@@ -1,4 +1,4 @@
-"""The seconds of collectives, computations, updates and copies to the host, as pure functions."""
+"""The seconds of collectives, computations, updates and copies."""
 
 from __future__ import annotations
 
@@ -93,25 +93,12 @@ def compute_time(
     memory_efficiency)``, plus the kernels' overhead.
 
     Arguments:
-        hardware: the machine.
         flops: floating-point operations; a product and a sum count as two.
         nbytes: bytes that the kernels read and write in device memory.
-        dtype: dtype of the operations, or its name.
-        kernels: number of kernels.
 
     Raises:
         TypeError: a number is no whole number.
         ValueError: a number is negative, or the description has no peak for the dtype.
-
-    Example:
-        >>> from funcshard.estimate import load_hardware
-        >>> from funcshard.estimate.machine import compute_time
-        >>> h100 = load_hardware("h100")
-        >>> compute_time(h100, 0, 0, "bfloat16").seconds
-        0.0
-        >>> longer = compute_time(h100, 10**15, 0, "bfloat16").seconds
-        >>> longer > 10**15 / h100.flops["bfloat16"]  # no computation reaches the peak
-        True
     """
     flops = check_count("flops", flops, 0)
     nbytes = check_count("nbytes", nbytes, 0, of="bytes")
@@ -145,17 +132,7 @@ def compute_time(
 
 
 def update_time(hardware: Hardware, nbytes: int) -> Timed:
-    """Return the time in which the optimizer reads and writes bytes of device memory.
-
-    Arguments:
-        hardware: the machine.
-        nbytes: their number.
-
-    Example:
-        >>> from funcshard.estimate import load_hardware
-        >>> update_time(load_hardware("h100"), 0).seconds
-        0.0
-    """
+    """Return the time in which the optimizer reads and writes bytes of device memory."""
     nbytes = check_count("nbytes", nbytes, 0, of="bytes")
     efficiency_name, efficiency = "optimizer_efficiency", hardware.optimizer_efficiency
     if efficiency is None:
@@ -168,18 +145,7 @@ def update_time(hardware: Hardware, nbytes: int) -> Timed:
 
 
 def offload_time(hardware: Hardware, nbytes: int) -> Timed:
-    """Return the time of one copy between device and host, in either direction.
-
-    Arguments:
-        hardware: the machine.
-        nbytes: bytes that are copied.
-
-    Example:
-        >>> from funcshard.estimate import load_hardware
-        >>> from funcshard.estimate.machine import offload_time
-        >>> offload_time(load_hardware("h100"), 0).seconds
-        0.0
-    """
+    """Return the time of one copy between device and host, in either direction."""
     nbytes = check_count("nbytes", nbytes, 0, of="bytes")
     if not nbytes:
         return Timed(0.0, "exact")

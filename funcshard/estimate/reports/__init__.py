@@ -2,11 +2,11 @@
 
 In reading order:
 
-- ``report``: a step that prints itself as tables. ``unit_use``: the same unit by unit.
-- ``comparing``, ``differences``: two reports, and what changed between them.
+- ``report``, ``unit_use``: a step that prints itself as tables, and the same unit by unit.
+- ``comparing``, ``differences``: two reports side by side.
 - ``tabulating``: many reports as one table.
 - ``holding_map``: which rank holds which part of the parameters.
-- ``pictures``: reports and holdings, drawn. ``perfetto``: a report as a trace file.
+- ``pictures``, ``perfetto``: drawings, and trace files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two reports side by side: what changed, and how memory, time and traffic moved."""
+"""``compare``: two reports side by side."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ class UnitPair:
 
     Attributes:
         before: its use in the first report; ``None`` if the plan has no such unit.
-        after: its use in the second.
     """
 
     before: UnitUse | None
@@ -37,7 +36,6 @@ class UnitPair:
 
     @property
     def title(self) -> str:
-        """Name of the unit, or of the equal units."""
         use = self.after or self.before
         assert use is not None, "checked above"
         return use.title
@@ -158,14 +156,12 @@ def _row(name: str, old: Any, new: Any, text: Callable[[Any], str]) -> list[str]
 def _moves(
     numbers: Sequence[Mapping[str, Any]], text: Callable[[Any], str]
 ) -> tuple[list[list[str]], list[str]]:
-    """Return rows of numbers before and after, and their sums."""
     old, new = numbers
     table_rows = [_row(name, old.get(name, 0), new.get(name, 0), text) for name in {**old, **new}]
     return table_rows, _row("total", sum(old.values()), sum(new.values()), text)
 
 
 def _times(report: Report) -> Mapping[str, float]:
-    """Return the seconds of each phase, and of the waits."""
     phase_seconds: defaultdict[str, float] = defaultdict(float)
     for span in report.spans:
         if span.lane == "compute":

@@ -1,4 +1,4 @@
-"""The differences between the plans, the options and the profiles of two reports."""
+"""The differences of two reports."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ def differences_between(before: Report, after: Report) -> tuple[str, ...]:
 
 
 def _change(words: str, old: Any, new: Any, noun: str = "") -> Iterable[str]:
-    """Yield the clause of a change, if there is one."""
     if old != new:
         yield f"{words} {new}{noun} instead of {old}"
 

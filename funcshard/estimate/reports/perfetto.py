@@ -20,15 +20,7 @@ _MICROSECONDS = 1e6
 
 
 def to_perfetto(report: Step, path: str | Path) -> Path:
-    """Write a report as a trace for Perfetto or ``chrome://tracing``, and return the file's path.
-
-    Open it at https://ui.perfetto.dev. Each track is a thread. Memory has a counter of all bytes,
-    and one for each category.
-
-    Arguments:
-        report: the report.
-        path: the file to write, ``.json``.
-    """
+    """Write a report as a ``.json`` trace for Perfetto or ``chrome://tracing``; return its path."""
     path = Path(path)
     more_facts = {
         "plan": report.plan.fingerprint(), "mesh": mesh_text(report.plan.mesh_axes), "hardware": report.hardware,

@@ -1,4 +1,4 @@
-"""``Report``: the memory, the time and the traffic of one training step, with tables and files."""
+"""``Report``: a step with tables and files."""
 
 from __future__ import annotations
 
@@ -87,7 +87,6 @@ def source_of(report: Step, name: str) -> str:
     """Return the source of a number of a report, one of ``SOURCES``.
 
     Arguments:
-        report: the report.
         name: a field of the report, such as ``"peak"``, or a category of memory.
     """
     if name in report.sources:

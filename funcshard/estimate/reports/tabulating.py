@@ -1,4 +1,4 @@
-"""``tabulate``: many reports as one table, a row each."""
+"""``tabulate``, and its table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report says of memory, traffic and time, unit by unit."""
+"""``UnitUse``: a report unit by unit."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ class UnitUse:
 
     Attributes:
         title: name of the unit, or of the equal units.
-        names: names of the units.
-        memory: bytes by category at the peak.
         traffic: bytes that the rank sends in a step.
-        compute: seconds of computation in a step.
         communication: seconds that their collectives take, hidden or not.
     """
 
@@ -56,7 +53,6 @@ def by_unit(report: Step, key: Callable[[UnitPlan], Hashable] | None = None) -> 
     A last row has the loss, the optimizer, and the collectives that belong to no unit.
 
     Arguments:
-        report: the report.
         key: a function of a unit; units for which it differs are not equal.
     """
     units = report.plan.units

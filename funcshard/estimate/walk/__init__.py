@@ -4,9 +4,9 @@ In reading order:
 
 - ``step``: the result, as data.
 - ``runtime``: the buffers that funcshard or a peer holds.
-- ``sizes``: the bytes of a unit's buffers. ``ledger``: the memory of a rank, by category.
+- ``sizes``, ``ledger``: the bytes of a unit, and of a rank by category.
 - ``lanes``: the clocks of computation and communication.
-- ``simulator``: walks through the program of a model and the collectives of a plan.
+- ``simulator``: the walk itself.
 """
 
 from __future__ import annotations

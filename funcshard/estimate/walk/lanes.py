@@ -27,8 +27,6 @@ class HardwareClock:
     """The time of everything that a step does on some hardware, with its source.
 
     Attributes:
-        hardware: the hardware.
-        mesh_axes: size of each mesh axis.
         copied: the weakest source of copies to the host and back, which have no spans.
     """
 
@@ -88,7 +86,6 @@ class Lanes:
     Attributes:
         now: seconds since the start of the step, on the lane of computation.
         exposed: seconds in which that lane waited for a collective.
-        spans: everything that ran.
     """
 
     def __init__(self, clock: HardwareClock, runtime: Runtime) -> None:

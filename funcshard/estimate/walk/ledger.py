@@ -1,4 +1,4 @@
-"""``Ledger``: the memory of a rank by category, at every moment."""
+"""The memory of a rank by category, at every moment."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ class Ledger:
 
     Attributes:
         moments: the moments so far, as rows.
-        total: bytes of all categories now.
-        peak: most bytes of all categories so far.
         highest: position of the first such moment.
     """
 

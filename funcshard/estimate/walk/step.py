@@ -1,4 +1,4 @@
-"""``Step``: the memory, the time and the traffic of one training step, as data."""
+"""``Step``, the result of a walk, as data."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ class Timeline(Sequence[Moment]):
     """The moments of a step, in order; equal to a tuple of them.
 
     Arguments:
-        rows: the moments as rows.
         highest: position of the first moment with the most bytes.
     """
 
@@ -99,10 +98,7 @@ class Span(NamedTuple):
         what: ``"forward"``, ``"backward"``, ``"loss"``, ``"optimizer"``, or the kind of collective.
         unit: name of the unit; ``""`` is the root.
         begin: seconds since the start of the step.
-        seconds: duration.
         bytes: bytes that a computation moves, or of the collective's whole buffer.
-        flops: floating-point operations.
-        source: source of the duration.
     """
 
     lane: str
@@ -124,24 +120,17 @@ class Step:
     """The memory, the time and the traffic of one training step.
 
     Attributes:
-        plan: the plan.
         schedule: the schedule, in the order in which the trace ran the units.
-        hardware: name of the hardware.
         timeline: the memory of the rank, moment by moment.
         spans: its computations and collectives, and when they run.
         events: its collectives, in order; equal to ``record_events`` around the step.
         rank: 0, because all ranks hold equally much up to padding.
-        step_time: seconds of one step.
         exposed: seconds in which the rank waits for a collective.
         tokens: tokens of a rank in a step; 0 if the inputs aren't tokens.
         flops: the model's FLOPs, as ``mfu`` counts them.
-        peak_flops: the hardware's FLOP/s.
         reserved: the least and the most bytes of a caching allocator; zeros on a CPU.
         reserved_source: where the two factors come from.
-        budget: bytes that the rank may use.
         unit_memory: bytes at the peak by unit and category.
-        sources: the source of each number, by name.
-        options: the options of ``estimate``.
     """
 
     plan: Plan
@@ -168,7 +157,6 @@ class Step:
 
     @property
     def peak_moment(self) -> Moment:
-        """The first moment with the most memory."""
         # Note: the ledger knows the highest moment; a timeline made by hand is searched.
         if isinstance(self.timeline, Timeline):
             return self.timeline.highest
