@@ -1,4 +1,4 @@
-"""Whether a graph may run, and whether a pass kept the order that operations need."""
+"""Check a changed graph."""
 
 from __future__ import annotations
 
@@ -43,13 +43,10 @@ def check_graph(graph: fx.Graph) -> None:
 
 
 def check_order(graph: fx.Graph, before: fx.Graph) -> None:
-    """Raise unless a graph keeps the order of the nodes of ``before`` that it still has.
+    """Raise ``ValueError`` unless a graph keeps the order of the nodes that it has from ``before``.
 
-    It must keep the order of collectives, of operations that draw random numbers, and of each write
-    among the uses of its memory.
-
-    Raises:
-        ValueError: it doesn't; the message names the nodes.
+    This includes collectives, operations that draw random numbers, and each write among the uses of
+    its memory.
     """
     new_position = {node.name: node_index for node_index, node in enumerate(graph.nodes)}
     kept_nodes = {

@@ -22,9 +22,6 @@ class CollectiveCost:
     """The collectives of one kind along one axis.
 
     Attributes:
-        axis: name of the mesh axis.
-        kind: kind of the collective, as in ``Event``.
-        count: number of collectives.
         bytes: the sum of their sizes; see ``Event.bytes``.
         traffic: the sum of the bytes that a rank must send; see ``Event.traffic``.
     """
@@ -43,7 +40,6 @@ class StepCost(Shown):
     Attributes:
         flops: FLOPs, as ``torch.utils.flop_counter`` counts them.
         bytes: bytes that the operations read and write. Caches move fewer.
-        collectives: the collectives that emit events, by axis and kind.
     """
 
     flops: int

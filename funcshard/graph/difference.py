@@ -1,4 +1,4 @@
-"""``StepDifference``: how two traced steps differ, as text and as HTML."""
+"""``StepDifference``: how two traced steps differ."""
 
 from __future__ import annotations
 
@@ -25,14 +25,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StepDifference(Shown):
-    """How a traced step differs from another one, for you to print.
-
-    Attributes:
-        before: the first step.
-        after: the second step.
-        collectives: the lines of collectives.
-        operations: the lines of other operations.
-    """
+    """How a traced step differs from another one, for you to print."""
 
     before: StepGraph
     after: StepGraph

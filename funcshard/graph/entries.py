@@ -1,4 +1,4 @@
-"""``Entries``: the recordings of a traced step, and the one that serves some arguments."""
+"""``Entries``: the recordings of a traced step."""
 
 from __future__ import annotations
 
@@ -41,12 +41,7 @@ class Entries:
         self._served.clear()
 
     def find(self, signature: Signature, sizes: Mapping[str, int]) -> Entry | None:
-        """Return the recording that serves arguments, or ``None``.
-
-        Arguments:
-            signature: the facts about the arguments.
-            sizes: the size of each named dim.
-        """
+        """Return the recording that serves arguments, or ``None``."""
         # Note: without names the arguments' own facts are the key, which is the fast way.
         if not sizes:
             return self._entries.get(signature)

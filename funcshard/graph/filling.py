@@ -1,7 +1,7 @@
 """Give every operation of a graph the form of its result, by running it on tensors without data.
 
-So a file stores no shapes of results, a graph that doesn't fit together is found before it runs,
-and a graph for any size gets the forms of one size.
+So a file stores no shapes of results, and a graph that doesn't fit together is found before it
+runs.
 """
 
 from __future__ import annotations
@@ -81,9 +81,7 @@ def fill_in(
     Arguments:
         graph: the graph; its placeholders are tensors, then counters.
         leaves: the leaf of the signature for each tensor.
-        sizes: the size of each name in the leaves.
         memory: see ``input_memory``.
-        constants: the constants by name.
         number_items: see ``is_number_item``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""``load_traced``: a traced step from a file, without the code of its model."""
+"""``load_traced``: a traced step from a file."""
 
 from __future__ import annotations
 

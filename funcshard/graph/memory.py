@@ -1,4 +1,4 @@
-"""``memory_of``: the bytes that a run of a graph holds, from the lives of its storages."""
+"""``memory_of``: the bytes that a run of a graph holds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ class StepMemory(Shown):
         temporary: the most that the step holds besides arguments.
         peak: arguments and ``temporary``.
         peak_gathered: the most that gathered units hold.
-        at: the operation that reaches the peak.
     """
 
     arguments: int

@@ -1,4 +1,4 @@
-"""The sizes of a batch that later calls may change: their names, and their rules."""
+"""The sizes of a batch that later calls may change."""
 
 from __future__ import annotations
 
@@ -20,12 +20,7 @@ Names = tuple[str | None, ...]  # of each dim of a tensor; ``None`` for a dim of
 class NamedSizes:
     """The names that ``trace(dynamic_shapes=...)`` gives to dims of the batch.
 
-    Arguments:
-        spec: as in ``trace``; ``None``: no dim has a name.
-
-    Raises:
-        ValueError: a text is not of that form.
-        TypeError: the tree holds something else.
+    ``spec`` is that argument; ``None`` gives no names.
     """
 
     def __init__(self, spec: Any) -> None:
@@ -35,11 +30,7 @@ class NamedSizes:
         self._known_texts: dict[Any, dict[int, str]] = {}
 
     def of(self, leaves: Sequence[Any], form: Any) -> dict[int, Names]:
-        """Return the names of dims by leaf of ``(state, batch)``.
-
-        Raises:
-            ValueError: the batch doesn't have the form of the tree, or a tensor lacks a dim.
-        """
+        """Return the names of dims by leaf of ``(state, batch)``."""
         if self.spec is None:
             return {}
         # Why kept: the next batches have this form too, and each call asks.
@@ -127,11 +118,7 @@ def _names(text: str, tensor: torch.Tensor) -> Names:
 
 
 def sizes_of(leaves: Sequence[Any], names: Mapping[int, Names]) -> dict[str, int]:
-    """Return the size of each name in the leaves.
-
-    Raises:
-        ValueError: two dims of one name have different sizes.
-    """
+    """Return the size of each name in the leaves; raise ``ValueError`` if two differ."""
     sizes_by_name: dict[str, int] = {}
     for leaf_index, named_dims in names.items():
         for name, size in zip(named_dims, leaves[leaf_index].shape, strict=True):
@@ -161,10 +148,6 @@ class Conditions:
 
     Attributes:
         texts: the conditions as Python code, such as ``"b % 2 == 0"``.
-        places: the code that made each, if known.
-
-    Raises:
-        ValueError: a text is no such code.
     """
 
     texts: tuple[str, ...] = ()
@@ -186,7 +169,6 @@ class Conditions:
 
 
 def _compiled(text: str) -> CodeType:
-    """Return the code of a condition."""
     try:
         if len(text) > _LONGEST:
             raise ValueError(f"{len(text)} characters")

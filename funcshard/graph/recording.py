@@ -42,18 +42,11 @@ Step = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def record(step: Step, state: Any, batch: Any, names: Mapping[int, Any]) -> tuple[StepGraph, Any]:
-    """Return the graph of one step, and a state after it, without data.
+    """Return the graph of one step, and a state after it, without data; raise as ``trace`` does.
 
     Arguments:
-        step: the step, ``step(state, batch) -> (state, metrics)``.
         state: a state to call it with, which stays as it is.
-        batch: a batch to call it with.
         names: names of the dims of leaves of ``(state, batch)``, by the number of the leaf.
-
-    Raises:
-        ValueError: the step uses a tensor that no argument holds; or, with ``names``, a size of the
-            new state depends on one, or a leaf is a DTensor.
-        RuntimeError: the step draws random numbers that a graph can't repeat.
     """
     check_thread("record with one process for each rank")
     leaves, form = tree.flatten_with_form((state, batch))

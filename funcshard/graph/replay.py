@@ -1,4 +1,4 @@
-"""Run a graph: its operations as torch's, its collectives on the groups of a mesh."""
+"""Run a graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sections of a graph: which part of the step an operation is, and of which unit."""
+"""The sections of a graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ class Section(NamedTuple):
         phase: ``"forward"``, ``"backward"``, ``"update"``, ``"sizes"`` for numbers at the start, or
             ``""`` in graphs made by hand.
         unit: the unit whose parameters they use; ``None`` before the first use.
-        nodes: the operations in order.
     """
 
     phase: str

@@ -1,4 +1,4 @@
-"""``Signature``: the facts about arguments that a graph depends on."""
+"""The signature of a graph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ class Signature(NamedTuple):
     """The facts about the arguments of a step that a graph depends on.
 
     Attributes:
-        form: the form of ``(state, batch)``.
         modes: inference mode, and autocast with its dtype on CPU and CUDA.
         leaves: shape, dtype, device, strides and need of gradients of a tensor; ``int`` for a
             counter; type and value of others. A size that may change is its name, and such strides
@@ -32,11 +31,9 @@ class Signature(NamedTuple):
 def signature_of(
     leaves: Sequence[Any], form: Any, counters: int, names: Mapping[int, Any] | None = None
 ) -> Signature:
-    """Return the facts about the arguments that a graph depends on.
+    """Return the signature of arguments.
 
     Arguments:
-        leaves: the leaves of ``(state, batch)``.
-        form: the form of that tree.
         counters: number of the leaves of ``state``, whose whole numbers may change.
         names: names of dims by the number of a leaf, ``None`` for a fixed size.
     """

@@ -1,4 +1,4 @@
-"""``StepGraph``: the operations of one step, from its arguments to its results."""
+"""The graph of one step, as data."""
 
 from __future__ import annotations
 
@@ -39,17 +39,13 @@ class StepGraph:
 
     Attributes:
         graph: the operations; its placeholders are tensors and counters of ``(state, batch)``.
-        signature: the arguments that the graph fits.
         inputs: the number of each placeholder among the arguments' leaves.
         results: each leaf of ``(state, metrics)``.
-        form: the form of ``(state, metrics)``.
         donated: numbers of the leaves of the arguments that the step takes over.
         spent: the keys that lead to each optimizer state that the step takes over.
         constants: tensors that the step makes of numbers, as ``torch.tensor([1, 2])`` does.
         numbers: functions of the number of steps, such as schedules.
         replayable: whether the graph may replace the step; see ``StepRecording``.
-        sizes: the size of each named dim in ``meta["val"]``.
-        conditions: the rules that other sizes have to fulfil.
     """
 
     graph: fx.Graph

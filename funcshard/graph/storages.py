@@ -1,4 +1,4 @@
-"""The memory behind the tensors of a graph: who shares it, and when it comes and goes."""
+"""The memory behind the tensors of a graph."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ class GraphStorages:
     Attributes:
         of: the storages of each node's results, as numbers.
         bytes: the size of each storage; parts that a reduction joins count as one of its start.
-        made: the node that makes each storage.
         users: the nodes that read, write or view each storage, in order.
     """
 

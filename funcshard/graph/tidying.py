@@ -1,4 +1,4 @@
-"""Change the nodes of a graph: drop what does nothing, add and replace nodes."""
+"""Change the nodes of a graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ def tidy(graph: fx.Graph, *, counters: int) -> None:
     """Simplify a new graph in place, with the same bits.
 
     Arguments:
-        graph: the graph.
         counters: number of its last placeholders, which are counters.
     """
     _take_phases(graph)

@@ -33,11 +33,7 @@ Backend = str | Callable[..., Any]
 
 
 class Compiled:
-    """A graph as a function, whose regions are compiled.
-
-    Attributes:
-        graph: the calls that run: compiled regions, collectives and other ordinary calls.
-    """
+    """A graph as a function, whose regions are compiled."""
 
     def __init__(self, graph: fx.Graph, constants: dict[str, torch.Tensor]) -> None:
         self.graph = graph
@@ -48,11 +44,7 @@ class Compiled:
 
 
 class CompilingBind:
-    """Make graphs functions, and compile equal regions once.
-
-    Arguments:
-        backend: a backend of ``torch.compile``, as a name or a function.
-    """
+    """Make graphs functions, and compile equal regions once."""
 
     def __init__(self, backend: Backend) -> None:
         if not isinstance(backend, str) and not callable(backend):

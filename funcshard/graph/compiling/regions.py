@@ -2,9 +2,9 @@
 
 Collectives, random numbers, and operations that no compiler takes stay ordinary calls. A stretch
 lies between two of them, or begins with the work of another unit. Operations of a stretch that
-share neither values nor written memory are in different regions. So equal work, such as the update
-of a hundred equal units, becomes equal regions. A region makes views itself, so no two of its
-inputs share memory.
+share neither values nor written memory are in different regions, so equal work, such as the updates
+of equal units, becomes equal regions. A region makes views itself, so no two of its inputs share
+memory.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Region:
 
     Attributes:
         nodes: the operations, in order, without views.
-        inputs: the tensors from outside, none of which is a view.
-        outputs: the results that other operations use, none of which is a view.
+        inputs: the tensors from outside; no views.
+        outputs: the results that other operations use; no views.
     """
 
     nodes: list[fx.Node] = field(default_factory=list)
@@ -228,7 +228,6 @@ class Cut:
 
 
 def _unit_begins(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yield where the work of another unit begins."""
     unit_before = None
     for section in sections_of(graph):
         if section.phase != "update" and section.unit is not None:

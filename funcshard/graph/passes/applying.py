@@ -14,12 +14,7 @@ def applied(traced: Traced, edit: Callable[[StepGraph], None], name: str) -> Tra
     """Return a traced step whose graphs ``edit`` changes, later recordings too.
 
     Arguments:
-        traced: the step.
         edit: changes a graph in place; unused nodes go afterwards.
-        name: name of the pass, for errors.
-
-    Raises:
-        TypeError: ``traced`` is no traced step.
     """
     if not isinstance(traced, Traced):
         raise TypeError(

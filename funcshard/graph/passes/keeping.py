@@ -1,4 +1,4 @@
-"""``keep_gathered``: units stay gathered between two uses, where a budget of bytes allows it."""
+"""The pass ``keep_gathered``."""
 
 from __future__ import annotations
 
@@ -73,8 +73,6 @@ class _Gather:
     """The all-gather of a unit.
 
     Attributes:
-        start: the node that starts it.
-        wait: the node that waits for it.
         storage: the memory of the gathered buffer.
         sources: the data that this rank sends, and all nodes behind it.
     """
@@ -138,7 +136,6 @@ def _candidates(graph: fx.Graph) -> list[_Candidate]:
 
 
 def _gathers(graph: fx.Graph, storages: GraphStorages) -> list[_Gather]:
-    """Return the gathers of units, in order."""
     unit_gathers = []
     for start, (wait,) in starts_and_waits(graph):
         # Note: with ``reshard_after_forward=n``, a gather whose data comes from another gather has

@@ -1,4 +1,4 @@
-"""``gather_earlier`` and ``wait_later``: more time between the start and the end of collectives."""
+"""The passes ``gather_earlier`` and ``wait_later``."""
 
 from __future__ import annotations
 
@@ -212,16 +212,10 @@ class Timeline:
     """The nodes of a graph in an order that ``move`` changes, and the bytes held.
 
     Arguments:
-        step_graph: the graph, which moves change in place.
         budget: the most bytes that the step may hold; by default its peak.
 
     Attributes:
-        storages: the storages of the graph, in its old order.
-        order: the nodes.
-        position: the number of each node in ``order``.
         limit: the most bytes besides the arguments.
-        made: the storages that each node makes.
-        taken: their bytes.
         last: the node after which each storage is free, but for arguments.
         live: the bytes besides the arguments while each node runs.
     """

@@ -1,4 +1,4 @@
-"""``update_early``: each unit is updated as soon as its gradient has arrived."""
+"""The pass ``update_early``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Graphs in files: JSON without pickles, the same for all ranks.
 
+What a file can't hold, or ``funcshard`` can't have written, is a ``ValueError``.
+
 - ``operations``: operations that a file may name, and their arguments.
 - ``forms``: forms of trees and signatures.
 - ``recordings``: a whole ``StepGraph``.

@@ -16,11 +16,7 @@ _PLAIN = (bool, int, float, str, complex)
 
 
 def form_to(form: Any) -> Any:
-    """Return the form of a tree as JSON; ``form_from`` is the inverse.
-
-    Raises:
-        ValueError: the tree has a container that isn't data.
-    """
+    """Return the form of a tree as JSON; ``form_from`` is the inverse."""
     index_tree = tree.build_form(form, range(form.num_leaves))
     try:
         structure, _, _ = tree.describe(index_tree)
@@ -41,11 +37,7 @@ def _plain(value: Any) -> Any:
 
 
 def form_from(data: Any) -> Any:
-    """Return the form that ``form_to`` wrote; no module is imported.
-
-    Raises:
-        ValueError: it's no form, or its class isn't loaded.
-    """
+    """Return the form that ``form_to`` wrote; import no module."""
     return tree.form_of(tree.freeze(data))
 
 

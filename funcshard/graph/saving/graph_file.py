@@ -1,7 +1,7 @@
 """The file of a traced step, for all ranks.
 
 The first line has the format and a checksum of the rest, the second one facts. An operation has a
-line, so that files can be compared. Reading runs no code of the file.
+line, so that files can be compared.
 """
 
 from __future__ import annotations
@@ -29,11 +29,7 @@ class FileContents:
     """The contents of a file.
 
     Attributes:
-        torch: the version of torch that recorded the graphs.
-        mesh: size of each mesh axis.
-        plan: the plan of the step.
         changes: number of passes that changed the graphs.
-        dynamic_shapes: the argument of ``trace``.
         of_rank: index of each rank's kind in ``kinds``.
         kinds: the recordings of each kind of rank.
         digest: SHA-256 of the file after its first line.
@@ -96,12 +92,7 @@ def write_file(path: Path, facts: dict[str, Any], kinds: Sequence[str]) -> None:
 
 
 def read_file(path: Path) -> FileContents:
-    """Return the contents of a file.
-
-    Raises:
-        OSError: there is no such file.
-        ValueError: ``write_file`` did not write it, or it is damaged.
-    """
+    """Return the contents of a file."""
     data = read_regular(path)
     first_part, _, file_rest = data.partition(b"\n")
     try:
@@ -165,19 +156,11 @@ def save_together(
     per_rank: bool,
     error: str = "",
 ) -> None:
-    """Write one file for all ranks, which all call this.
+    """Write one file for all ranks, which all call this; raise if they differ, or one has an error.
 
     Arguments:
-        path: the file.
-        facts: the plan, the mesh and so on.
-        text: this rank's recordings.
         collectives: this rank's collectives, equal on all ranks.
-        mesh: the ranks.
         per_rank: whether ranks may have other graphs.
-        error: why this rank has no recordings to save.
-
-    Raises:
-        ValueError: ranks differ, or one of them has an error.
     """
     # Why digests: texts of many MiB are sent only if they differ.
     own_report = [error, text_digest(json.dumps([facts, per_rank])), text_digest(text)]

@@ -1,7 +1,7 @@
 """Operations and their arguments as JSON.
 
-A name must not reach other code: it's that of an operator of torch or funcshard that reads and
-writes no files, or of a function on numbers.
+A name may only be that of an operator of torch or funcshard that reads and writes no files, or of a
+function on numbers.
 
 In arguments, a node is ``"%3"``, and a text begins with an apostrophe. Numbers, ``true``,
 ``false``, ``null`` and lists are themselves. All else is an object such as ``{"dtype":
@@ -59,11 +59,7 @@ _NAMED: dict[str, dict[str, Any]] = {
 
 
 def target_name(target: Any) -> str:
-    """Return the name of an operation for a file; ``operator_of`` is the inverse.
-
-    Raises:
-        ValueError: a file can't hold the operation.
-    """
+    """Return the name of an operation for a file; ``operator_of`` is the inverse."""
     if full_name := operator_full_name(target):
         _check(full_name)
         return full_name
@@ -75,11 +71,7 @@ def target_name(target: Any) -> str:
 
 
 def operator_of(name: str) -> Any:
-    """Return the operation of a name.
-
-    Raises:
-        ValueError: a file may not hold it, or this torch lacks it.
-    """
+    """Return the operation of a name."""
     if name in FUNCTIONS:
         return FUNCTIONS[name]
     named_operator = operator_by_name(*_check(name))
@@ -109,15 +101,7 @@ def _error(name: str) -> ValueError:
 
 
 def encoded(value: Any, names: Mapping[fx.Node, str]) -> Any:
-    """Return an argument as JSON; ``decoded`` is the inverse, with lists for tuples.
-
-    Arguments:
-        value: the argument.
-        names: a name for each node.
-
-    Raises:
-        ValueError: a file can't hold the value.
-    """
+    """Return an argument as JSON; ``decoded`` is the inverse, with lists for tuples."""
     if isinstance(value, fx.Node):
         return names[value]
     if value is None or type(value) in (bool, int):
@@ -145,16 +129,7 @@ def encoded(value: Any, names: Mapping[fx.Node, str]) -> Any:
 
 
 def decoded(data: Any, nodes: Mapping[str, fx.Node], device: torch.device) -> Any:
-    """Return the argument that ``encoded`` wrote.
-
-    Arguments:
-        data: the JSON.
-        nodes: the nodes so far, by name.
-        device: the device of the mesh.
-
-    Raises:
-        ValueError: ``encoded`` can't have written that.
-    """
+    """Return the argument that ``encoded`` wrote."""
     if data is None or isinstance(data, bool | float):
         return data
     if isinstance(data, int):

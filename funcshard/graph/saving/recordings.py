@@ -40,12 +40,7 @@ _CONSTANT_NAME = re.compile(r"_tensor_constant\d+")
 def graph_to(step_graph: StepGraph, schedules: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
     """Return a graph as JSON; ``graph_from`` is the inverse.
 
-    Arguments:
-        step_graph: the graph.
-        schedules: the step's functions of the number of steps, by name.
-
-    Raises:
-        ValueError: a file can't hold the graph.
+    ``schedules`` has the step's functions of the number of steps, by name.
     """
     nodes = list(step_graph.graph.nodes)
     node_names = {node: f"%{node.name}" for node in nodes}
@@ -79,17 +74,7 @@ def graph_from(
     ranks: Mapping[str, int],
     schedules: Mapping[str, Callable[[int], float]],
 ) -> StepGraph:
-    """Return the graph that ``graph_to`` wrote.
-
-    Arguments:
-        data: the JSON.
-        device: the device of the mesh.
-        ranks: size of each axis of the mesh.
-        schedules: the functions of the number of steps, by name.
-
-    Raises:
-        ValueError: ``graph_to`` can't have written that.
-    """
+    """Return the graph that ``graph_to`` wrote."""
     signature = signature_from(data["signature"], device)
     inputs = file_data.numbers("inputs", data["inputs"], 0, len(signature.leaves) - 1)
     input_leaves: list[Any] = [signature.leaves[i] for i in inputs]
