@@ -1,4 +1,4 @@
-"""In which dtypes a call computes: the plan's ``MixedPrecision`` for units and other modules."""
+"""The dtypes of a call."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Changes that the function of a module cannot keep: it undoes them, raises, or warns.
-
-``unchanged`` undoes what a call does to its caller's parameters. ``DiscardedChanges`` warns of
-buffers and other state that calls throw away, ``LateChanges`` of a module that was changed after
-``make_functional`` had copied it.
-"""
+"""Changes that the function of a module cannot keep: it undoes them, raises, or warns."""
 
 from __future__ import annotations
 
@@ -96,22 +91,19 @@ def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
 class DiscardedChanges:
     """Looks for what calls change in their modules and do not return; warns once of each kind.
 
-    State is an attribute that the module had when the function was made, and that has another value
-    after a call: a counter, a ``torch.Generator``, an offset of positions. ``None`` and empty
-    containers may be caches that a call fills; these are state if two calls leave other values
-    there.
+    State is an attribute that the module had at first, such as a counter or a ``torch.Generator``,
+    and that has another value after a call. ``None`` and empty containers may be caches: they're
+    state if two calls leave other values there.
 
-    Only the first call of each kind is looked at, and the one after it: a look takes about as long
+    It looks at the first call of each kind and the one after it, because a look takes about as long
     as making the modules of a call.
 
     Attributes:
-        skeleton: the module.
         buffers: (index of a module, key in its buffer table, name) of each buffer to watch.
         compared: the training flags of the calls after which all buffers were compared.
-        kinds: the kinds of calls that were looked at: mode, and names of keyword arguments.
+        kinds: mode, and names of keyword arguments, of the calls that were looked at.
         filled: what a call in a mode left in place of ``None`` and empty containers, by module and
             attribute.
-        warned: whether the warning of attributes was given.
     """
 
     def __init__(self, skeleton: Skeleton, *, mutable: bool) -> None:
@@ -144,10 +136,8 @@ class DiscardedChanges:
 
         Arguments:
             mode: the method that ran, or a function of the module, and the training flag.
-            modules: those of the call, after it.
             call_buffers: the call's copies of the buffers, with which it began.
             caller_buffers: those that the call was given.
-            kwargs: the call's keyword arguments.
         """
         method, training = mode
         call_kind = (*mode, *kwargs)
@@ -310,14 +300,9 @@ _TRAINING = "train() or eval() was called"
 class LateChanges:
     """The state of a module when ``make_functional`` copied it; ``look`` compares, once.
 
-    Later changes reach neither the function nor its parameters. The function's first
-    ``fully_shard`` compares, so calls take no longer. Changes after that are no mistake: the module
-    may be the one that you load trained weights into.
-
-    Attributes:
-        module: the module.
-        before: what each kind of change would change, by the kind in a few words.
-        looked: whether it was compared.
+    Later changes reach neither the function nor its parameters. The first ``fully_shard`` compares,
+    so calls take no longer. Changes after that are no mistake: you may load trained weights into
+    the module.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Errors for modules that cannot be functions, and for functions that are taken for modules."""
+"""Errors for modules that cannot be functions."""
 
 from __future__ import annotations
 
@@ -21,15 +21,7 @@ _COMPILE = "pass compiler=torch.compile to fully_shard, which compiles the forwa
 
 
 def check_module(modules: Modules, parameters: NamedTensors, buffers: NamedTensors) -> None:
-    """Raise unless the function of a tree of modules and tensors can be made.
-
-    Raises:
-        TypeError: DistributedDataParallel or FSDP runs one of its modules; ``torch.compile``,
-            ``torch.jit`` or ``torch.export.unflatten`` made one; a parameter or buffer is of a
-            tensor class with its own operations.
-        ValueError: a lazy module has not been initialised; a module writes to its parameter in
-            forward.
-    """
+    """Raise, as ``make_functional`` says, unless the function of a tree of modules can be made."""
     for path, m in modules:
         reason = _why_refused(m)
         if reason is not None:
@@ -182,8 +174,6 @@ def absent_attribute(maker: str, name: str, cls: type | None) -> AttributeError:
 
     Arguments:
         maker: the function of the library that returned the function.
-        name: the attribute.
-        cls: the module's class, if it is known.
     """
     advice, method_call = _ADVICE[maker]
     is_method = callable(getattr(cls, name, None)) and not hasattr(nn.Module, name)

@@ -1,9 +1,9 @@
 """Copies of module trees and of what their attributes refer to.
 
-``make_template`` copies a whole tree, with empty tensors in place of its tensors, and every call
-copies attributes of that template. Both use ``copy.deepcopy``, with a memo for what it doesn't
-copy. ``References`` finds functions whose closure or defaults refer to modules of the tree, such as
-a ``forward`` that was wrapped in another function: ``copy.deepcopy`` would return them themselves.
+``make_template`` copies a whole tree with empty tensors, and every call copies attributes of that
+template. Both use ``copy.deepcopy``, with a memo for what it doesn't copy. ``References`` finds
+functions whose closure or defaults refer to modules of the tree, such as a ``forward`` that was
+wrapped in another function: ``copy.deepcopy`` would return them themselves.
 """
 
 from __future__ import annotations
@@ -93,7 +93,6 @@ class Capture:
     """A function that captured modules or tensors of the tree.
 
     Attributes:
-        function: the function.
         cells: positions of the cells of its closure that lead to the tree.
         defaults: whether default values of its arguments lead there.
     """
@@ -233,7 +232,6 @@ def make_template(
 
     Arguments:
         modules: the modules of the tree, each once, parents first.
-        tensors: its parameters and buffers, each once.
 
     Returns:
         The modules of the copy, in the same order, and its empty tensors by name.

@@ -1,15 +1,11 @@
 """A module tree without its tensors, from which every call gets its own module objects.
 
-``torch.func.functional_call`` swaps tensors into one shared module and out again. A ``Skeleton``
-keeps the class, the attributes and the table entries of each module, and every call builds new
-module objects, with the call's tensors in their tables:
+``torch.func.functional_call`` swaps tensors into one shared module and out again. Every call of a
+``Skeleton`` builds new module objects, with its tensors in their tables, which takes less time:
 
-- Threads, as simulated ranks are, and nested calls do not see each other's tensors.
-- Activation checkpointing, which runs parts of forward again after the call, still has the call's
-  modules.
-- A forward that changes its module (a counter, a cache, a buffer) changes the objects of the call
-  only.
-- Building the objects takes less time than swapping the tensors.
+- Threads, such as simulated ranks, and nested calls don't see each other's tensors.
+- Activation checkpointing, which runs parts of forward again later, still has the call's modules.
+- A forward that changes its module (a counter, a cache, a buffer) changes the call's objects only.
 """
 
 from __future__ import annotations
@@ -61,7 +57,6 @@ class ModuleSpec:
 
     Attributes:
         path: its path, or its first path if it is shared.
-        cls: its class.
         attributes: its attributes, except for the three tables below and torch's empty tables.
         parameters: key in its parameter table -> name of the parameter in the model.
         buffers: key in its buffer table -> name of the buffer in the model.
@@ -83,18 +78,14 @@ class Skeleton:
     Attributes:
         modules: the template, a copy of the modules that never runs: each once, parents first.
         stand_ins: the empty tensor that the template holds for each parameter and buffer.
-        specs: the same modules as data.
         indices: the index of each module, by all of its paths.
-        copied_attributes: (index of a module, name) of the attributes that are copied for each
-            call, because it could change them or because they lead to a part of the tree.
+        copied_attributes: (index of a module, name) of the attributes that each call copies,
+            because it could change them or they lead into the tree.
         hook_tables: the same for tables of hooks that are functions.
-        references: what the copied attributes refer to besides.
         large: large tensors in copied attributes, copied when they are written.
         parameters: name of each parameter -> all of its names, this one first.
-        shapes: name of each parameter -> its shape.
         frozen: the parameters that required no gradient.
-        buffers: name of each buffer -> all of its names, this one first.
-        state_names: the names of the module's state dict, in its order.
+        buffers: the same for each buffer.
     """
 
     modules: tuple[nn.Module, ...]
@@ -126,8 +117,6 @@ class Skeleton:
         """Return the modules of a new tree with these tensors, in the order of ``specs``.
 
         Arguments:
-            parameters: a tensor for every name in ``self.parameters``.
-            buffers: a tensor for every name in ``self.buffers``.
             training: the training flag of every module; ``None`` keeps each one's.
         """
         # Why not cls.__new__: that of torch.fx.GraphModule returns an object of another class.
@@ -198,10 +187,6 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, Tensors, Tensors]:
 
     Returns:
         ``(skeleton, parameters, buffers)``, each tensor once, under its first name.
-
-    Raises:
-        TypeError: an attribute refers to a module of the tree in a way that copying does not
-            follow.
     """
     modules = list(module.named_modules())
     parameters, parameter_names = _by_name(module.named_parameters(remove_duplicate=False))

@@ -69,8 +69,6 @@ class UnitModule:
     """How the module of a unit runs, or one of those of a group.
 
     Attributes:
-        path: path of the module.
-        index: index of the module in the skeleton.
         f: ``unshard`` or ``reshard`` of the module's forward.
         remat: whether backward computes the forward again.
     """
@@ -93,15 +91,8 @@ def unit_modules(
     """Return how the modules of a unit run.
 
     Arguments:
-        unit: the unit.
-        skeleton: the module tree.
-        mesh: the ranks.
-        comms: the communication of the unit's buffers.
         remat: the paths of the modules that backward computes again.
         methods: the methods besides ``forward`` that enter units, by index of the module.
-
-    Raises:
-        ValueError: the unit has no forward, or a hook needs its parameters before forward.
     """
     f = unshard_with(forward_with_leaves, unit, mesh, comms, listed=True)
     if unit.reshard_after_forward:
@@ -156,8 +147,6 @@ class UnitCall:
     """The part of one call that its units share.
 
     Attributes:
-        units: the modules of each unit, by name.
-        shards: the shards that the units read.
         prefetcher: gathers the units; ``None`` under a transform.
         mesh: the ranks, while they still compare the order of units.
         level: the number of ``torch.func`` transforms around the call.
@@ -347,7 +336,6 @@ class UnitEntry:
 
     Attributes:
         enter: function of module, method, args and kwargs that runs the method in the unit.
-        methods: the methods that enter the unit.
         hidden: outside the unit, what the user set on the object in place of these; inside, the
             methods.
     """
@@ -385,8 +373,6 @@ def through_unit(cls: type[nn.Module], name: str, compiled: Method | None = None
     """Return a method that runs a method of ``cls`` through the unit of the module.
 
     Arguments:
-        cls: the class.
-        name: the name of the method.
         compiled: what runs in place of the class's method, if anything.
     """
 
