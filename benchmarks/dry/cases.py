@@ -44,10 +44,7 @@ def _muon(plan: fs.Plan, mesh: fs.Mesh) -> Any:
 
 
 def _per_matrix(plan: fs.Plan, mesh: fs.Mesh) -> Any:
-    def update(grad: Any, left: Any, _: Any) -> Any:
-        left = left + grad @ grad.T
-        return -1e-2 * left @ grad, left
-
+    update = lambda grad, left, _: (-1e-2 * left @ grad, left + grad @ grad.T)
     others = fs.torch_optimizer(torch.optim.AdamW, lr=1e-2)
     return fs.per_matrix(lambda matrix: matrix @ matrix.T, update, plan, mesh, others=others)
 
