@@ -92,7 +92,9 @@ def grad(
         of_leaves = _Leaves(loss_and_aux, (shards,), has_aux=True, use=ShardUse(mesh))
         sums, aux_tensors = torch.func.grad(of_leaves.scalar, has_aux=True)(of_leaves.leaves)
         (grads,) = of_leaves.arguments(_means("grad", of_leaves, sums))
-        return (grads, of_leaves.build_aux(aux_tensors)) if has_aux else grads
+        if has_aux:
+            return grads, of_leaves.build_aux(aux_tensors)
+        return grads
 
     return run
 
@@ -137,7 +139,9 @@ def jvp(f: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool = F
         of_leaves, tuple(of_leaves.leaves), tuple(vectors), has_aux=True
     )
     results = of_leaves.build_outputs(outs), of_leaves.build_outputs(out_tangents)
-    return (*results, of_leaves.build_aux(aux_tensors)) if has_aux else results
+    if has_aux:
+        return *results, of_leaves.build_aux(aux_tensors)
+    return results
 
 
 @untraced
@@ -191,7 +195,9 @@ def vjp(
         return of_leaves.arguments(_means("vjp", of_leaves, sums))
 
     results = of_leaves.build_outputs(outs), pullback
-    return (*results, of_leaves.build_aux(aux_tensors)) if has_aux else results
+    if has_aux:
+        return *results, of_leaves.build_aux(aux_tensors)
+    return results
 
 
 @untraced
@@ -293,18 +299,11 @@ def gnvp(
     the outputs. If the loss is a negative log-likelihood of an exponential family, such as
     cross-entropy of logits or squared errors, it is the product with the Fisher matrix.
 
+    The other arguments, the result and the errors are those of ``hvp``.
+
     Arguments:
         f: ``f(*primals)`` -> this rank's outputs, a tree of floating-point tensors. It runs once.
         loss_fn: ``loss_fn(outputs)`` -> the loss of this rank.
-        primals: a tuple of trees of shards.
-        tangents: a tuple of trees like ``primals``; ``None`` counts as zeros.
-        mesh: see ``grad``.
-
-    Returns:
-        A tree like the first primal, with ``None`` for frozen shards and shards of integers.
-
-    Raises:
-        TypeError, ValueError: see ``grad`` and ``jvp``.
 
     Example:
         >>> import torch, funcshard as fs
@@ -371,7 +370,8 @@ class _Leaves:
         self.f, self.primals, self.has_aux = f, primals, has_aux
         self.use: ShardUse = use or ShardUse()
         self.values, self._unflatten = tree.flatten(primals)
-        self.leaves = [value for value in self.values if _is_continuous(value)]
+        self._places = [i for i, value in enumerate(self.values) if _is_continuous(value)]
+        self.leaves = [self.values[i] for i in self._places]
         if not self.leaves:
             raise TypeError(
                 "a derivative is by floating-point or complex tensors; found none in "
@@ -379,25 +379,28 @@ class _Leaves:
             )
 
     def __call__(self, *leaves: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Tensors]:
-        rest = iter(leaves)
+        arguments = self._unflatten(_filled(self.values, self._places, leaves))
         # Why any_order: ``f`` may call attention or a loss itself, outside of a sharded function.
         with self.use.noting(), any_order():
-            result = self.f(
-                *self._unflatten([next(rest) if _is_continuous(x) else x for x in self.values])
-            )
+            result = self.f(*arguments)
         if self.has_aux and not (isinstance(result, tuple) and len(result) == 2):
             raise TypeError(
                 f"with has_aux=True the function must return (outputs, aux); found {outline(result)}"
             )
-        outputs, aux = result if self.has_aux else (result, None)
+        outputs, aux = result, None
+        if self.has_aux:
+            outputs, aux = result
         outs, self.build_outputs = tree.flatten(outputs)
         if not outs or not all(isinstance(out, torch.Tensor) for out in outs):
             raise TypeError(
                 "a function that is differentiated must return a tensor, or a tree of them; found "
                 f"{outline(outputs)}: return other values as aux, with has_aux=True"
             )
-        self.aux_values, self._unflatten_aux = tree.flatten(aux)
-        return tuple(outs), [value for value in self.aux_values if isinstance(value, torch.Tensor)]
+        self._aux_values, self._unflatten_aux = tree.flatten(aux)
+        self._aux_places = [
+            i for i, value in enumerate(self._aux_values) if isinstance(value, torch.Tensor)
+        ]
+        return tuple(outs), [self._aux_values[i] for i in self._aux_places]
 
     def scalar(self, leaves: Tensors) -> tuple[torch.Tensor, Tensors]:
         """Return the only output, and the tensors of aux."""
@@ -406,15 +409,11 @@ class _Leaves:
 
     def arguments(self, leaves: Sequence[Any]) -> Any:
         """Return trees like the arguments, with ``None`` for what is no leaf."""
-        rest = iter(leaves)
-        return self._unflatten([next(rest) if _is_continuous(x) else None for x in self.values])
+        return self._unflatten(_filled([None] * len(self.values), self._places, leaves))
 
     def build_aux(self, tensors: Tensors) -> Any:
         """Return aux, with these tensors in the place of those inside the transform."""
-        rest = iter(tensors)
-        return self._unflatten_aux(
-            [next(rest) if isinstance(x, torch.Tensor) else x for x in self.aux_values]
-        )
+        return self._unflatten_aux(_filled(self._aux_values, self._aux_places, tensors))
 
     def aligned(self, trees: Any) -> list[torch.Tensor]:
         """Return tangents in the order of the leaves."""
@@ -469,8 +468,18 @@ def _means(caller: str, of_leaves: _Leaves, sums: Tensors) -> list[torch.Tensor 
         divisor: Any = mesh.world_size
         if comm is not None and comm.plan.local:
             divisor = local_divisor(comm.mesh, comm.plan.local, None, leaf.device)
-        means.append(leaf_sum if divisor == 1 else leaf_sum / divisor)
+        if divisor != 1:
+            leaf_sum = leaf_sum / divisor
+        means.append(leaf_sum)
     return means
+
+
+def _filled(values: Sequence[Any], places: Sequence[int], tensors: Sequence[Any]) -> list[Any]:
+    """Return a list of the values, with the tensors in these places."""
+    results = list(values)
+    for index, tensor in zip(places, tensors, strict=True):
+        results[index] = tensor
+    return results
 
 
 def _is_continuous(x: Any) -> bool:
