@@ -44,9 +44,10 @@ def _muon(plan: fs.Plan, mesh: fs.Mesh) -> Any:
 
 
 def _per_matrix(plan: fs.Plan, mesh: fs.Mesh) -> Any:
-    update = lambda grad, left, _: (-1e-2 * left @ grad, left + grad @ grad.T)
-    others = fs.torch_optimizer(torch.optim.AdamW, lr=1e-2)
-    return fs.per_matrix(lambda matrix: matrix @ matrix.T, update, plan, mesh, others=others)
+    def update(grad: Any, left: Any) -> Any:
+        return -1e-2 * left @ grad, left + grad @ grad.T
+
+    return fs.per_matrix(lambda matrix: matrix @ matrix.T, update, plan, mesh, others=_adamw()(plan, mesh))
 
 
 class Case(NamedTuple):
@@ -129,7 +130,6 @@ CASES: dict[str, Case] = {
     "safetensors, offload": _steps(run=programs.as_safetensors, plan={"offload": True}),
     "graph, scaler, weights, mutable": _graph(scaler=fs.GradScaler(), weighted=True, mutable=True),
     "offload, per_matrix": _steps(plan={"offload": True}, optimizer=_per_matrix),
-    "graph, muon": _graph(optimizer=_muon),
     "graph, per_matrix": _graph(optimizer=_per_matrix),
     "graph, hybrid, buckets, capturable": _graph(shape=HYBRID, plan={"bucket_bytes": 1 << 12}, optimizer=_capturable),
     "graph, passes": _graph(programs.passes),
