@@ -112,7 +112,7 @@ class RunPlan(Shown):
     @property
     def reserved_bytes(self) -> int:
         """Bytes that torch's allocator reserves at least; on a CPU those in use."""
-        return max(self.report.reserved[0], self.report.peak)
+        return _reserved(self.report)
 
     @property
     def step_seconds(self) -> float:
@@ -292,14 +292,21 @@ def plan_run(
             inputs=inputs,
             functional=functional,
         )
-        return auto_plan(
-            {micro_batches: micro_profile},
-            ranks=gpus,
-            hardware=hardware,
-            optimizer=optimizer,
-            units=unit_names,
-            budget=search_budget,
-        )
+        in_use = search_budget
+        while True:
+            best = auto_plan(
+                {micro_batches: micro_profile},
+                ranks=gpus,
+                hardware=hardware,
+                optimizer=optimizer,
+                units=unit_names,
+                budget=in_use,
+            )
+            reserved_bytes = _reserved(best.report)
+            if not best.fits or reserved_bytes <= limit:
+                return best
+            # Note: the allocator's pools may hold more than is in use at any moment.
+            in_use = min(in_use - 1, in_use * limit // reserved_bytes)
 
     best, batch = _with_batch(plan_batch, batch)
     report = best.report
@@ -312,7 +319,7 @@ def plan_run(
         schedule=report.schedule,
         remat=remat,
         report=report,
-        fits=best.fits,
+        fits=_reserved(report) <= limit,
         parameters=parameters,
         batch=batch,
         micro_batches=micro_batches,
@@ -333,6 +340,11 @@ def plan_run(
             micro_batches=micro_batches,
         ),
     )
+
+
+def _reserved(report: Report) -> int:
+    """Return the bytes that torch's allocator reserves at least."""
+    return max(report.reserved[0], report.peak)
 
 
 def _limit(hardware: Hardware, budget: int | str | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -131,6 +132,19 @@ def test_a_plan_fits_if_its_reserved_memory_does_and_less_memory_costs_time(conf
     assert none.reserved_bytes > none.budget
     assert "It doesn't fit" in str(none)
     assert main(["plan", str(path), "--gpus", "2", "--budget", "100KiB"]) == 1
+
+
+def test_a_plan_whose_pools_hold_more_than_is_in_use_fits_only_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)) for _ in range(6)))
+    options: Any = {"gpus": 2, "seq": 1, "batch": 512, "inputs": lambda batch, seq: (torch.empty(batch, 64),)}
+    rich = fs.plan_run(net, **options)
+    estimating = importlib.import_module("funcshard.estimate.estimating")
+    band = estimating.reserved_band
+    monkeypatch.setattr(estimating, "reserved_band", lambda pools, memory: band(pools * 5 // 4, memory))
+    tight = fs.plan_run(net, **options, budget=rich.reserved_bytes)
+    assert tight.fits
+    assert tight.reserved_bytes <= tight.budget
+    assert tight.remat
 
 
 def test_a_module_of_your_own_takes_your_inputs_by_name() -> None:
