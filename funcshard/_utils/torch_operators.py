@@ -7,7 +7,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -18,6 +18,19 @@ from funcshard._utils.torch_names import lacks
 # Operations that do not read the memory that they write into, or write nothing into new memory.
 _FILLS = ("copy_", "zero_", "fill_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_")
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+
+
+class AttentionCall(NamedTuple):
+    """The arguments of ``torch.nn.functional.scaled_dot_product_attention``."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
 
 
 _Overload: Any = type(torch.ops.aten.add.Tensor)  # the class of operators

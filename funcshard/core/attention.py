@@ -28,7 +28,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
 from funcshard._utils.random_state import RandomState
-from funcshard._utils.torch_operators import operator_by_name
+from funcshard._utils.torch_operators import AttentionCall, operator_by_name
 from funcshard._utils.torch_private import transforms_active
 
 # A chunk has so many scores, over all samples and heads, if it has more queries than the least.
@@ -42,17 +42,10 @@ _chosen_kernel = operator_by_name("aten", "_fused_sdp_choice", "default")
 Results = Sequence[Any]  # tensors; None for a derivative that is zero
 
 
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
+def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Return ``torch.nn.functional.scaled_dot_product_attention`` of the same arguments."""
+    call = AttentionCall(*args, **kwargs)
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call
     if is_causal and attn_mask is not None:  # torch raises
         return functional.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, True)
     device_type = query.device.type
@@ -60,9 +53,8 @@ def attention(
         if query.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device_type)
             query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
-        options = attn_mask, dropout_p, is_causal, scale, enable_gqa
         with torch.autocast(device_type, enabled=False):
-            return attention(query, key, value, *options)
+            return attention(query, key, value, *call[3:])
     if scale is None:
         scale = query.shape[-1] ** -0.5
     if enable_gqa:

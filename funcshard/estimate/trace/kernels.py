@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from funcshard._utils.torch_operators import operator_by_name
+from funcshard._utils.torch_operators import AttentionCall, operator_by_name
 from funcshard._utils.torch_private import without_mode_check
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -33,7 +33,7 @@ class AcceleratorKernels(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return _attention(*args, **kwargs)
+            return _attention(AttentionCall(*args, **kwargs))
         if func in (F.dropout, torch.dropout):
             return _dropout(*args, **kwargs)
         if func in (F.multi_head_attention_forward, torch.autograd.grad):
@@ -55,17 +55,8 @@ def _dropout(
     return torch.native_dropout(input, p, True)[0]
 
 
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
+def _attention(call: AttentionCall) -> torch.Tensor:
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call
     query, key, value = _autocast(query), _autocast(key), _autocast(value)
     if scale is None:
         scale = query.shape[-1] ** -0.5
