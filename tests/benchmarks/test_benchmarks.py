@@ -56,7 +56,7 @@ def test_a_command_of_a_page_has_only_options_that_exist(monkeypatch, command):
         assert set((getattr(parsed[0], option, "") or "").split(",")) <= {*known, ""}, option
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_race_runs_end_to_end(tmp_path, capfd):
     args = ["--ranks", "2", "--rounds", "2", "--shapes", "tiny", "--peers", "none,ddp,fsdp2,full_shard,full_shard_bucketed"]
     files = ["--json", str(tmp_path / "out.json"), "--markdown", str(tmp_path / "out.md")]

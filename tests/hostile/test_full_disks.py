@@ -118,6 +118,7 @@ def write_in_trouble(folder: str, seed: int, how: str) -> dict[str, int]:
     return dict(counts)
 
 
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("how", ["a full disk", "a limit on the size of files", "a limit on open files"])
 def test_a_save_that_cannot_write_says_so_and_loses_nothing(campaign: Campaign, how: str) -> None:
     def one(draw: Random) -> dict[str, int]:

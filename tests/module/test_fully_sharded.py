@@ -264,7 +264,7 @@ class HalfFrozen(nn.Sequential):
         return self[2](torch.tanh(self[1](x.clone())))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize(
     ("run", "strategy", "bucket_bytes"),
     [(run_simulated, "full_shard", 1 << 20), (run_simulated, "shard_grad_op", 0), (run_ranks, "full_shard", 0)],

@@ -65,7 +65,7 @@ def config(tmp_path: Path) -> Any:
     return write
 
 
-@pytest.mark.nightly(one_in=4)
+@pytest.mark.nightly(one_in=7)
 @pytest.mark.parametrize("model_type", MODELS)
 def test_every_architecture_is_planned_from_its_config_alone(model_type: str, config: Any) -> None:
     run = fs.plan_run(config(model_type), gpus=8, seq=16 if model_type != "wav2vec2" else 800, batch=2)
@@ -77,7 +77,7 @@ def test_every_architecture_is_planned_from_its_config_alone(model_type: str, co
     assert run.report.flops > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_prints_the_figures_of_plan_run_and_one_screen(config: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(tie_word_embeddings=False)
     argv = ["plan", str(path), "--gpus", "16", "--gpu", "h100", "--seq", "32"]
@@ -95,7 +95,7 @@ def test_the_command_prints_the_figures_of_plan_run_and_one_screen(config: Any, 
         assert words in screen
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=2)
 @pytest.mark.parametrize(
     "given", [{}, {"precision": "fp32", "budget": "3MiB", "batch": 4}], ids=["as found", "a small budget"]
 )

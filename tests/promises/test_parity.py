@@ -175,7 +175,7 @@ def test_a_model_that_torch_divides_over_two_ranks_equals_ddp_of_the_whole_one(n
         assert_close(run, ddp, tolerance(SUBJECTS[name], torch.float64), f"rank {rank}")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_the_steps_move_parameters_far_more_than_the_tolerance(name):
     run, start = runs_of_ranks(name, torch.float64, 2)[0]["full_shard"], SUBJECTS[name].build().double()
