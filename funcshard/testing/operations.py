@@ -128,7 +128,7 @@ def explain(
             first = first or named
         # Why not the first of any cause: ranks may well hold numbers between that make up nothing,
         # such as rows of a table's part that a mask drops. What follows is right then.
-        elif first is None or inputs_make_sense or finding.cause == "scale":
+        elif first is None or inputs_make_sense:
             return named
     return first
 

@@ -157,6 +157,14 @@ def lookup(p: Any, x: torch.Tensor, m: fs.Mesh) -> torch.Tensor:
     return x + p["up"][torch.where(inside, ids, 0)] * inside[:, None]
 
 
+def router_z_loss(p: Any, x: torch.Tensor, m: fs.Mesh) -> Any:
+    logits, first = x @ p["router"].T, m.position.get("expert", 0) * len(p["experts"])
+    weights, z = logits.softmax(-1), logits.logsumexp(-1).square().mean()
+    terms = [torch.tanh(x @ w) * weights[:, first + i, None] for i, w in enumerate(p["experts"])]
+    out = sum(terms)
+    return (x + fs.psum(out, m, axis="expert"), fs.psum(z, m, axis="expert")) if "expert" in m.shape else (x + out, z)
+
+
 def penalty(factor: Callable[[fs.Mesh], float]) -> Program:
     return Program(gradient=lambda f, s, m: gradient(lambda s: factor(m) * s[""]["float64"].square().sum(), s, m))
 
@@ -262,6 +270,13 @@ MISTAKES: dict[tuple[str, str, str], dict[str, Any]] = {
     ("data", "value", ""): {
         "beside an infinity": lambda m: {"a": {"inf": X[0] / 0, "x": X[0] * m.world_size**0.3}},
         "decay from step 3 on": Program(update=lambda s, g, m, i: scaled(s, 1 - i // 2 * 0.01 * m.world_size), steps=4),
+    },
+    ("expert", "scale", "expert"): {
+        "a z loss that is added": Program(
+            model=router_z_loss,
+            loss=lambda out, y, m: mse(out[0], y, m) + 0.1 * out[1],
+            params=(EXPERTS, {"experts": {"expert": 0}}),
+        ),
     },
     ("tensor", "value", ""): {"a psum along shard": mixed(lambda y, m: fs.psum(y, m))},
 }  # fmt: skip
