@@ -298,3 +298,18 @@ def test_no_rank_holds_more_than_packed_shards_and_one_leaf_while_it_loads(tmp_p
     # The functions take a few times this rank's part of a leaf, and checksums some scratch memory.
     for load in fs.simulate(main, 4):
         assert load <= whole * 4.5 / 32 / 4 + 5 * most / 4 + 1_200_000 < 0.3 * whole
+
+
+@pytest.mark.filterwarnings("ignore:ignored_classes of the precision hold")
+def test_a_packed_unit_in_full_precision_computes_in_the_dtype_of_its_decoded_leaves():
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8).requires_grad_(False)).eval()
+    apply, params, buffers = fs.make_functional(net)
+    precision, x = fs.MixedPrecision(param_dtype=torch.bfloat16), torch.ones(2, 8)
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh, units=["0", "1"], precision=precision, storage={"1": fs.int8(block=8)})
+        return fs.fully_shard(apply, plan, mesh)(fs.shard(params, plan, mesh), buffers, x)
+
+    expected = net[1](net[0].bfloat16()(x.bfloat16()).float()).bfloat16()
+    for out in fs.simulate(main, 2):
+        torch.testing.assert_close(out, expected)
