@@ -8,12 +8,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 import funcshard as fs
 from funcshard.demo.gpt import GPTConfig
@@ -22,6 +24,7 @@ from funcshard.demo.train import Settings, train
 from tests.hostile.campaign import Campaign, slowness
 from tests.hostile.nursery import check_nothing_left, descendants, in_nursery, needs_linux, open_files
 from tests.hostile.test_kills import empty_folder
+from tests.promises.test_examples import load
 from tests.ranks import one_thread
 
 pytestmark = [pytest.mark.hostile, needs_linux]
@@ -30,18 +33,24 @@ STEPS = 12
 BOUND = 60.0  # seconds in which all processes of a job end after one of them was killed
 SIZES = ["--width", "32", "--layers", "1", "--heads", "2", "--context", "32", "--steps", str(STEPS), "--batch", "2"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "0"]
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "preemption.py"
 HOW = {"ranks of the launcher": [], "ranks of torchrun": TORCHRUN}
 
 
 def start(how: str, folder: Path, out: str) -> subprocess.Popen[bytes]:
-    words = ["-m", "funcshard", "train", *SIZES, "--text", str(folder / "text"), "--out", str(folder / out)]
+    sizes = [*SIZES, "--text", str(folder / "text"), "--out", str(folder / out)]
+    return run([*HOW[how], "-m", "funcshard", "train", *sizes, "--save-every", "2", "--resume"], folder, out)
+
+
+def run(words: list[str], folder: Path, out: str) -> subprocess.Popen[bytes]:
+    """Start Python with these words, in a session of its own; the log is ``out.log``."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in names}
     env |= {"OMP_NUM_THREADS": "1", "TERM": "dumb", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder / "temporary")}
     log = open(folder / f"{out}.log", "ab")  # noqa: SIM115  # closed below
     with log:
         return subprocess.Popen(
-            [sys.executable, *HOW[how], *words, "--save-every", "2", "--resume"],
+            [sys.executable, *words],
             env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
 
@@ -127,3 +136,56 @@ def test_a_job_whose_process_is_killed_ends_and_its_restart_gives_the_bits_of_a_
             return in_nursery(kill_a_process, how, seed, str(folder), whole_run, limit=6 * BOUND)
 
     campaign.run(one, short=1, full=50, limit=6 * BOUND + 30)
+
+
+def train_on_simulated_ranks(ranks: int, steps: int, folder: Path) -> list[float]:
+    """Run ``examples/preemption.py`` until its end, or from its last checkpoint; return the losses of all steps."""
+    example = load(EXAMPLE)
+    with one_thread():
+        return fs.simulate(lambda mesh: example.train(mesh, steps, folder, threading.Event()), ranks)[0]
+
+
+def interrupt(seed: int, name: str, steps: int, meant: list[float]) -> dict[str, int]:
+    draw, folder, files = Random(seed), Path(name), open_files()
+    prepare(folder)
+    checkpoints, interruptions = folder / "checkpoints", 0
+    last_step = 0
+    for _ in range(4):
+        ranks, number = draw.choice([1, 2, 3]), draw.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL])
+        launcher = ["--nproc-per-node", str(ranks), "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
+        words = ["-m", "torch.distributed.run", "--standalone", *launcher, "--max-restarts", str(draw.choice([0, 1]))]
+        process = run([*words, str(EXAMPLE), "--steps", str(steps), "--folder", str(checkpoints)], folder, "job")
+        end, wanted = time.monotonic() + BOUND * slowness(), last_step + draw.choice([0, 10, 20])
+        while time.monotonic() < end and process.poll() is None and last_saved(checkpoints) < wanted:
+            time.sleep(0.01)
+        time.sleep(draw.random() ** 2)
+        is_kill = number == signal.SIGKILL
+        with contextlib.suppress(ProcessLookupError, IndexError):
+            # a killed torchrun could not end its ranks
+            os.kill(draw.choice(descendants(process.pid)) if is_kill else process.pid, number)
+        ended(process, folder, 2 * BOUND)
+        assert last_saved(checkpoints) >= last_step, (folder / "job.log").read_text()
+        last_step, interruptions = last_saved(checkpoints), interruptions + 1
+    losses = train_on_simulated_ranks(draw.choice([1, 2, 3]), steps, checkpoints)
+    torch.testing.assert_close(losses, meant, rtol=1e-3, atol=1e-5)
+    check_nothing_left(files)
+    return {"interruptions": interruptions}
+
+
+def last_saved(checkpoints: Path) -> int:
+    last = fs.latest(checkpoints)
+    return 0 if last is None else int(last.name.removeprefix("step-"))
+
+
+@pytest.mark.nightly
+def test_a_preempted_job_continues_on_other_numbers_of_ranks_with_the_losses_of_an_undisturbed_one(
+    campaign: Campaign, tmp_path: Path
+) -> None:
+    steps = 100
+    meant = train_on_simulated_ranks(1, steps, tmp_path)
+
+    def one(draw: Random) -> dict[str, int]:
+        with empty_folder() as folder:
+            return in_nursery(interrupt, draw.getrandbits(32), str(folder), steps, meant, limit=12 * BOUND)
+
+    campaign.run(one, short=1, full=50, limit=12 * BOUND + 30)

@@ -85,7 +85,7 @@ def printed(pattern, out):
 
 
 def test_every_example_says_how_to_run_it_in_its_first_line_and_is_in_a_table():
-    others = {"finetune_llama", "hf_trainer", "matrix_optimizers", "two_dimensions"}
+    others = {"finetune_llama", "hf_trainer", "matrix_optimizers", "preemption", "two_dimensions"}
     assert {path.stem for path in EXAMPLES} == {*AS_ONE_RANK, *LEARNS, *others}
     for path in EXAMPLES:
         first, *lines = path.read_text().splitlines()
