@@ -21,8 +21,7 @@ Read the files in this order:
 - ``contents``: the index of a checkpoint; ``Contents``, ``latest`` and ``read_values``.
 - ``writer``: the thread that writes one rank's part.
 - ``foreign_folders``: which other library wrote a folder, and how to read it.
-- ``dcp_metadata``: the index of checkpoints of FSDP2 and DDP, read without running code.
-- ``dcp_import``: ``import_dcp``, such checkpoints to shards.
+- ``dcp_import``: ``import_dcp``, checkpoints of FSDP2 and DDP to shards.
 - ``conversion``: ``export_dcp``, and safetensors files without a mesh.
 - ``safetensors``: ``export_safetensors`` and ``import_safetensors``.
 - ``adapters``: the names of a model under peft's adapters, and their initial values.

@@ -1,39 +1,50 @@
 """``import_dcp``: a checkpoint of ``torch.distributed.checkpoint`` (DCP) to shards.
 
-Each rank reads the chunks that overlap its part of a leaf, one after another, so it holds its
-shards and one chunk.
+Each rank reads the chunks that overlap its part of a leaf, one after another. The metadata is a
+pickle, which may call any function. So this reader looks up only dtypes, makes plain records of
+DCP's metadata, and rejects every other name.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
-import os
+import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from funcshard._utils import file_data
 from funcshard._utils.options import check_flag, check_path
 from funcshard._utils.regular_files import open_regular, read_regular
-from funcshard.checkpoint.dcp_metadata import METADATA, Chunk, StoredTensor, read_metadata
 from funcshard.checkpoint.every_rank import on_every_rank
-from funcshard.checkpoint.folders import StrPath, has_our_index
-from funcshard.checkpoint.foreign_folders import foreign_remedy
+from funcshard.checkpoint.folders import StrPath
+from funcshard.checkpoint.foreign_folders import what_it_holds
 from funcshard.checkpoint.optimizer_loading import optimizer_from_state_dict
 from funcshard.checkpoint.pieces import piece_of
 from funcshard.checkpoint.resharding import Run, copy_run, run_in_shard, whole_run
-from funcshard.checkpoint.stored_state import by_buffer, each_leaf
+from funcshard.checkpoint.state_dict import check_no_leaf, from_state_dict
+from funcshard.checkpoint.stored_state import each_leaf, name_in
 from funcshard.comm import Mesh, all_gather_texts
-from funcshard.core import Shards, can_cast, check_mesh, empty_shard
-from funcshard.plan import BufferPlan, LeafSpec, Plan, dtype_of
+from funcshard.core import Shards, check_mesh
+from funcshard.plan import Box, BufferPlan, LeafSpec, Plan
 
 _LARGEST = 4 << 30  # bytes of a .metadata
 
 # Wrappers of torch put these into the names of parameters.
 _WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+
+# Where torch has the classes of the metadata, and had some of them before.
+_RECORDS = re.compile(
+    r"torch\.distributed\.(checkpoint|_shard\.sharded_tensor)\.metadata\."
+    r"(BytesStorageMetadata|ChunkStorageMetadata|Metadata|MetadataIndex|StorageMeta|TensorProperties"
+    r"|TensorStorageMetadata|_?MEM_FORMAT_ENCODING)"
+    r"|torch\.distributed\.checkpoint\.filesystem\._StorageInfo|torch\.serialization\._get_layout"
+    r"|pathlib(\._local)?\.(Posix|Windows)Path"
+)
 
 
 def import_dcp(
@@ -92,52 +103,33 @@ def import_dcp(
     """
     path = check_path("path", path)
     check_flag("cast", cast)
-    if key is not None and not isinstance(key, str):
-        raise TypeError(
-            f"key must be the key of a state dict in the checkpoint, or None; found {key!r}"
-        )
-    if buffers is not None and not isinstance(buffers, Mapping):
-        raise TypeError(
-            f"buffers must be a dictionary {{name: tensor}}, or None; found "
-            f"{type(buffers).__name__}"
-        )
+    check_no_leaf(buffers, plan)
     options_text = f"key={key!r}, cast={cast!r}, optimizer={optimizer is not None}"
     check_mesh(plan, mesh, {"the options of import_dcp": options_text})
-    digest = ""
+    leaf_values: dict[str, Any] = {}
     new_buffers: dict[str, torch.Tensor] = {}
     optimizer_state: dict[str, dict[str, Any]] = {}
     with on_every_rank(mesh):
-        metadata_bytes = _metadata(path)
-        digest = hashlib.sha256(metadata_bytes).hexdigest()
-        stored_tensors = {
-            _WRAPPERS.sub("", name): tensor
-            for name, tensor in read_metadata(metadata_bytes, path).items()
-        }
+        tensors, digest = _read_metadata(path)
         # Note: the tree of the parameters is found by their names, so no key has to be known.
-        name_prefix = _prefix(stored_tensors, plan, key, path)
-        shards = by_buffer(plan, lambda unit, buffer: empty_shard(unit, buffer, mesh))
-        for unit, buffer, leaf in each_leaf(plan):
-            leaf_names = [name_prefix + name for name in (leaf.path, *leaf.aliases)]
-            stored_tensor = next(
-                stored_tensors[name] for name in leaf_names if name in stored_tensors
-            )
-            _check(stored_tensor, leaf, buffer, path, cast)
-            in_shard, target = run_in_shard(buffer, leaf, mesh.position)
-            _read_run(
-                shards[unit.name][buffer.key][in_shard], target, path, stored_tensor, leaf.path
-            )
+        prefix = _prefix(tensors, plan, key, path)
+        of_model = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        for _, buffer, leaf in each_leaf(plan):
+            name = name_in(of_model, leaf)
+            assert name is not None, "the tree under the prefix is whole"
+            leaf_values[leaf.path] = _part(path, of_model[name], buffer, leaf, mesh)
         for name, old in (buffers or {}).items():
             new_buffers[name] = old
-            if name_prefix + name in stored_tensors:
-                whole_buffer = _read_whole(path, stored_tensors[name_prefix + name], name)
-                new_buffers[name] = whole_buffer.to(old.dtype).to(mesh.device)
+            if name in of_model:
+                new_buffers[name] = _whole(path, of_model[name]).to(old.dtype).to(mesh.device)
         if optimizer is not None:
-            optimizer_state = _optimizer_state(path, stored_tensors, plan, mesh)
+            optimizer_state = _optimizer_state(path, tensors, plan, mesh)
     # Note: each rank reads by itself, maybe from another disk.
     if len(set(all_gather_texts(mesh, digest))) > 1:
         raise ValueError(
             f"ranks found different checkpoints at {path}: give every rank the same files"
         )
+    shards = from_state_dict(leaf_values, plan, mesh, cast=cast)
     if optimizer is None:
         return shards, new_buffers, None
     state_dict = {"state": optimizer_state, "param_groups": [{"params": list(optimizer_state)}]}
@@ -145,191 +137,207 @@ def import_dcp(
     return shards, new_buffers, opt_state
 
 
-def _metadata(folder: Path) -> bytes:
-    file = folder / METADATA
-    if not folder.is_dir():
-        raise FileNotFoundError(f"there is no checkpoint at {folder}: there is no such folder")
-    if not file.exists():
-        remedy = "it is incomplete, or no checkpoint of torch.distributed.checkpoint"
-        if has_our_index(folder):
-            remedy = "save wrote this checkpoint: restore(path, plan, mesh) reads it"
-        elif foreign_text := foreign_remedy(folder):
-            remedy = foreign_text
-        raise FileNotFoundError(f"there is no {METADATA} in {folder}: {remedy}")
-    return read_regular(file, most=_LARGEST, links=False)
-
-
 # --- names ----------------------------------------------------------------------------------------
 
 
-def _prefix(stored: Mapping[str, StoredTensor], plan: Plan, key: str | None, folder: Path) -> str:
+def _prefix(stored: Mapping[str, _Tensor], plan: Plan, key: str | None, folder: Path) -> str:
     """Return the words before the names of the parameters, such as ``"model."``."""
-    path_of, planned_paths = _paths_by_name(plan), [leaf.path for leaf in plan.leaves]
-    held_paths: dict[str, set[str]] = {} if planned_paths else {"": set()}
+    leaf_of = _leaves_by_name(plan)
+    held_paths: dict[str, set[str]] = {"": set()}
     for name in stored:
         # Note: a prefix ends at any dot of the name, because paths of leaves have dots too.
         for begin in [0, *(dot.end() for dot in re.finditer(r"\.", name))]:
-            if name[begin:] in path_of:
-                held_paths.setdefault(name[:begin], set()).add(path_of[name[begin:]])
+            if name[begin:] in leaf_of:
+                _, leaf = leaf_of[name[begin:]]
+                held_paths.setdefault(name[:begin], set()).add(leaf.path)
     if key is not None:
         allowed_starts = {f"{key}.".lstrip("."), f"{key}.module.".lstrip(".")}
-        held_paths = {start: held_paths[start] for start in held_paths.keys() & allowed_starts}
-    whole_starts = sorted(s for s in held_paths if len(held_paths[s]) == len(planned_paths))
-    if len(whole_starts) == 1:
-        return whole_starts[0]
-    if whole_starts:
+        held_paths = {start: held_paths.get(start, set()) for start in allowed_starts}
+    # Note: of no whole tree, the error tells what the fullest one lacks.
+    start = max(sorted(held_paths), key=lambda start: len(held_paths[start]))
+    if missing_paths := [leaf.path for leaf in plan.leaves if leaf.path not in held_paths[start]]:
+        raise ValueError(
+            f"{folder} must hold every leaf of the plan under {key or start.rstrip('.')!r}; missing: "
+            f"{missing_paths[:3]}; it holds {sorted(stored)[:3]}: it is of another model"
+        )
+    whole_starts = [s for s in sorted(held_paths) if held_paths[s] == held_paths[start]]
+    if len(whole_starts) > 1 and key is None:
         raise ValueError(
             f"{folder} holds the leaves of the plan under each of "
             f"{[start.rstrip('.') for start in whole_starts]}: pass one of them as key"
         )
-    # Note: of no whole tree, the error tells what the fullest one lacks.
-    start = max(sorted(held_paths), key=lambda start: len(held_paths[start]), default="")
-    missing_paths = [path for path in planned_paths if path not in held_paths.get(start, ())]
-    prefix = start.rstrip(".") if start else key
-    under_text = "" if prefix is None else f" under {prefix!r}"
-    raise ValueError(
-        f"{folder} must hold every leaf of the plan{under_text}; missing: {missing_paths[:3]}; it "
-        f"holds {sorted(stored)[:3]}: it is of another model"
-    )
+    return start
 
 
-def _paths_by_name(plan: Plan) -> dict[str, str]:
-    """Return the path of each leaf by all of its names."""
-    return {name: leaf.path for leaf in plan.leaves for name in (leaf.path, *leaf.aliases)}
-
-
-def _check(
-    tensor: StoredTensor, leaf: LeafSpec, buffer: BufferPlan, folder: Path, cast: bool
-) -> None:
-    if buffer.packing is not None:
-        raise ValueError(
-            f"import_dcp reads leaves as they are, and the plan packs {leaf.path!r}; found storage "
-            f"{buffer.packing.name!r}: import under a plan without storage, and take to_state_dict "
-            "and from_state_dict"
-        )
-    planned_dtype = dtype_of(buffer.dtype)
-    dtype_fits = tensor.dtype == planned_dtype or (cast and can_cast(tensor.dtype, planned_dtype))
-    if tensor.shape != leaf.whole_shape or not dtype_fits:
-        remedy = "it is of another model"
-        if tensor.shape == leaf.whole_shape and can_cast(tensor.dtype, planned_dtype):
-            remedy = "pass cast=True to convert it"
-        raise ValueError(
-            f"leaf {leaf.path!r} of {folder} must have shape {leaf.whole_shape} and dtype "
-            f"{buffer.dtype}, as planned; found {tensor.shape} and "
-            f"{str(tensor.dtype).removeprefix('torch.')}: {remedy}"
-        )
+def _leaves_by_name(plan: Plan) -> dict[str, tuple[BufferPlan, LeafSpec]]:
+    return {
+        name: (buffer, leaf)
+        for _, buffer, leaf in each_leaf(plan)
+        for name in (leaf.path, *leaf.aliases)
+    }
 
 
 # --- tensors --------------------------------------------------------------------------------------
 
 
-def _read_run(
-    out: torch.Tensor, target: Run, folder: Path, tensor: StoredTensor, name: str
-) -> None:
-    """Fill ``out``, a run of a leaf, from the chunks that overlap it."""
+def _part(folder: Path, tensor: _Tensor, buffer: BufferPlan, leaf: LeafSpec, mesh: Mesh) -> Any:
+    """Return this rank's piece of a tensor like a leaf, and any other tensor as a whole."""
+    # Note: such as the count of steps, or a tensor of another model, which is an error later.
+    if tensor.shape != leaf.whole_shape or not tensor.shape:
+        return _whole(folder, tensor)
+    _, run = run_in_shard(buffer, leaf, mesh.position)
+    return piece_of(_read_run(folder, tensor, run), run, leaf)
+
+
+def _whole(folder: Path, tensor: _Tensor) -> torch.Tensor:
+    return _read_run(folder, tensor, whole_run(tensor.shape)).view(tensor.shape)
+
+
+def _read_run(folder: Path, tensor: _Tensor, target: Run) -> torch.Tensor:
+    """Return the elements of a run, from the chunks that overlap it."""
+    run_elements = torch.empty(target.numel, dtype=tensor.dtype, device="cpu")
     target_boxes, copied_numel = target.boxes(), 0
-    for chunk in tensor.chunks:
+    for chunk_box, place in tensor.chunks.items():
         # Note: torch.load reads a chunk as a whole, so chunks of other ranks are not opened.
-        if any(box.overlap(chunk.box) for box in target_boxes):
-            chunk_values = _load(folder, chunk, tensor).reshape(-1)
-            copied_numel += copy_run(
-                out, target, chunk_values, Run(0, chunk_values.numel(), chunk.box)
-            )
+        if any(target_box.overlap(chunk_box) for target_box in target_boxes):
+            values = _load(folder, place, chunk_box.sizes, tensor.dtype).reshape(-1)
+            copied_numel += copy_run(run_elements, target, values, Run(0, len(values), chunk_box))
     if copied_numel != target.numel:
         raise ValueError(
-            f"{folder} holds {copied_numel} of {target.numel} needed elements of {name!r}: it is "
-            "incomplete"
+            f"{folder} is incomplete: it holds {copied_numel} of {target.numel} needed elements of "
+            f"{tensor.name!r}"
         )
+    return run_elements
 
 
-def _read_whole(folder: Path, tensor: StoredTensor, name: str) -> torch.Tensor:
-    whole_tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    _read_run(whole_tensor.view(-1), whole_run(tensor.shape), folder, tensor, name)
-    return whole_tensor
-
-
-def _load(folder: Path, chunk: Chunk, tensor: StoredTensor) -> torch.Tensor:
+def _load(folder: Path, place: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return the values of one chunk, which ``torch.save`` wrote."""
-    file = folder / chunk.file
-    damage_text = f"{file} is damaged: the bytes at {chunk.offset} are not as its metadata says"
+    file = folder / file_data.own_name("a file of its metadata", place.relative_path)
     try:
         with open(open_regular(file, links=False), "rb") as opened:
             # Note: a file holds the chunks one after another, each an archive by itself.
-            window = io.BufferedReader(_Window(opened, chunk.offset, chunk.length))
-            loaded_tensor = torch.load(window, map_location="cpu", weights_only=True)
+            opened.seek(place.offset)
+            archive = io.BytesIO(opened.read(place.length))
+        values: torch.Tensor = torch.load(archive, map_location="cpu", weights_only=True).detach()
+        if (tuple(values.shape), values.dtype) != (shape, dtype):
+            raise ValueError(f"found {tuple(values.shape)} and {values.dtype}")
     except FileNotFoundError:
-        raise ValueError(f"{folder} is incomplete: {chunk.file} is missing") from None
+        raise ValueError(f"{folder} is incomplete: {file.name} is missing") from None
     except Exception as error:  # of any kind: readers of pickles and zip files raise what they meet
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"{damage_text}: they are no tensor that torch.save wrote: {reason}"
+            f"{file} is damaged: the bytes at {place.offset} are no tensor of {shape} and {dtype}: "
+            f"{reason}"
         ) from error
-    is_tensor = type(loaded_tensor) in (torch.Tensor, torch.nn.Parameter)
-    if not is_tensor or loaded_tensor.layout != torch.strided or loaded_tensor.device.type != "cpu":
-        raise ValueError(
-            f"{damage_text}: found a {type(loaded_tensor).__name__} in place of a dense tensor"
-        )
-    shape, dtype = tuple(loaded_tensor.shape), loaded_tensor.dtype
-    if (shape, dtype) != (chunk.box.sizes, tensor.dtype):
-        raise ValueError(
-            f"{damage_text}: found {shape} and {dtype} in place of {chunk.box.sizes} and {tensor.dtype}"
-        )
-    return loaded_tensor.detach()
-
-
-class _Window(io.RawIOBase):
-    def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
-        self.file, self.offset, self.length, self.position = file, offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        # Note: ``whence`` counts from the start, the position or the end.
-        self.position = offset + (0, self.position, self.length)[whence]
-        return self.position
-
-    def readinto(self, out: Any) -> int:
-        self.file.seek(self.offset + self.position)
-        size = max(0, min(len(out), self.length - self.position))
-        count = self.file.readinto(memoryview(out)[:size])
-        self.position += count
-        return count
+    return values
 
 
 def _optimizer_state(
-    folder: Path, stored: Mapping[str, StoredTensor], plan: Plan, mesh: Mesh
+    folder: Path, stored: Mapping[str, _Tensor], plan: Plan, mesh: Mesh
 ) -> dict[str, dict[str, Any]]:
     """Return this rank's pieces of the optimizer's state by path and key."""
-    names_by_path: dict[str, dict[str, str]] = {}
-    path_of = _paths_by_name(plan)
-    for name in stored:
+    leaf_of, state = _leaves_by_name(plan), {}
+    for name, tensor in stored.items():
         # Note: the key of the optimizer may be any, such as optim, and its state lies below it.
-        entry_name = f".{name}".partition(".state.")[2]
-        path, _, entry_key = entry_name.rpartition(".")
-        if path in path_of:
-            names_by_path.setdefault(path_of[path], {})[entry_key] = name
-    state: dict[str, dict[str, Any]] = {}
-    for _, buffer, leaf in each_leaf(plan):
-        for entry_key, name in names_by_path.get(leaf.path, {}).items():
-            stored_tensor = stored[name]
-            # Note: scalars, such as step, are read as a whole.
-            if stored_tensor.shape != leaf.whole_shape or not stored_tensor.shape:
-                state.setdefault(leaf.path, {})[entry_key] = _read_whole(
-                    folder, stored_tensor, name
-                )
-                continue
-            _, own_run = run_in_shard(buffer, leaf, mesh.position)
-            run_elements = torch.empty(own_run.numel, dtype=stored_tensor.dtype, device="cpu")
-            _read_run(run_elements, own_run, folder, stored_tensor, leaf.path)
-            state.setdefault(leaf.path, {})[entry_key] = piece_of(run_elements, own_run, leaf)
-    if not state and any(buffer.trainable for _, buffer, _ in each_leaf(plan)):
+        path, _, entry_key = f".{name}".partition(".state.")[2].rpartition(".")
+        if path in leaf_of:
+            buffer, leaf = leaf_of[path]
+            entries = state.setdefault(leaf.path, {})
+            entries[entry_key] = _part(folder, tensor, buffer, leaf, mesh)
+    if not state and any(buffer.trainable for buffer, _ in leaf_of.values()):
         raise ValueError(
             f"{folder} holds no optimizer state by name, such as "
             f"'optim.state.{plan.leaves[0].path}.exp_avg'; it holds {sorted(stored)[:3]}: leave "
             "optimizer out, and begin with optimizer.init(shards)"
         )
     return state
+
+
+# --- the metadata ---------------------------------------------------------------------------------
+
+
+class _Tensor(NamedTuple):
+    """A tensor of a DCP checkpoint.
+
+    Attributes:
+        chunks: where each box of it lies: a file, the first byte there, and the number of bytes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: dict[Box, Any]
+
+
+def _read_metadata(folder: Path) -> tuple[dict[str, _Tensor], str]:
+    """Return the tensors of a folder by name, and the digest of its metadata."""
+    file = folder / ".metadata"
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no checkpoint at {folder}: there is no such folder")
+    if not file.exists():
+        raise FileNotFoundError(f"there is no .metadata in {folder}: {what_it_holds(folder)}")
+    data, tensors = read_regular(file, most=_LARGEST, links=False), {}
+    try:
+        metadata = _Unpickler(io.BytesIO(data)).load()
+        # Note: a tensor that was stored as a whole may have no offset in its key.
+        places = {
+            (index.fqn, tuple(getattr(index, "offset", None) or ())): place
+            for index, place in metadata.storage_data.items()
+        }
+        for title, stored in metadata.state_dict_metadata.items():
+            if not hasattr(stored, "chunks"):  # a pickle that holds no tensor
+                continue
+            chunks = {}
+            for chunk in stored.chunks:
+                offsets = tuple(chunk.offsets)
+                place = places.get((title, offsets)) or places[title, ()]
+                chunks[Box(offsets, tuple(chunk.sizes))] = place
+            name = _WRAPPERS.sub("", title)
+            dtype = stored.properties.state[0]
+            tensors[name] = _Tensor(name, tuple(stored.size), dtype, chunks)
+    except Exception as error:  # of any kind: the reader of pickles raises what it meets
+        raise ValueError(
+            f"{file} is damaged, or is not the metadata of torch.distributed.checkpoint: {error}"
+        ) from None
+    return tensors, hashlib.sha256(data).hexdigest()
+
+
+class _Record:
+    """An object of DCP's metadata: its attributes, or ``state`` for a tuple."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        # Note: dataclasses pickle a dictionary, and TensorProperties a tuple.
+        vars(self).update(state if isinstance(state, dict) else {"state": state})
+
+
+def _member(record_type: Any, name: str) -> _Record:
+    """Return a record of a member of an enumeration, which Python before 3.11.4 pickles so."""
+    if not (isinstance(record_type, type) and issubclass(record_type, _Record)):
+        raise ValueError(f"it asks for {name!r} of a {type(record_type).__name__}")
+    return record_type()
+
+
+_BUILTIN = {"torch.Size": tuple, "collections.OrderedDict": dict, "builtins.getattr": _member}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads a pickle that names only DCP's metadata and dtypes, and runs no code of it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        full_name = f"{module}.{name}"
+        # Why vars: getattr could import a submodule.
+        of_torch = vars(torch).get(name) if module == "torch" else None
+        if isinstance(of_torch, torch.dtype):
+            return of_torch
+        if _RECORDS.fullmatch(full_name):
+            # Note: a new class each time, because a pickle can set attributes of a class too.
+            return type(name, (_Record,), {})
+        if full_name in _BUILTIN:
+            return _BUILTIN[full_name]
+        raise ValueError(
+            f"it names {full_name}, and a pickle could run that; nothing of it was run. If you "
+            "trust the file, load it with torch.distributed.checkpoint.load, and pass the state "
+            "dict to from_state_dict"
+        )

@@ -19,8 +19,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import funcshard as fs
-from funcshard.checkpoint import dcp_metadata
-from funcshard.plan import Box
 
 DATA = Path(__file__).parent / "data"
 ADAMW = fs.torch_optimizer(torch.optim.AdamW, lr=0.125)
@@ -190,7 +188,7 @@ def other_boxes(change: Callable[[Any], Any]) -> Callable[[Path], None]:
 
 BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "no folder": (shutil.rmtree, FileNotFoundError, "there is no such folder"),
-    "no metadata": (lambda path: (path / ".metadata").unlink(), FileNotFoundError, "it is incomplete, or no"),
+    "no metadata": (lambda path: (path / ".metadata").unlink(), FileNotFoundError, "there is no .metadata in .*: it holds"),
     "a pickle that runs a program": (harmful, ValueError, r"it names os\.system, and a pickle could run that"),
     "another class": (
         replaced(".metadata", b"BytesStorageMetadata", b"PytesStorageMetadata"), ValueError, r"it names torch\..*\.Pytes",
@@ -205,23 +203,19 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
         replaced(".metadata", b"__0_0.distcp", b"../0_.distcp"), ValueError, r"in the same folder; found '\.\./0_\.distcp'",
     ),
     "chunks that lack a row": (
-        other_boxes(lambda stored: stored.chunks.pop()), ValueError, "the chunks of .* must have its .* elements; found",
+        other_boxes(lambda stored: stored.chunks.pop()), ValueError, "is incomplete: it holds .* needed elements of",
     ),
     "chunks that overlap": (
         other_boxes(lambda stored: setattr(stored.chunks[1], "offsets", stored.chunks[0].offsets)), ValueError,
-        "the parts of .* must not overlap",
+        "damaged: the bytes at .* are no tensor of",
     ),
     "a chunk outside": (
         other_boxes(lambda stored: setattr(stored.chunks[1], "sizes", torch.Size([2**40] * len(stored.size)))), ValueError,
-        "a part of .* must lie inside of",
+        "damaged: the bytes at .* are no tensor of",
     ),
     "a chunk in no file": (
         other_boxes(lambda stored: setattr(stored.chunks[1], "offsets", torch.Size([1] * len(stored.size)))), ValueError,
-        "it does not say where the part of .* lies",
-    ),
-    "a count of 2^32 objects": (
-        lambda path: (path / ".metadata").write_bytes(b"\x80\x02]r\xff\xff\xff\xff."), ValueError,
-        "it counts 4294967295 objects in 9 bytes",
+        "is damaged, or is not the metadata",
     ),
     "a link out of the folder": (
         lambda path: ((path / "__0_0.distcp").unlink(), (path / "__0_0.distcp").symlink_to(DATA / "fsdp2" / "__0_0.distcp")),
@@ -289,13 +283,12 @@ MISTAKES: dict[str, tuple[Callable[[fs.Mesh, Path], Any], type[Exception], str]]
     ),
     "other shapes": (
         lambda mesh, path: loaded(mesh, written(path, {**PARAMS, "b": torch.zeros(8)})), ValueError,
-        r"leaf 'b' of .* must have shape \(7,\) .* found \(8,\) and float32: it is of another model",
+        r"leaf 'b' of .* must have shape \(7,\) .* found \(8,\) and float32",
     ),
     "no optimizer state": (
         lambda mesh, path: loaded(mesh, written(path, PARAMS), optimizer=ADAMW), ValueError,
         "holds no optimizer state by name, such as .* begin with optimizer.init",
     ),
-    "a key that is none": (lambda mesh, path: loaded(mesh, path, key=3), TypeError, "key must be .* found 3"),
     "buffers that are none": (lambda mesh, path: loaded(mesh, path, buffers=[1]), TypeError, "buffers must be a dictionary"),
 }  # fmt: skip
 
@@ -305,19 +298,6 @@ def test_a_mistake_is_told(name: str, tmp_path: Path) -> None:
     call, kind, words = MISTAKES[name]
     with pytest.raises(kind, match=words):
         call(fs.Mesh(), tmp_path / "x")
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_many_chunks_are_compared_with_their_neighbours_alone(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = [2, 2]
-    size[dim] *= 100
-    boxes = [Box((2 * i, 0) if dim == 0 else (0, 2 * i), (2, 2)) for i in range(100)]
-    calls, overlap = [], Box.overlap
-    monkeypatch.setattr(Box, "overlap", lambda one, other: calls.append(one) or overlap(one, other))
-    dcp_metadata._check_boxes("w", tuple(size), boxes)
-    assert len(calls) < 100
-    with pytest.raises(ValueError, match="must not overlap"):
-        dcp_metadata._check_boxes("w", tuple(size), [*boxes, boxes[50]])
 
 
 def test_ranks_that_find_different_checkpoints_are_told(tmp_path: Path) -> None:
