@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils import file_data
-from funcshard._utils.regular_files import read_regular, regular_size
+from funcshard._utils.regular_files import regular_size
 from funcshard.checkpoint.adapters import base_model, file_names
 from funcshard.checkpoint.foreign_folders import what_it_holds
 
 Tensors = dict[str, torch.Tensor]
 
 _MOST_LAYERS = 100_000
+_ITSELF = "the model itself, on meta, or its MODULE:CALLABLE to funcshard plan"
 
 
 def is_hugging_face(module: Any) -> bool:
@@ -54,23 +54,19 @@ def build_on_meta(folder: Path, model: Any, dtype: torch.dtype | None) -> nn.Mod
             )
         # Why a copy: the caller's module keeps its dtypes and its mode.
         return _in_dtype(copy.deepcopy(model), dtype).eval()
-    if folder.is_file():
-        raise FileNotFoundError(
-            f"from_pretrained reads a folder; found the file {folder}: pass its folder"
-        )
     # Note: transformers would take the path for a name on the hub, and download it.
     if not folder.is_dir():
         raise FileNotFoundError(
             f"there is no folder {folder}; from_pretrained reads local folders: download a model "
             "of the hub first, as in huggingface_hub.snapshot_download(name)"
         )
-    if not (folder / "config.json").exists():
+    file = folder / "config.json"
+    if not file.exists():
         remedy = what_it_holds(folder)
         if any(folder.glob("model*.safetensors*")):
             remedy = "pass the model, built under torch.device('meta')"
         raise FileNotFoundError(f"{folder} has no config.json: {remedy}")
-    transformers = _transformers()
-    config = _read_config(transformers, folder / "config.json")
+    config = _read_config(file)
     # Note: shards are flat, and a quantized tensor has scales beside its elements.
     if getattr(config, "quantization_config", None):
         raise ValueError(
@@ -79,14 +75,8 @@ def build_on_meta(folder: Path, model: Any, dtype: torch.dtype | None) -> nn.Mod
             "mxfp4), or call model.dequantize() (bitsandbytes), and write it with "
             "model.save_pretrained(another_folder)"
         )
-    cls = model or _class_of(transformers, config, folder)
-    try:
-        with torch.device("meta"):
-            module = cls(config)
-        module.tie_weights()
-        return _in_dtype(module, dtype or getattr(config, "dtype", None)).eval()
-    except Exception as error:  # of any kind: the code of the model takes any value of the config
-        raise ValueError(_unfit(folder / "config.json", cls, error)) from error
+    module = _of_config(file, config, model)
+    return _in_dtype(module, dtype or getattr(config, "dtype", None)).eval()
 
 
 def module_of_config(path: Path) -> nn.Module:
@@ -105,47 +95,33 @@ def module_of_config(path: Path) -> nn.Module:
             folder.
     """
     file = path / "config.json" if path.is_dir() else path
-    if not file.exists():
-        raise FileNotFoundError(f"there is no {file}: pass a config.json, or a folder with one")
-    fields = _json_object(file)
-    transformers = _transformers()
-    model_type = fields.get("model_type")
-    if model_type not in transformers.CONFIG_MAPPING:
-        # Note: a folder whose model_type transformers knows needs no code, whatever it holds.
-        needed = "needs the code of its folder" if "auto_map" in fields else "is unknown"
-        raise ValueError(
-            f"{file} has the model_type {model_type!r}, which {needed}, and transformers "
-            f"{transformers.__version__} doesn't know it: write a function that returns the model, "
-            "and pass MODULE:CALLABLE"
-        )
-    config = _read_config(transformers, file)
-    cls = _named_class(transformers, config)
-    if cls is None and config.architectures:
-        raise ValueError(
-            f"{file} names the class {config.architectures[0]!r}, which transformers "
-            f"{transformers.__version__} doesn't have: write a function that returns the model, "
-            "and pass MODULE:CALLABLE"
-        )
-    cls = cls or _class_to_train(transformers, config)
+    return _of_config(file, _read_config(file)).train()
+
+
+def _of_config(file: Path, config: Any, model: Any = None) -> nn.Module:
+    """Return the module of a config on meta; ``model`` is its class, by default the usual one."""
+    cls = model or _class_of(config, file)
     try:
         with torch.device("meta"):
-            module = cls(config)
+            module: nn.Module = cls(config)
         module.tie_weights()
     except Exception as error:  # of any kind: the code of the model takes any value of the config
-        raise ValueError(_unfit(file, cls, error)) from error
-    return module.train()
+        raise _unfit(file, cls.__name__, error) from error
+    return module
 
 
-def _json_object(file: Path) -> dict[str, Any]:
-    regular_size(file)  # raises at a pipe
-    try:
-        return file_data.table("config.json", file_data.parse(read_regular(file)))
-    except ValueError as error:
-        raise ValueError(f"{file} must be a JSON object: {error}") from error
-
-
-def _class_to_train(transformers: Any, config: Any) -> Any:
-    """Return the class that trains models of a config: one with a loss if there is any."""
+def _class_of(config: Any, file: Path) -> Any:
+    """Return the class that a config names, or else one that trains its model."""
+    transformers = _transformers()
+    if config.architectures:
+        # Note: the first one is the class that wrote the folder.
+        cls = getattr(transformers, str(config.architectures[0]), None)
+        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
+            return cls
+        raise ValueError(
+            f"{file} must name a class of transformers {transformers.__version__} among its "
+            f"architectures; found {config.architectures}: pass {_ITSELF}"
+        )
     auto_models = importlib.import_module("transformers.models.auto.modeling_auto")
     # Why masked ones first: BERT is among the causal models too, as a decoder.
     tasks = ["MASKED_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION"]
@@ -158,22 +134,23 @@ def _class_to_train(transformers: Any, config: Any) -> Any:
     return auto_models.MODEL_MAPPING[type(config)]
 
 
-def _read_config(transformers: Any, file: Path) -> Any:
+def _read_config(file: Path) -> Any:
+    if not file.exists():
+        raise FileNotFoundError(f"there is no {file}: pass a config.json, or a folder with one")
     regular_size(file)  # raises at a pipe, which transformers would wait for
     # Note: from a folder, transformers also reads the adapter's files.
     source = file.parent if file.name == "config.json" else file
+    transformers = _transformers()
     try:
         # Why no trust: else transformers asks at the terminal whether to run code of the folder.
         config = transformers.AutoConfig.from_pretrained(
             source, local_files_only=True, trust_remote_code=False
         )
-        layer_count = getattr(config, "num_hidden_layers", None) or 0
-    except (OSError, ValueError):
-        raise
+        layer_count = int(getattr(config, "num_hidden_layers", None) or 0)
     except Exception as error:  # of any kind: transformers takes any JSON
-        raise ValueError(_unfit(file, "transformers", error)) from error
+        raise _unfit(file, "transformers", error) from error
     # Why a bound: a model is built layer by layer, and damage may have changed their number.
-    if not isinstance(layer_count, int) or layer_count > _MOST_LAYERS:
+    if layer_count > _MOST_LAYERS:
         raise ValueError(
             f"{file} must have at most {_MOST_LAYERS} layers; found {layer_count}: "
             "download it again"
@@ -181,12 +158,11 @@ def _read_config(transformers: Any, file: Path) -> Any:
     return config
 
 
-def _unfit(file: Path, cls: Any, error: Exception) -> str:
-    name = cls if isinstance(cls, str) else cls.__name__
-    reason = (str(error).strip().splitlines() or [""])[-1]
-    return (
-        f"{file} is no configuration that {name} takes ({type(error).__name__}: "
-        f"{reason}): download the folder again, or pass model="
+def _unfit(file: Path, taker: str, error: Exception) -> ValueError:
+    reason = " ".join(str(error).split())
+    return ValueError(
+        f"{file} is no configuration that {taker} takes ({type(error).__name__}: "
+        f"{reason}): download the folder again, or pass {_ITSELF}"
     )
 
 
@@ -199,28 +175,6 @@ def _transformers() -> Any:
             "models of Hugging Face need transformers 5 or newer: pip install 'transformers>=5'"
         ) from error
     return transformers
-
-
-def _class_of(transformers: Any, config: Any, folder: Path) -> Any:
-    cls = _named_class(transformers, config)
-    if cls is None:
-        raise ValueError(
-            f"{folder / 'config.json'} must name a class of transformers among its architectures; "
-            f"found {config.architectures or []}: pass model=, a class such as transformers.AutoModel's, or the model "
-            "on meta"
-        )
-    return cls
-
-
-def _named_class(transformers: Any, config: Any) -> Any:
-    """Return the class of transformers that a config names, or ``None``."""
-    # Note: the first one is the class that wrote the folder.
-    names = config.architectures or []
-    name = names[0] if isinstance(names, list | tuple) and names else None
-    cls = getattr(transformers, name, None) if isinstance(name, str) else None
-    if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
-        return cls
-    return None
 
 
 def _in_dtype(module: nn.Module, dtype: Any) -> nn.Module:
@@ -372,7 +326,7 @@ def _converted(converter: Any, target: str, module: Any) -> Tensors:
     }
 
 
-def stored(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+def stored(module: nn.Module | None, tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """Return tensors of the module's state dict, also on meta, as files hold them."""
     if not is_hugging_face(module):
         return dict(tensors)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from funcshard._utils.options import check_bytes, check_flag, check_path, did_you_mean
+from funcshard._utils.options import check_flag, check_path, did_you_mean
 from funcshard._utils.pages import release_pages
 from funcshard._utils.torch_private import callers_level
 from funcshard.checkpoint.adapters import adapter_reset, file_names
@@ -28,24 +28,16 @@ from funcshard.checkpoint.hugging_face import (
     embedding_names,
     is_hugging_face,
     read_names,
-    stored,
     write_config,
 )
-from funcshard.checkpoint.rank_files import Header, headers_of
 from funcshard.checkpoint.safetensors import (
     COMPARED,
     check_floating,
-    full_leaves,
+    export_model,
     open_tensors,
-    write_tensors,
-)
-from funcshard.checkpoint.state_dict import (
-    check_all_shards,
-    check_no_leaf,
-    check_no_local_leaf,
 )
 from funcshard.checkpoint.stored_state import by_buffer, each_leaf
-from funcshard.comm import Mesh, all_gather_texts
+from funcshard.comm import Mesh
 from funcshard.core import (
     LeafChecksums,
     Shards,
@@ -163,13 +155,7 @@ def from_pretrained(
             "the model's own class, such as transformers.LlamaForCausalLM, or leave it out for "
             "the class that config.json names"
         )
-    own_options = [
-        "model",
-        "dtype",
-        "mutable",
-        "plan",
-        *list(inspect.signature(make_plan).parameters)[2:],
-    ]
+    own_options = ["model", "dtype", "mutable", "plan", *inspect.signature(make_plan).parameters]
     if unknown_options := sorted(options.keys() - set(own_options)):
         own_text = "its own are model, dtype, mutable and plan, all others make_plan's"
         raise TypeError(
@@ -268,14 +254,9 @@ def _read(
             adds_rows = (
                 name in embedding_paths
                 and not leaf.cuts
+                and buffer.packing is None
                 and _has_more_rows(leaf.model_shape, tensor.shape)
             )
-            if adds_rows and buffer.packing is not None:
-                raise ValueError(
-                    f"{folder} has fewer tokens than the model, whose {name!r} is stored packed; "
-                    f"found {tensor.shape[0]} rows for {leaf.model_shape[0]}: leave it out of "
-                    "storage"
-                )
             # Why so: the rows of the file are the first elements of the leaf.
             stored_rows = (
                 dataclasses.replace(leaf, shape=tuple(tensor.shape)) if adds_rows else leaf
@@ -366,29 +347,16 @@ def save_pretrained(
     Source: ``transformers.PreTrainedModel.save_pretrained``.
     """
     check_functional("save_pretrained", apply)
-    folder, fault = check_path("path", path), ""
-    most_bytes = check_bytes("max_shard_size", max_shard_size)
-    check_floating("dtype", dtype)
-    check_all_shards(shards, plan, mesh)
-    check_no_local_leaf(plan)
-    extra_tensors = {} if buffers is None else apply.persistent(buffers)
-    check_no_leaf(extra_tensors, plan)
+    folder = check_path("path", path)
+    extra_tensors = None if buffers is None else apply.persistent(buffers)
     # Note: on meta; it has the class, the config and the names of tied parameters.
     module = apply.skeleton.template
-    entry_groups = stored_entries(module, plan)
-    file_entries = [entry for group in entry_groups for entry in group]
-    file_entries += headers_of(extra_tensors)
-    file_tensors = _stored_tensors(module, shards, plan, mesh, entry_groups, extra_tensors)
-    if mesh.rank == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            dtypes = (entry.dtype for entry in file_entries if entry.dtype.is_floating_point)
-            write_config(folder, module, dtype or next(dtypes, None))
-        except OSError as error:
-            fault = str(error)
-    if fault := next(filter(None, all_gather_texts(mesh, fault)), ""):
-        raise OSError(f"cannot save to {path}: {fault}")
-    return write_tensors(folder, file_entries, file_tensors, mesh, most_bytes, dtype)
+    files = export_model(module, folder, shards, plan, mesh, extra_tensors, max_shard_size, dtype)
+    dtypes = [b.model_dtype for _, b, _ in each_leaf(plan) if b.model_dtype.is_floating_point]
+    with on_every_rank(mesh):
+        if mesh.rank == 0:
+            write_config(folder, module, dtype or next(iter(dtypes), None))
+    return files
 
 
 def check_functional(caller: str, apply: Any) -> None:
@@ -403,49 +371,3 @@ def check_functional(caller: str, apply: Any) -> None:
     raise TypeError(
         f"{caller} takes the apply of a model of Hugging Face; found {apply_type}: {remedy}"
     )
-
-
-def stored_entries(module: nn.Module, plan: Plan) -> list[list[Header]]:
-    """Return the tensors that the files hold, for the leaves of each unit."""
-    entry_groups: list[list[Header]] = []
-    meta_leaves: dict[str, torch.Tensor] = {}
-    for unit in plan.unit_list:
-        # Note: on meta, names and shapes in files are known before anything is gathered.
-        unit_leaves = {
-            leaf.path: torch.empty(leaf.model_shape, dtype=buffer.model_dtype, device="meta")
-            for buffer in unit.buffers
-            for leaf in buffer.leaves
-        }
-        entry_groups.append(headers_of(stored(module, unit_leaves)))
-        meta_leaves |= unit_leaves
-    # Why all at once too: a tensor of the files may be made of leaves that lie in several units.
-    entry_shapes = {entry.name: entry.shape for group in entry_groups for entry in group}
-    whole_entries = headers_of(stored(module, meta_leaves))
-    split_names = sorted(e.name for e in whole_entries if entry_shapes.get(e.name) != e.shape)
-    if split_names:
-        raise ValueError(
-            f"the files hold {split_names[0]!r} as one tensor, whose parts lie in several units of "
-            "the plan: save under a plan of whole layers, which from_pretrained makes by default"
-        )
-    return entry_groups
-
-
-def _stored_tensors(
-    module: nn.Module,
-    shards: Shards,
-    plan: Plan,
-    mesh: Mesh,
-    entry_groups: Sequence[Sequence[Header]],
-    extra: Mapping[str, torch.Tensor],
-) -> Iterator[torch.Tensor]:
-    """Gather unit after unit; on rank 0, yield the tensors of the files, then ``extra``."""
-    for unit, unit_entries in zip(plan.unit_list, entry_groups, strict=True):
-        unit_leaves = full_leaves(shards, unit, unit.buffers, mesh)
-        if mesh.rank == 0:
-            # Note: experts, for example, are one leaf, and several tensors in files.
-            stored_tensors = stored(module, unit_leaves)
-            del unit_leaves
-            for entry in unit_entries:
-                yield stored_tensors.pop(entry.name)
-    if mesh.rank == 0:
-        yield from extra.values()

@@ -250,7 +250,7 @@ def check_no_local_leaf(plan: Plan) -> None:
     """Raise ``ValueError`` if a leaf is local, because no rank then has a full state dict."""
     if (path := find_local_leaf(plan)) is not None:
         raise ValueError(
-            f"leaf {path!r} is local to each rank, and rank 0's state dict alone would lose the "
+            f"leaf {path!r} is local to each rank, and a state dict or file of rank 0 would lose the "
             "values of the other ranks; take every rank's state dict, with rank0_only=False or "
             "sharded=True"
         )

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from funcshard.checkpoint.hugging_face import stored
-from funcshard.checkpoint.pretrained import check_functional, stored_entries
-from funcshard.checkpoint.safetensors import check_floating
+from funcshard.checkpoint.pretrained import check_functional
+from funcshard.checkpoint.safetensors import check_floating, stored_entries
 from funcshard.checkpoint.state_dict import (
     check_all_shards,
     check_no_local_leaf,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -151,15 +150,6 @@ def imported(folder: Path, plan: fs.Plan, mesh: fs.Mesh) -> Any:
         return {} if str(error).endswith(": an export into it was interrupted; export again") else {"": torch.tensor([-1.0])}
 
 
-def test_files_of_two_exports_are_told_apart(tmp_path: Path) -> None:
-    for folder in "ab":
-        export(fs.Mesh(), str(tmp_path / folder), max_shard_size=40)
-    file = "model-00001-of-00004.safetensors"
-    (tmp_path / "a" / file).write_bytes((tmp_path / "b" / file).read_bytes())
-    with pytest.raises(ValueError, match=r"model-00001-of-00004\.safetensors is of another export than .*; export again"):
-        fs.import_safetensors(tmp_path / "a", fs.make_plan(PARAMS, 1), fs.Mesh())
-
-
 @pytest.mark.slow
 def test_two_exports_to_one_path_do_not_meet(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "net.safetensors"):
@@ -173,7 +163,7 @@ def test_two_exports_to_one_path_do_not_meet(tmp_path: Path) -> None:
 
 def test_an_export_removes_what_killed_ones_left_and_no_checkpoint(tmp_path: Path) -> None:
     # The second one is another program's, and the third one of an export to another name.
-    names = (".safetensors.0123abcd.part", ".safetensors.thesis.part", ".x.safetensors.0123abcd.part")
+    names = (".safetensors.part", ".safetensors.thesis.part", ".x.safetensors.part")
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").touch()
@@ -188,9 +178,6 @@ def test_numbers_of_four_bits_count_one_by_one_in_files(tmp_path: Path) -> None:
     for found in (safetensors.torch.load_file(path)["packed"], open_tensors(path)["packed"]):
         assert (found.dtype, found.shape) == (packed.dtype, (2, 3))
         assert torch.equal(found.view(torch.uint8), packed.view(torch.uint8))
-    scalar = torch.zeros((), dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
-    with pytest.raises(ValueError, match=r"'scalar' is a scalar of torch\.float4_e2m1fn_x2, .*; give it a dimension"):
-        written(path, params, buffers={"scalar": scalar})
 
 
 FAILURES = {
@@ -211,9 +198,9 @@ def test_what_fails_on_rank_0_alone_is_said_on_all_and_the_mesh_goes_on(
     said = set()
 
     def main(mesh: fs.Mesh) -> float:
-        with pytest.raises(OSError, match=rf"cannot export to .*: {words}$") as caught:
+        with pytest.raises(OSError, match=rf"cannot export to .*: {words}") as caught:
             export(mesh, str(tmp_path / "net.safetensors"))
-        said.add(str(caught.value))
+        said.add(str(caught.value).removesuffix(" (found on rank 0)"))
         return fs.psum(torch.ones(1), mesh).item()
 
     assert fs.simulate(main, 2) == [2.0] * 2
@@ -279,7 +266,7 @@ def test_files_are_written_in_another_dtype_on_request(tmp_path: Path) -> None:
 def test_leaves_that_are_local_are_refused(mesh: fs.Mesh, tmp_path: Path) -> None:
     params = {"a": torch.zeros(3)}
     plan = fs.make_plan(params, mesh, local=["a"])
-    with pytest.raises(ValueError, match="leaf 'a' is local to each rank, and a file would hold rank 0's alone"):
+    with pytest.raises(ValueError, match="leaf 'a' is local to each rank, and a state dict or file of rank 0 would lose"):
         fs.export_safetensors(tmp_path, fs.shard(params, plan, mesh), plan, mesh)
 
 
@@ -303,19 +290,12 @@ def _header(*entries: str, data: int = 1200) -> Callable[[Path], Any]:
     return lambda path: path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(data))
 
 
-def _twice(path: Path) -> None:
-    shutil.copy(path, path.parent / "b.safetensors")
-    path.rename(path.parent / "a.safetensors")
-    (path.parent / "model.safetensors.index.json").write_text('{"weight_map": {"w": "a.safetensors", "x": "b.safetensors"}}')
-
-
 BAD = {
     "tensors that overlap": (
         _header('"w": {"dtype": "F32", "shape": [300], "data_offsets": [0, 1200]}',
                 '"x": {"dtype": "F32", "shape": [4], "data_offsets": [8, 24]}'),
         ValueError, "invalid offset for tensor `x`",
     ),
-    "a tensor in two files": (_twice, ValueError, r"b\.safetensors holds 'w', as another file beside it does"),
     "a deep header": (_header('"w": ' + "[" * 100_000), ValueError, "recursion limit exceeded"),
     "a header that is a hole of 1 TB": (
         lambda path: (path.write_bytes((2**40 - 8).to_bytes(8, "little")), os.truncate(path, 2**40)), ValueError,
@@ -342,7 +322,7 @@ BAD = {
     ),
     "an index of files elsewhere": (
         lambda path: (path.parent / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../x"}}'),
-        ValueError, r"names the file '\.\./x', which is not beside it",
+        ValueError, r"index\.json is damaged: .* in the same folder; found '\.\./x'",
     ),
 }  # fmt: skip
 

@@ -167,9 +167,9 @@ def test_a_module_of_your_own_takes_your_inputs_by_name() -> None:
 @pytest.mark.parametrize(
     ("fields", "keywords", "words"),
     [
-        ({"model_type": "mine", "auto_map": {"AutoModel": "mine.Mine"}}, {}, "needs the code of its folder"),
-        ({"model_type": "mine"}, {}, "'mine', which is unknown"),
-        ({"architectures": ["MyLlama"]}, {}, "names the class 'MyLlama', which transformers"),
+        ({"model_type": "mine", "auto_map": {"AutoModel": "mine.Mine"}}, {}, "is no configuration that transformers takes"),
+        ({"model_type": "mine"}, {}, "has model type `mine` but Transformers does not recognize"),
+        ({"architectures": ["MyLlama"]}, {}, "found ['MyLlama']: pass the model itself"),
         ({"num_attention_heads": "many"}, {}, "is no configuration that"),
         ({}, {"budget": "90GiB"}, "budget must be at most the 79.2 GiB of h100-8x400gbps; found 90.0 GiB"),
         ({}, {"precision": "fp8"}, "precision must be"),
