@@ -66,7 +66,7 @@ def train(mesh: fs.Mesh, steps: int, out: Path, model: str | None = None, nf4: b
     # A parameter with requires_grad=False stays frozen: the plan records it.
     storage = {"**": fs.nf4(), "**.*norm": None} if nf4 else None
     units = ["base_model.model.model.layers.*"]
-    plan = fs.make_plan(params, mesh, units=units, ties=apply.ties, storage=storage)
+    plan = fs.make_plan(params, mesh, units=units, storage=storage)
     sharded = fs.fully_shard(apply, plan, mesh)
     buffers = {name: buffer.to(mesh.device) for name, buffer in buffers.items()}
 

@@ -111,7 +111,7 @@ class Job:
         units: which of the model's modules are units.
         frozen: what is not trained: one leaf, or all leaves of the second unit, whose input
             requires a gradient; these may be stored packed.
-        strategy, bucket_bytes, offload, reshard_after_backward: as in ``make_plan``.
+        strategy, bucket_bytes, offload: as in ``make_plan``.
         precision: a name of ``PRECISIONS``; ``None`` trains in float64.
         remat: whether backward computes every unit again.
         micro_batches, reduce, weighted, max_norm: as in ``make_train_step``.
@@ -270,14 +270,14 @@ class Training:
         subject, low = MODELS[job.model], job.precision is not None
         dtype, mutable = torch.float32 if low else torch.float64, subject.batch_statistics
         apply, params, buffers = fs.make_functional(_module(job).to(dtype), mutable=mutable)
+        units = {"all": subject.units, "first": subject.units[:1], "none": ()}[job.units]
         plan = fs.make_plan(
             params, mesh,
-            units={"all": subject.units, "first": subject.units[:1], "none": ()}[job.units],
+            units={key: {"reshard_after_backward": job.reshard_after_backward} for key in ("", *units)},
             strategy=job.strategy,
             offload=job.offload,
             precision=fs.MixedPrecision(**PRECISIONS[job.precision]) if job.precision else None,
             bucket_bytes=job.bucket_bytes,
-            reshard_after_backward=job.reshard_after_backward,
             storage={"**": fs.nf4()} if job.frozen == "a packed unit" else {},
         )  # fmt: skip
         options: dict[str, Any] = {"remat": job.remat}

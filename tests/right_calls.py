@@ -139,8 +139,8 @@ RIGHT_CALLS: dict[str, Callable[[World], Call]] = {
     "ppermute": collective("ppermute", [(0, 0)]),
     "axis_index": lambda w: (fs.axis_index, (w.mesh,), {"axis": "shard"}),
     "make_plan": lambda w: (fs.make_plan, (PARAMS, w.mesh), {
-        "units": ["0"], "strategy": "full_shard", "ties": (), "local": (), "offload": False, "precision": None,
-        "bucket_bytes": "auto", "reshard_after_forward": None, "reshard_after_backward": True,
+        "units": ["0"], "strategy": "full_shard", "local": (), "offload": False, "precision": None,
+        "bucket_bytes": "auto", "reshard_after_forward": None,
     }),
     "Storage": lambda w: (fs.Storage, (torch.clone, torch.clone), {"block": 64}),
     **{name: functools.partial(lambda f, w: (f, (), {"block": 64}), getattr(fs, name)) for name in ("nf4", "int8", "fp8")},

@@ -322,7 +322,7 @@ class FullyShard:
             learner.learn(unit_call.prefetcher)
             _begin_backward_with(out, unit_call.prefetcher)
         mode = apply.method_name, apply.training
-        apply.discarded.look(mode, modules, call_buffers, buffers, kwargs)
+        apply.discarded.look(mode, modules, call_buffers, buffers)
         if apply.mutable:
             return out, self.precision.restore_buffers(new_buffers, buffers)
         return out
@@ -452,5 +452,5 @@ def _check_plan(skeleton: Skeleton, plan: Plan, ignored: Mapping[str, Any]) -> N
                 raise ValueError(
                     f"parameter {path!r} is tied to {tied_name!r}, which lies outside unit "
                     f"{unit.title!r} that owns it: pass make_plan the params that make_functional "
-                    "returned, or ties=apply.ties"
+                    "returned"
                 )

@@ -86,10 +86,8 @@ def make_functional(
             param: Any = params[first_name]
             # Why these attributes: make_plan reads from them all names of a tied parameter, the
             # classes of the modules that contain a parameter, and the order of the module's state
-            # dict. The second one also says that the parameter is frozen unless it requires a
+            # dict. The first one also says that the parameter is frozen unless it requires a
             # gradient.
-            if len(all_names) > 1:
-                param.funcshard_paths = all_names
             param.funcshard_modules = {alias: skeleton.classes(alias) for alias in all_names}
             param.funcshard_names = skeleton.state_names
     apply = Functional(
@@ -148,7 +146,7 @@ class Functional:
             with unchanged(params):
                 out = self.run(modules[0], args, kwargs)
         mode = self.method_name, self.training
-        self.discarded.look(mode, modules, call_buffers, buffers, kwargs)
+        self.discarded.look(mode, modules, call_buffers, buffers)
         return out
 
     def __repr__(self) -> str:
@@ -209,7 +207,7 @@ class Functional:
 
     @property
     def ties(self) -> tuple[tuple[str, ...], ...]:
-        """All names of each tied parameter, for ``make_plan(..., ties=...)``."""
+        """All names of each tied parameter."""
         return tuple(names for names in self.skeleton.parameters.values() if len(names) > 1)
 
     def without_ties(self, params: NamedTensors) -> NamedTensors:

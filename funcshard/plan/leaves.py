@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,6 @@ import torch
 from funcshard._utils import file_data, tree
 from funcshard._utils.options import module_remedy
 from funcshard._utils.tensors import check_plain, dtype_name, has_numbers
-from funcshard.plan.globs import some
 from funcshard.plan.storage import Packing
 from funcshard.plan.unit_plan import LeafCut, Placements
 
@@ -45,20 +44,13 @@ class Leaf(NamedTuple):
     packing: Packing | None = None
 
 
-def read_leaves(
-    params: Any, ties: Iterable[Sequence[str]]
-) -> tuple[tree.Structure, list[Leaf], list[torch.Tensor]]:
+def read_leaves(params: Any) -> tuple[tree.Structure, list[Leaf], list[torch.Tensor]]:
     """Return the structure of a parameter tree, its leaves and their tensors, tied ones once."""
     structure, leaf_tensors, paths = tree.describe(params, _check_container)
-    tied_paths = _read_ties(ties, dict(zip(paths, leaf_tensors, strict=True)))
     tensor_uses: dict[int, dict[str, None]] = {}  # the paths of each tensor by its id
     for leaf_tensor, leaf_path in zip(leaf_tensors, paths, strict=True):
         # Why a dictionary: it keeps the order, and a tied path comes from several sides.
-        tensor_paths = (
-            leaf_path,
-            *_marked_ties(leaf_tensor, leaf_path),
-            *tied_paths.get(leaf_path, ()),
-        )
+        tensor_paths = leaf_path, *_marked_ties(leaf_tensor, leaf_path)
         tensor_uses.setdefault(id(leaf_tensor), {}).update(dict.fromkeys(tensor_paths))
     # Tied tensors: the structure names one leaf at several places.
     if len(tensor_uses) < len(leaf_tensors):
@@ -110,32 +102,6 @@ def names_in_order(params: Any, leaves: Sequence[Leaf]) -> tuple[str, ...]:
         names[leaf_path] = None
     names.update(dict.fromkeys(leaf_path for leaf in leaves for leaf_path in leaf.paths))
     return tuple(names)
-
-
-def _read_ties(ties: Any, leaves: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return, for each path in ``ties``, the group that names it."""
-    groups: list[Any] = [None]
-    if isinstance(ties, Iterable) and not isinstance(ties, str | bytes | Mapping | torch.Tensor):
-        groups = list(ties)
-    tied_paths: dict[str, tuple[str, ...]] = {}
-    for tie_group in groups:
-        is_listed = isinstance(tie_group, list | tuple | set | frozenset)
-        if not is_listed or not all(isinstance(leaf_path, str) for leaf_path in tie_group):
-            raise TypeError(
-                "ties must be a list of groups of paths, such as [('embed.weight', 'head.weight')]"
-                f"; found {ties!r}"
-            )
-        # A group may name paths that the tree lacks, but not two tensors.
-        leaf_tensors = {id(leaves[leaf_path]) for leaf_path in tie_group if leaf_path in leaves}
-        if len(leaf_tensors) != 1:
-            found_text = "several tensors there" if leaf_tensors else "no leaf there"
-            raise ValueError(
-                "each group of ties must name the paths of one tensor, and the tree must hold "
-                f"this tensor under at least one of them; for {tuple(tie_group)} found "
-                f"{found_text}: the leaves are {some(list(leaves))}"
-            )
-        tied_paths.update(dict.fromkeys(tie_group, tuple(tie_group)))
-    return tied_paths
 
 
 def _marked_ties(leaf: Any, path: str) -> list[str]:

@@ -42,20 +42,19 @@ def make_plan(
     *,
     units: UnitNames = (),
     strategy: str = "full_shard",
-    ties: Iterable[Sequence[str]] = (),
     local: Local = (),
     offload: bool = False,
     precision: MixedPrecision | None = None,
     bucket_bytes: int | str = "auto",
     reshard_after_forward: bool | int | None = None,
-    reshard_after_backward: bool = True,
     storage: StorageByGlob | None = None,
 ) -> Plan:
     """Plan how a parameter tree is sharded: which leaves form a unit, and where each leaf lies.
 
     A *unit* is a group of leaves that are gathered and freed together, typically one layer. It owns
     the leaves under its path, except those of a unit nested inside it. The root unit ``""`` owns
-    the rest. A tied leaf belongs to the innermost unit that holds all of its uses.
+    the rest. A tied leaf belongs to the innermost unit that holds all of its uses. The planner
+    knows the ties of ``make_functional``, and one tensor at several positions of the tree.
 
     Each unit ravels and concatenates its leaves into flat buffers, one for each dtype, and separate
     ones for frozen leaves. A buffer is padded at its end and cut into equal shards, one for each
@@ -85,8 +84,10 @@ def make_plan(
 
             With a mapping you give units their own options, with ``""`` for the root:
             ``{"blocks.*": {}, "blocks.0": {"strategy": "no_shard"}, ("embed", "lm_head"):
-            {"offload": True}}``. A unit can override ``strategy``, ``offload``, ``precision``,
-            ``reshard_after_forward`` and ``reshard_after_backward``.
+            {"offload": True}}``. A unit can override ``strategy``, ``offload``, ``precision`` and
+            ``reshard_after_forward``. It also has the option ``reshard_after_backward``: with
+            ``False``, ``accumulate`` gathers a unit that stays gathered after forward for the first
+            micro-batch, and frees it after the last.
         strategy: how units are sharded:
 
             - ``"full_shard"``: a unit is gathered for forward, freed, and gathered again for
@@ -96,9 +97,6 @@ def make_plan(
 
             With a replicate axis these are hybrid strategies: units are sharded along the shard
             axis and replicated along the replicate axis.
-        ties: groups of paths at which one tensor is used, if your tree holds the tensor at only one
-            of them. The planner finds the ties of ``make_functional``, and one tensor at several
-            positions of the tree, itself.
         local: paths or globs of nodes whose leaves each rank keeps for itself, such as your
             experts. They are neither sharded nor gathered, and their gradient is that of this
             rank's loss.
@@ -125,9 +123,6 @@ def make_plan(
             backward; ``None``: as the strategy says. A number of ranks, which divides that of the
             shard axis, frees all but one slice of a unit: so many neighbours, such as the ranks of
             one machine, hold the unit together, and backward gathers it from them alone.
-        reshard_after_backward: whether a unit that stays gathered after forward is freed after the
-            backward of every micro-batch. With ``False``, ``accumulate`` gathers it for the first
-            micro-batch, and frees it after the last.
         storage: how frozen floating-point leaves are stored, by paths or globs of nodes:
             ``{"base": fs.nf4(), "base.*.norm": None}``. A value is ``fs.nf4()``, ``fs.int8()``,
             ``fs.fp8()``, a pair ``(encode, decode)`` as in ``Storage``, or ``None``. Leaves are
@@ -162,7 +157,7 @@ def make_plan(
     """
     reshard_options = {
         "reshard_after_forward": reshard_after_forward,
-        "reshard_after_backward": reshard_after_backward,
+        "reshard_after_backward": True,
     }
     defaults = {"strategy": strategy, "offload": offload, "precision": precision, **reshard_options}
     check_options(defaults, strategy)
@@ -173,7 +168,7 @@ def make_plan(
     if tuple(mesh_axes) != AXES:
         axes = tuple(mesh_axes.items())
     with without_collection():
-        structure, leaves, tensors = read_leaves(params, ties)
+        structure, leaves, tensors = read_leaves(params)
         leaves = with_local_axes(leaves, local, mesh_axes)
         leaves = with_placements(leaves, tensors, mesh, mesh_axes)
         leaves = with_packing(leaves, storage)

@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from funcshard._utils import tree
-from funcshard._utils.options import check_count, check_flag
+from funcshard._utils.options import check_choice, check_count, check_flag
 from funcshard.plan.globs import found_by, list_of_globs, nodes_of, some
 from funcshard.plan.precision import MixedPrecision
-from funcshard.plan.unit_plan import check_strategy
+from funcshard.plan.unit_plan import STRATEGIES
 from funcshard.plan.wrap import Units
 
 # A path or glob, or a group of them; a mapping gives each one options.
@@ -17,6 +17,19 @@ UnitNames = Iterable[str | Sequence[str]] | Mapping[str | tuple[str, ...], Mappi
 
 # The options that a unit can override.
 _OPTIONS = ("strategy", "offload", "precision", "reshard_after_forward", "reshard_after_backward")
+
+_GRID = "pass a mesh of two axes, as in init_mesh({'replicate': R, 'shard': S}), and"
+# The names that strategies have in other libraries, such as those of FSDP1's ShardingStrategy.
+_USUAL_STRATEGIES = {
+    **{strategy: f"did you mean {strategy!r}?" for strategy in STRATEGIES},
+    "hybrid_shard": f"{_GRID} strategy='full_shard'",
+    "hsdp": f"{_GRID} strategy='full_shard'",
+    "hybrid_shard_zero2": f"{_GRID} strategy='shard_grad_op'",
+    "_hybrid_shard_zero2": f"{_GRID} strategy='shard_grad_op'",
+    **dict.fromkeys(("zero3", "zero-3", "fsdp"), "it is called 'full_shard' here"),
+    **dict.fromkeys(("zero2", "zero-2"), "it is called 'shard_grad_op' here"),
+    "ddp": "it is called 'no_shard' here",
+}
 
 
 def read_units(
@@ -150,7 +163,7 @@ def check_options(options: Mapping[str, Any], strategy: str, unit: str | None = 
             f"{', '.join(map(repr, _OPTIONS))}"
         )
     strategy = options.get("strategy", strategy)
-    check_strategy(strategy)
+    check_choice("strategy", strategy, STRATEGIES, _USUAL_STRATEGIES)
     remedy = "use the overrides of a policy to offload single units"
     check_flag("offload", options.get("offload", False), remedy)
     precision = options.get("precision")

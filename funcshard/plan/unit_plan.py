@@ -14,25 +14,12 @@ from typing import NamedTuple
 import torch
 
 from funcshard._utils import tree
-from funcshard._utils.options import check_choice
 from funcshard._utils.tensors import dtype_of
 from funcshard.plan.mesh_axes import AXES, Axes
 from funcshard.plan.precision import MixedPrecision
 from funcshard.plan.storage import Packing
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
-_GRID = "pass a mesh of two axes, as in init_mesh({'replicate': R, 'shard': S}), and"
-# The names that strategies have in other libraries, such as those of FSDP1's ShardingStrategy.
-_USUAL = {
-    **{strategy: f"did you mean {strategy!r}?" for strategy in STRATEGIES},
-    "hybrid_shard": f"{_GRID} strategy='full_shard'",
-    "hsdp": f"{_GRID} strategy='full_shard'",
-    "hybrid_shard_zero2": f"{_GRID} strategy='shard_grad_op'",
-    "_hybrid_shard_zero2": f"{_GRID} strategy='shard_grad_op'",
-    **dict.fromkeys(("zero3", "zero-3", "fsdp"), "it is called 'full_shard' here"),
-    **dict.fromkeys(("zero2", "zero-2"), "it is called 'shard_grad_op' here"),
-    "ddp": "it is called 'no_shard' here",
-}
 
 
 class LeafCut(NamedTuple):
@@ -168,34 +155,6 @@ class BufferPlan:
     local: tuple[str, ...] = ()
     packing: Packing | None = field(default=None, metadata={"later": True})
 
-    def __post_init__(self) -> None:
-        dtype_of(self.dtype)
-        if self.packing is not None and (self.dtype != "uint8" or self.trainable):
-            raise ValueError(f"buffer {self.key} must hold frozen bytes, because it is packed")
-        # Why in order: keys of buffers name the axes, and equal buffers have equal keys.
-        data_axes = tuple(axis for axis in AXES if axis in self.local)
-        if self.local[: len(data_axes)] != data_axes:
-            raise ValueError(
-                f"buffer {self.key} must name data axes first; found that it is local to "
-                f"{self.local}"
-            )
-        end_element = 0
-        for leaf in self.leaves:
-            if leaf.offset != end_element:
-                raise ValueError(
-                    f"leaf {leaf.path} must lie at {end_element}, because padding is at the end; "
-                    f"found {leaf.offset}"
-                )
-            if (leaf.unpacked is None) != (self.packing is None) or (
-                self.packing is not None
-                and leaf.shape != (self.packing.bytes_of(math.prod(leaf.unpacked or ())),)
-            ):
-                raise ValueError(
-                    f"leaf {leaf.path} must be stored as its buffer is; found {leaf.shape} for "
-                    f"{leaf.unpacked}"
-                )
-            end_element += leaf.numel
-
     @property
     def numel(self) -> int:
         """Number of elements of the leaves, without padding."""
@@ -308,42 +267,6 @@ class UnitPlan:
     members: tuple[str, ...] = field(default=(), metadata={"later": True})
     axes: Axes = field(default=(), metadata={"later": True})
 
-    def __post_init__(self) -> None:
-        check_strategy(self.strategy)
-        # mesh_shape repeats two of the axes, because most plans store no others.
-        if tuple(map(self.mesh_axes.get, AXES)) != self.mesh_shape:
-            raise ValueError(
-                f"unit {self.name}: {self.axes} must have the data axes {self.mesh_shape}"
-            )
-        # The leaves themselves say in which dtype such a unit computes.
-        if self.full_precision and self.precision:
-            raise ValueError(
-                f"unit {self.name}: a full-precision unit computes in the dtype of its leaves"
-            )
-        unit_shards = self.mesh_shape[1] if self.sharded else 1
-        for buffer in self.buffers:
-            # Each rank of the shard axis has values of its own in a buffer that is local along it.
-            shard_count = 1 if "shard" in buffer.local else unit_shards
-            if buffer.shards != shard_count:
-                raise ValueError(
-                    f"unit {self.name}: buffer {buffer.key} must have {shard_count} shards; found "
-                    f"{buffer.shards}"
-                )
-        if self.reshard_after_forward and not self.sharded:
-            raise ValueError(f"unit {self.name}: nothing to reshard")
-        forward_ranks = self.post_forward_ranks
-        if forward_ranks is not None and not (
-            1 < forward_ranks < unit_shards and unit_shards % forward_ranks == 0
-        ):
-            raise ValueError(
-                f"unit {self.name}: reshard_after_forward must divide {unit_shards} ranks; found "
-                f"{forward_ranks}"
-            )
-        # A unit of copies is never freed, and one freed after forward is gathered for each
-        # backward.
-        if not self.reshard_after_backward and (not self.sharded or self.reshard_after_forward):
-            raise ValueError(f"unit {self.name}: nothing stays gathered")
-
     @property
     def post_forward_ranks(self) -> int | None:
         """Number of ranks that hold the unit together after forward; ``None``: all, or one."""
@@ -433,8 +356,3 @@ def owners_of(units: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Return the name of the unit that has each path."""
     owner_pairs = [(node, name) for name, nodes in units.items() for node in nodes]
     return dict(reversed(owner_pairs))
-
-
-def check_strategy(strategy: str) -> None:
-    """Raise an error unless ``strategy`` is one of ``STRATEGIES``."""
-    check_choice("strategy", strategy, STRATEGIES, _USUAL)

@@ -186,9 +186,9 @@ def test_sums_that_wait_have_the_reduce_dtype(mesh: fs.Mesh) -> None:
 def test_a_unit_that_backward_did_not_reach_ends_with_its_micro_batch_unless_it_stays(
     mesh: fs.Mesh, stays: bool, gathers: int
 ) -> None:
-    options = {"strategy": "shard_grad_op", "reshard_after_backward": not stays}
+    units = {key: {"reshard_after_backward": not stays} for key in ("", "used", "unused")}
     both = Runs(lambda net, x: (net.used(x), net.unused(x)), used=nn.Linear(4, 4), unused=nn.Linear(4, 4))
-    _, sharded, shards = of_module(mesh, both, ["used", "unused"], **options)
+    _, sharded, shards = of_module(mesh, both, units, strategy="shard_grad_op")
     evaluate = fs.accumulate(lambda shards, x: sharded(shards, {}, x)[0].sum(), 2)
     _, events = recorded(evaluate, shards, torch.ones(4, 4))
     units = [event.unit for event in events if event.kind == "all_gather"]

@@ -29,7 +29,8 @@ CASES = {
     "two micro-batches": ({}, {"micro_batches": 2}),
     "two micro-batches, reduced once": ({}, {"micro_batches": 2, "reduce": "once"}),
     "two micro-batches, gathered once": (
-        {"strategy": "shard_grad_op", "reshard_after_backward": False}, {"micro_batches": 2},
+        {"strategy": "shard_grad_op", "units": {key: {"reshard_after_backward": False} for key in ("", "blocks.*")}},
+        {"micro_batches": 2},
     ),
     "recomputed": ({}, {"remat": True}),
     "one block recomputed": ({}, {"remat": ["blocks.1"]}),

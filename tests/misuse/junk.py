@@ -62,8 +62,6 @@ CASES += [
      lambda: fs.export_safetensors("x", SHARDS, PLAN, MESH, buffers={"a": 1})),
     ("fully_shard", "a class as cast", TypeError("cast must be a function cast(unit, buffer)"),
      lambda: fs.fully_shard(APPLY, PLAN, MESH, cast=dict)),
-    ("make_plan", "paths as ties", TypeError("ties must be a list of groups of paths"),
-     lambda: fs.make_plan(PARAMS, MESH, ties=["0.weight"])),
     ("Mesh", "an object as device", TypeError("device must be a device of torch"), lambda: fs.Mesh({}, device=object())),
     ("init_mesh", "a device that torch lacks", ValueError("found 'gpu': pass one that"), lambda: fs.init_mesh(device="gpu")),
     ("simulate", "a device that torch lacks", ValueError("device must be a device of torch"),

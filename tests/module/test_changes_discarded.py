@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import funcshard as fs
-from funcshard.module.changes import digest
 from tests.core.units import of_module
 from tests.module.law import Runs, outputs_on
 from tests.strange_objects import Raises
@@ -136,33 +135,19 @@ class Keeps(Runs):
 
     def __init__(self, do: Any) -> None:
         super().__init__(lambda m, x: (do(m, x), m.inner.lin(x))[1], inner=nn.ModuleDict({"lin": nn.Linear(3, 3)}))
-        self.n, self.name, self.cache, self.seen, self.masks, self.known, self.kind = 0, "first", None, [], {}, {1}, nn.ReLU
-        self.noise, self.counts, self.table = torch.Generator().manual_seed(1), {"calls": [0]}, torch.zeros(100_000)
-        self.inner.when = Clock()
+        self.n, self.name, self.cache, self.masks, self.rate = 0, "first", None, {}, float("nan")
+        self.noise, self.inner.n = torch.Generator().manual_seed(1), 0
+        self.inner.when = Raises()
 
 
-class Clock(Raises):
-    """An object of a user that keeps a time, and raises when it is asked for anything else."""
-
-    def __init__(self) -> None:
-        self.time, self.zone = 0, None
-
-
-# name -> (what a forward leaves, the attribute, the call of which the module is told)
-LEAVES: dict[str, tuple[Any, str, int]] = {
-    "a counter": (lambda m, x: setattr(m, "n", m.n + 1), "'n'", 0),
-    "a counter of the class": (lambda m, x: setattr(m, "of_class", m.of_class + 1), "'of_class'", 0),
-    "a choice": (lambda m, x: setattr(m, "name", "second"), "'name'", 0),
-    "random numbers": (lambda m, x: torch.rand(2, generator=m.noise), "'noise'", 0),
-    "a list in a dictionary": (lambda m, x: m.counts["calls"].append(1), "'counts'", 0),
-    "a set": (lambda m, x: m.known.add(2), "'known'", 0),
-    "a class": (lambda m, x: setattr(m, "kind", nn.Tanh), "'kind'", 0),
-    "a large tensor": (lambda m, x: m.table[7].fill_(1), "'table'", 0),
-    "an object": (lambda m, x: setattr(m.inner.when, "time", m.inner.when.time + 1), "'inner.when'", 0),
-    "a module": (lambda m, x: setattr(m.inner, "late", nn.Linear(3, 3)), "'inner.late'", 0),
-    "a list of inputs": (lambda m, x: m.seen.append(x), "'seen'", 1),
-    "a tensor of the inputs": (lambda m, x: setattr(m, "cache", x.sum()), "'cache'", 1),
-    "a tensor of one call": (lambda m, x: setattr(m, "cache", x if x.sum() > 0 else m.cache), "'cache'", 1),
+# name -> (what a forward leaves, the attribute)
+LEAVES: dict[str, tuple[Any, str]] = {
+    "a counter": (lambda m, x: setattr(m, "n", m.n + 1), "'n'"),
+    "a counter of an inner module": (lambda m, x: setattr(m.inner, "n", m.inner.n + 1), "'inner.n'"),
+    "a counter of the class": (lambda m, x: setattr(m, "of_class", m.of_class + 1), "'of_class'"),
+    "a choice": (lambda m, x: setattr(m, "name", "second"), "'name'"),
+    "random numbers": (lambda m, x: torch.rand(2, generator=m.noise), "'noise'"),
+    "a tensor in place of a number": (lambda m, x: setattr(m, "n", x), "'n'"),
 }
 # What a forward may compute again at any time, and what it does not keep.
 HARMLESS: dict[str, Any] = {
@@ -171,7 +156,6 @@ HARMLESS: dict[str, Any] = {
     "a dictionary of masks": lambda m, x: m.masks.update({len(x): torch.ones(len(x))}),
     "a new attribute": lambda m, x: setattr(m, "last", x),
     "an equal value": lambda m, x: setattr(m, "name", "fir" + "st"),
-    "a choice that an object lacks": lambda m, x: setattr(m.inner.when, "zone", "UTC"),
     "a hook": lambda m, x: m.inner.lin.register_forward_hook(lambda *args: None),
     "a buffer that no state dict has": lambda m, x: m.register_buffer("mask", x, persistent=False),
 }
@@ -189,12 +173,12 @@ def _warned(run: Any) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("mutable", [False, True])
-@pytest.mark.parametrize(("do", "name", "call"), LEAVES.values(), ids=LEAVES)
-def test_state_that_a_call_leaves_in_a_module_is_named_once(do: Any, name: str, call: int, mutable: bool) -> None:
+@pytest.mark.parametrize(("do", "name"), LEAVES.values(), ids=LEAVES)
+def test_state_that_a_call_leaves_in_a_module_is_named_once(do: Any, name: str, mutable: bool) -> None:
     apply, params, buffers = fs.make_functional(Keeps(do), mutable=mutable)
-    said = _warned(lambda x: apply(params, buffers, x))
-    assert [len(each) for each in said] == [int(number == call) for number in range(3)]
-    assert f"the forward of Keeps set attributes of the module ({name}), and the call threw them away" in said[call][0]
+    (said,), *later = _warned(lambda x: apply(params, buffers, x))
+    assert f"the forward of Keeps set attributes of the module ({name}), and the call threw them away" in said
+    assert later == [[], []]
 
 
 @pytest.mark.parametrize("do", HARMLESS.values(), ids=HARMLESS)
@@ -228,10 +212,3 @@ def test_state_lasts_while_a_function_of_the_module_runs() -> None:
         torch.equal(out, expected) for out in outputs_on(2, (both, params, buffers), x, ["inner.lin"], program=program)
     )
     assert module.n == 0
-
-
-def test_the_digest_of_a_large_tensor_tells_where_its_elements_are() -> None:
-    one, other = torch.zeros(2, 1 << 18, dtype=torch.uint8)
-    one[1 << 8], other[1 << 12] = 1, 1  # equal sums, also of every second element
-    assert digest(one) != digest(other)
-    assert digest(one) == digest(one.clone())

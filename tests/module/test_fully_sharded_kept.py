@@ -21,6 +21,7 @@ GRID = {"replicate": 2, "shard": 2}
 ALL = ["", *(f"blocks.{number}" for number in range(BLOCKS))]
 JOINED = f"{ALL[1]}…{ALL[-1]}"
 KEPT = {"strategy": "shard_grad_op"}
+STAYS = {key: {"reshard_after_backward": False} for key in ALL}
 FREED = {"reshard_after_forward": True}
 ONE = fs.wrap.Units(ALL[1:], {"blocks.1": {"reshard_after_forward": False}})
 LOW = {"precision": fs.MixedPrecision(param_dtype=torch.bfloat16)}
@@ -227,8 +228,7 @@ def test_a_unit_that_stays_over_micro_batches_is_freed_after_the_last(mesh):
 
     note = lambda unit, grads: alive.append(held(mesh, log))  # noqa: E731
     evaluate = functools.partial(fs.accumulate, micro_batches=2, reduce="once", on_grads=note)
-    options = {**KEPT, "reshard_after_backward": False}
-    sharded_call(mesh, functional, batch, ALL[1:], program=program, calls=1, evaluate=evaluate, **options)
+    sharded_call(mesh, functional, batch, STAYS, program=program, calls=1, evaluate=evaluate, **KEPT)
     assert alive == [0, BLOCKS, 2, 1, 0, 0]  # before each forward, then as each unit is reduced
 
 
@@ -242,8 +242,7 @@ def beside_fsdp2(mesh):
         _, net, functional = made(twice=False)  # else the sums of four terms run in another order
         program = preference if forwards == 2 else squares
         evaluate = functools.partial(fs.accumulate, micro_batches=micro_batches, reduce=reduce)
-        options = {**KEPT, "reshard_after_backward": False}
-        call = sharded_call(mesh, functional, batch, ALL[1:], program=program, calls=1, evaluate=evaluate, **options)
+        call = sharded_call(mesh, functional, batch, STAYS, program=program, calls=1, evaluate=evaluate, **KEPT)
         for part in (*net.blocks, net):
             fsdp2(part, reshard_after_forward=False if part is not net else None)
         for number, x in enumerate(batch(mesh.rank).chunk(micro_batches), start=1):

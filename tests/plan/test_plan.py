@@ -44,7 +44,9 @@ PLANS = {
     "a group": fs.make_plan(example_params(), 2, units=[["blocks.0", "head"]]),
     "a group of small units": fs.make_plan(example_params(), 2, units=["blocks.*"], bucket_bytes=1 << 20),
     "slices": fs.make_plan(example_params(), 4, units=["blocks.*"], reshard_after_forward=2),
-    "kept over micro-batches": fs.make_plan(example_params(), 2, strategy="shard_grad_op", reshard_after_backward=False),
+    "kept over micro-batches": fs.make_plan(
+        example_params(), 2, strategy="shard_grad_op", units={"": {"reshard_after_backward": False}}
+    ),
     "cut along an axis": fs.make_plan(example_params(), {"shard": 2, "tensor": 2}, local={"head.w": {"tensor": 1}}),
 }
 

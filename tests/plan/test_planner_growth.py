@@ -57,9 +57,6 @@ PLANS: dict[str, Callable[[int], fs.Plan]] = {
         nested(n), 4, units={f"blocks.{i}": {"reshard_after_forward": False} for i in range(n)}
     ),
     "modules of full precision": lambda n: fs.make_plan(norms(n), 4, units=["*"], precision=PRECISION),
-    "ties": lambda n: fs.make_plan(
-        flat(n), 4, units=["blocks.*"], ties=[(f"blocks.{i}.w", f"blocks.{i}.other") for i in range(n)]
-    ),
     "JSON": lambda n: fs.Plan.from_json(fs.make_plan(nested(n), 4, units=["blocks.*"]).to_json()),
 }  # fmt: skip
 

@@ -8,6 +8,9 @@ import funcshard as fs
 PARAMS = {"blocks": [{"w": torch.zeros(3, 3)} for _ in range(2)], "head": torch.zeros(5)}
 
 
+STAYS = {key: {"reshard_after_backward": False} for key in ("", "blocks.0", "blocks.1")}
+
+
 def planned(overrides=None, **options):
     units = fs.wrap.Units(["blocks.0", "blocks.1"], overrides)
     return fs.make_plan(PARAMS, 2, units=units, **options)
@@ -57,7 +60,7 @@ def test_options_that_say_what_the_strategy_says_keep_the_plan_and_its_fingerpri
         ({"strategy": "full_shard"}, ["full_shard, kept until backward", "full_shard"]),
         ({"reshard_after_forward": True}, ["full_shard"] * 2),
         ({"strategy": "shard_grad_op", "reshard_after_forward": True}, ["shard_grad_op, freed after forward"] * 2),
-        ({"strategy": "shard_grad_op", "reshard_after_backward": False}, ["shard_grad_op, kept over micro-batches"] * 2),
+        ({"strategy": "shard_grad_op", "overrides": STAYS}, ["shard_grad_op, kept over micro-batches"] * 2),
     ],
 )
 def test_a_printed_plan_says_when_units_are_freed(options, words):
@@ -66,7 +69,7 @@ def test_a_printed_plan_says_when_units_are_freed(options, words):
 
 
 def test_an_option_that_can_mean_nothing_for_copies_is_passed_over():
-    plan = planned({"": {"strategy": "no_shard"}}, strategy="shard_grad_op", reshard_after_backward=False)
+    plan = planned(STAYS | {"": {"strategy": "no_shard", "reshard_after_backward": False}}, strategy="shard_grad_op")
     assert [unit.reshard_after_backward for unit in plan.unit_list] == [True, False, False]
 
 

@@ -151,9 +151,7 @@ class Setup:
             fs.wrap.by_function(lambda m: {"strategy": "no_shard"} if isinstance(m, nn.LayerNorm) else False),
             fs.wrap.by_function(lambda m: m in (net.first, net.up, net.down)),
         )(net)
-        self.plan = fs.make_plan(
-            self.params, mesh, units=units, strategy=strategy, ties=self.apply.ties, local=local | {"mix": along}, **options
-        )
+        self.plan = fs.make_plan(self.params, mesh, units=units, strategy=strategy, local=local | {"mix": along}, **options)
         schedule = None if schedule is None else fs.make_schedule(self.plan, **schedule)
         self.sharded = fs.fully_shard(self.apply, self.plan, mesh, remat=remat, schedule=schedule)
         self.shards = fs.shard(self.params, self.plan, mesh)

@@ -102,7 +102,7 @@ RULES: dict[str, dict[str, Rule]] = {
     "Functional.train": {"mode": FLAG},
     "make_plan": {
         "mesh": RANKS, "strategy": choice("full_shard", "shard_grad_op", "no_shard"), "offload": FLAG,
-        "bucket_bytes": BUCKET, "reshard_after_forward": or_none(FREED), "reshard_after_backward": FLAG,
+        "bucket_bytes": BUCKET, "reshard_after_forward": or_none(FREED),
     },
     **{name: {"block": count(1, "elements")} for name in ("Storage", "int8", "fp8")},
     "nf4": {"block": count(2, "elements")},
@@ -194,7 +194,6 @@ RULES: dict[str, dict[str, Rule]] = {
 }  # fmt: skip
 # What a value needs beside it.
 BESIDE: dict[tuple[str, str], dict[str, Any]] = {
-    ("make_plan", "reshard_after_backward"): {"strategy": "shard_grad_op"},
     ("make_plan", "reshard_after_forward"): {"mesh": 2},
 }
 CASES = [(function, option) for function, rules in RULES.items() for option in rules]

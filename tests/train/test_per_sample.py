@@ -47,7 +47,7 @@ def data(n=8):
 def setup(mesh, strategy="full_shard"):
     """Return ``(loss of one sample, shards, plan)``."""
     apply, params, _ = fs.make_functional(build())
-    plan = fs.make_plan(params, mesh, units=["head"], strategy=strategy, ties=apply.ties)
+    plan = fs.make_plan(params, mesh, units=["head"], strategy=strategy)
     run = fs.fully_shard(apply, plan, mesh)
     loss = lambda shards, sample: (run(shards, {}, sample["x"]) - sample["y"]).square().sum()  # noqa: E731
     return loss, fs.shard(params, plan, mesh), plan

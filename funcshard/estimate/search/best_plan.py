@@ -184,11 +184,7 @@ def auto_plan(
     first_profile = profiles[0][1]
     plan_options = {"units": units, "local": local}
     single_plan = make_plan(
-        first_profile.forms,
-        1,
-        ties=first_profile.ties,
-        precision=first_profile.precision,
-        **plan_options,
+        first_profile.forms, 1, precision=first_profile.precision, **plan_options
     )
     clock = HardwareClock(target_hardware, single_plan.mesh_axes)
     class_list = unit_classes(

@@ -244,7 +244,7 @@ class Scorer:
         if profile_index not in self._singles:
             profile = self.profiles[profile_index][1]
             self._singles[profile_index] = make_plan(
-                profile.forms, 1, ties=profile.ties, precision=profile.precision, **self.make
+                profile.forms, 1, precision=profile.precision, **self.make
             )
         return self._singles[profile_index]
 

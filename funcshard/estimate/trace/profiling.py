@@ -38,7 +38,6 @@ class Profile(Shown):
         buffers: bytes of the model's buffers.
         embedded: elements of embeddings.
         forms: the parameters on the meta device, for ``make_plan``.
-        ties: all names of each tied parameter, for ``make_plan``.
         precision: that of ``profile``.
     """
 
@@ -49,7 +48,6 @@ class Profile(Shown):
     buffers: int
     embedded: int
     forms: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    ties: tuple[tuple[str, ...], ...] = ()
     precision: MixedPrecision | None = None
     _tapes: dict[Any, Tape] = field(default_factory=dict)
     _programs: dict[Any, Any] = field(default_factory=dict)
@@ -289,7 +287,6 @@ def profile(
         buffers=_stored_bytes(buffers),
         embedded=_embedded(apply.skeleton),
         forms=param_forms,
-        ties=apply.ties,
         precision=plan.precision,
     )
     # Why now: errors of the model belong to profile, not to the first estimate.

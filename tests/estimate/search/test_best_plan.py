@@ -288,7 +288,8 @@ def changes_of(found: Profile, plan: fs.Plan) -> tuple[Change, ...]:
 def test_a_change_keeps_the_groups_and_all_else_that_it_does_not_name(limit: int, strategy: str) -> None:
     found = chain([MODEL[0]] * 40)
     frees = strategy == "full_shard"
-    options = {"units": ["*"], "strategy": strategy, "bucket_bytes": limit, "reshard_after_backward": frees}
+    units = {key: {"reshard_after_backward": frees} for key in ("", "*")}
+    options = {"units": units, "strategy": strategy, "bucket_bytes": limit}
     plan = make_plan(found.forms, 4, **options)
     changes = {each.text.partition(" more units")[0]: each for each in changes_of(found, plan)}
     more = next(each.report.plan for text, each in changes.items() if text.endswith("times as many ranks"))
@@ -298,7 +299,7 @@ def test_a_change_keeps_the_groups_and_all_else_that_it_does_not_name(limit: int
     assert host == make_plan(found.forms, 4, **options, offload=True)
     if not frees and limit < 2**30:  # one group of all units has the same peak
         again = changes[f"reshard {len(plan.units.keys() - {''})}"].report.plan
-        assert again == make_plan(found.forms, 4, **{**options, "strategy": "full_shard", "reshard_after_backward": True})
+        assert again == make_plan(found.forms, 4, **{**options, "strategy": "full_shard", "units": ["*"]})
 
 
 @pytest.mark.parametrize(
