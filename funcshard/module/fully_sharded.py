@@ -63,8 +63,9 @@ from funcshard.plan import (
     Plan,
     Schedule,
     check_schedule,
+    last_match,
+    list_of_globs,
     make_schedule,
-    names_under,
     read_remat,
     recomputed_modules,
 )
@@ -174,8 +175,12 @@ def fully_shard(
         check_mesh(plan, mesh, option_texts, "fully_shard")
         skeleton = apply.skeleton
         shapes = skeleton.shapes
-        ignored_names = names_under(ignored_params, tuple(shapes), "ignored_params")
-        ignored = {name: shapes[name] for name in ignored_names}
+        ignored_globs = list_of_globs(ignored_params, "ignored_params")
+        ignored = {
+            name: shape
+            for name, shape in shapes.items()
+            if last_match(ignored_globs, [*tree.upwards(name)]) is not None
+        }
         _check_plan(skeleton, plan, ignored)
         _warn_of_unfrozen(skeleton, plan)
         if apply.late_changes is not None:

@@ -301,19 +301,13 @@ def _is_plain_table(table: Any) -> bool:
 
 
 def _large_tensors(values: Iterable[Any]) -> tuple[torch.Tensor, ...]:
-    """Return the large plain tensors among attributes and in their lists and dictionaries."""
-    plain_tensors: dict[int, torch.Tensor] = {}
-    for value in values:
-        items: Iterable[Any] = (value,)
-        if type(value) is dict:
-            items = value.values()
-        elif type(value) in (list, tuple):
-            items = value
-        plain_tensors.update(
-            (id(item), item)
-            for item in items
-            if type(item) is torch.Tensor and item.layout is torch.strided
-        )
+    """Return the large plain tensors to which attributes lead."""
+    plain_tensors = {
+        id(item): item
+        for value in values
+        for item in reachable(value)
+        if type(item) is torch.Tensor and item.layout is torch.strided
+    }
     # Note: of views, deepcopy copies the memory once.
     storage_counts = Counter(map(storage_id, plain_tensors.values()))
     return tuple(

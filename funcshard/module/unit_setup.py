@@ -103,7 +103,7 @@ def read_methods(
     names_by_index: dict[int, tuple[str, ...]] = {}
     for path in unit_paths:
         # Note: the last entry that matches counts, as in other options.
-        entry = last_match(methods, path)
+        entry = last_match(methods, [path])
         if entry is not None:
             module_index = units[path]
             names_by_index[module_index] = tuple(dict.fromkeys(methods[entry]))

@@ -38,7 +38,7 @@ from funcshard.plan.equal_units import (
 )
 from funcshard.plan.events import Event, emit, record_events, record_events_apart, recording
 from funcshard.plan.execution_order import BackwardOrder, ForwardOrder
-from funcshard.plan.globs import last_match, match, matches, names_under
+from funcshard.plan.globs import last_match, list_of_globs, match, matches
 from funcshard.plan.leaf_slices import Box, boxes, own_axes, slice_offsets
 from funcshard.plan.mesh_axes import (
     AXES,
@@ -123,7 +123,7 @@ __all__ = [
     "matches",
     "mesh_axes_of",
     "mesh_text",
-    "names_under",
+    "list_of_globs",
     "nf4",
     "own_axes",
     "plan_from_data",

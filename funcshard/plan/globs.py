@@ -65,22 +65,12 @@ def match(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str) -> d
     return chosen
 
 
-def last_match(globs: Collection[str], name: str) -> str | None:
-    """Return the path or glob that counts for a name, by the rule of ``match``."""
-    if name in globs:
-        return name
-    return next((glob for glob in reversed([*globs]) if matches(glob, name)), None)
-
-
-def names_under(globs: Any, names: Sequence[str], option: str) -> list[str]:
-    """Return the names at or below a node that one of ``globs`` matches; there may be none."""
-    tree_nodes = dict.fromkeys(nodes_of((name,) for name in names))
-    matched_nodes = {
-        node_path
-        for glob in list_of_globs(globs, option)
-        for node_path in _matched(glob, tree_nodes, option)
-    }
-    return [name for name in names if not matched_nodes.isdisjoint(tree.upwards(name))]
+def last_match(globs: Collection[str], names: Collection[str]) -> str | None:
+    """Return the path or glob that counts by the rule of ``match``, for what has these names."""
+    matching_globs = [glob for glob in globs if glob in names] or [
+        glob for glob in globs if any(matches(glob, name) for name in names)
+    ]
+    return matching_globs[-1] if matching_globs else None
 
 
 def nodes_of(uses: Iterable[tuple[str, ...]]) -> list[str]:
@@ -123,18 +113,14 @@ def _no_globs(option: str, value: Any, place: str = "") -> TypeError:
     return TypeError(f"{option} must be a list of paths or globs; found {value!r}{place}{remedy}")
 
 
-def _matched(glob: Any, nodes: Collection[str], option: str) -> list[str]:
-    if not isinstance(glob, str):
-        raise _no_globs(option, glob, " in it")
-    if "*" in glob:
-        return list(filter(matcher(glob), nodes))
-    # Note: callers pass dictionaries as ``nodes``, so that this is no search.
-    return [glob] * (glob in nodes)
-
-
 def found_by(glob: Any, nodes: Collection[str], noun: str) -> list[str]:
     """Return the nodes that one glob matches; raise if there is none. The root matches itself."""
-    matched_nodes = _matched(glob, nodes, f"{noun}s")
+    if not isinstance(glob, str):
+        raise _no_globs(f"{noun}s", glob, " in it")
+    # Note: callers pass dictionaries as ``nodes``, so that this is no search.
+    matched_nodes = [glob] * (glob in nodes)
+    if "*" in glob:
+        matched_nodes = list(filter(matcher(glob), nodes))
     if not matched_nodes and glob != "":
         raise ValueError(
             f"{noun} {glob!r} matches no part of the tree; {noun}s are paths or globs of nodes "

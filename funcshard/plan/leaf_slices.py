@@ -85,25 +85,20 @@ def boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
         >>> [tuple(box) for box in boxes((3, 4), 2, 9)]
         [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
     """
-    if begin >= end:
-        return []
-    if len(shape) <= 1:
-        return [Box((begin,), (end - begin,))] if shape else [Box((), ())]
-    # Note: a run is the tail of a row, whole rows, and the head of a row. Head and tail have one
-    # dimension fewer, so they are split likewise.
-    row_numel = math.prod(shape[1:])
-    row, head_elements = divmod(begin, row_numel)
-    last_row, tail_elements = divmod(end, row_numel)
-
-    def within(row: int, low: int, high: int) -> list[Box]:
-        return [Box((row, *offsets), (1, *sizes)) for offsets, sizes in boxes(shape[1:], low, high)]
-
-    # The run begins and ends in one row.
-    if row == last_row:
-        return within(row, head_elements, tail_elements)
-    first_row = within(row, head_elements, row_numel) if head_elements else []
-    row += bool(head_elements)
-    zeros = tuple(0 for _ in shape[1:])
-    # Whole rows between are one box.
-    middle_rows = [Box((row, *zeros), (last_row - row, *shape[1:]))] if row < last_row else []
-    return [*first_row, *middle_rows, *within(last_row, 0, tail_elements)]
+    if not shape:
+        return [Box((), ())] * (end - begin)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    run_boxes = []
+    while begin < end:
+        # The outermost dimension of which a whole row begins here, and as many rows as there are.
+        dim = next(
+            dim
+            for dim, stride in enumerate(strides)
+            if begin % stride == 0 and begin + stride <= end
+        )
+        offsets = [begin // stride % size for stride, size in zip(strides, shape, strict=True)]
+        rows = min((end - begin) // strides[dim], shape[dim] - offsets[dim])
+        sizes = (*[1] * dim, rows, *shape[dim + 1 :])
+        run_boxes.append(Box(tuple(offsets), sizes))
+        begin += rows * strides[dim]
+    return run_boxes

@@ -13,7 +13,7 @@ import torch
 
 from funcshard._utils import tree
 from funcshard._utils.tensors import is_dtensor
-from funcshard.plan.globs import match
+from funcshard.plan.globs import last_match, match
 from funcshard.plan.leaves import Leaf
 from funcshard.plan.mesh_axes import AXES
 from funcshard.plan.unit_plan import LeafCut
@@ -26,31 +26,26 @@ def with_local_axes(leaves: list[Leaf], local: Any, mesh_axes: Mapping[str, int]
     """Return the leaves with the mesh axes of ``local``, along which their values differ.
 
     Raises:
-        ValueError: the mesh has no such axis, a leaf lies under nodes with different axes, or it
-            has no dimension to cut.
+        ValueError: the mesh has no such axis, or a leaf has no dimension to cut.
     """
-    nodes: dict[str, dict[str, int | None]] = {}
-    for node, glob in match(local, [leaf.paths for leaf in leaves], "local node").items():
+    nodes = match(local, [leaf.paths for leaf in leaves], "local node")
+    axis_options: dict[str, dict[str, int | None]] = {}
+    for glob in nodes.values():
         axis_option = local[glob] if isinstance(local, Mapping) else tuple(mesh_axes)
-        nodes[node] = _read_axes(glob, axis_option, mesh_axes)
-    return [_with_axes(leaf, nodes, mesh_axes) for leaf in leaves] if nodes else leaves
+        axis_options[glob] = _read_axes(glob, axis_option, mesh_axes)
+    return [_with_axes(leaf, axis_options, mesh_axes) for leaf in leaves] if nodes else leaves
 
 
 def _with_axes(
-    leaf: Leaf, nodes: Mapping[str, dict[str, int | None]], mesh_axes: Mapping[str, int]
+    leaf: Leaf, axis_options: Mapping[str, dict[str, int | None]], mesh_axes: Mapping[str, int]
 ) -> Leaf:
-    leaf_axes = [nodes[node] for path in leaf.paths for node in tree.upwards(path) if node in nodes]
-    if not leaf_axes:
+    leaf_nodes = {node for path in leaf.paths for node in tree.upwards(path) if node}
+    glob = last_match(axis_options, leaf_nodes)
+    if glob is None:
         return leaf
-    # Two nodes above one leaf, or the uses of a tied leaf, must agree.
-    if any(axes != leaf_axes[0] for axes in leaf_axes):
-        axis_choices = sorted({tuple(axes) for axes in leaf_axes})
-        raise ValueError(
-            f"local nodes overlap: leaf {leaf.paths[0]!r} lies under nodes that are local along "
-            f"different axes, {axis_choices}; name each leaf's axes once"
-        )
+    leaf_axes = axis_options[glob]
     leaf_cuts, ndim = [], len(leaf.shape)
-    for mesh_axis, tensor_dim in leaf_axes[0].items():
+    for mesh_axis, tensor_dim in leaf_axes.items():
         if tensor_dim is None:
             continue
         if not -ndim <= tensor_dim < ndim:
@@ -62,7 +57,7 @@ def _with_axes(
         # Why cuts into one slice too: they tell a slice from a value of the rank's own when a
         # checkpoint is restored on more ranks.
         leaf_cuts.append(LeafCut(mesh_axis, tensor_dim % ndim, mesh_axes[mesh_axis]))
-    return leaf._replace(local=tuple(leaf_axes[0]), cuts=tuple(leaf_cuts))
+    return leaf._replace(local=tuple(leaf_axes), cuts=tuple(leaf_cuts))
 
 
 def _read_axes(glob: str, option: Any, mesh_axes: Mapping[str, int]) -> dict[str, int | None]:

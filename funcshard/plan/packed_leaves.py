@@ -7,7 +7,7 @@ from typing import Any
 
 from funcshard._utils import tree
 from funcshard._utils.tensors import dtype_of
-from funcshard.plan.globs import match
+from funcshard.plan.globs import last_match
 from funcshard.plan.leaves import Leaf
 from funcshard.plan.storage import Encode, Packing, Storage, built_in
 
@@ -25,19 +25,14 @@ def with_packing(leaves: list[Leaf], storage: Any) -> list[Leaf]:
     storages = read_storages(storage)
     if not storages:
         return leaves
-    node_globs = match(storages, [leaf.paths for leaf in leaves], "storage")
-    # A path counts before a glob, and a later one before an earlier one.
-    order = {glob: ("*" not in glob, number) for number, glob in enumerate(storages)}
     packings: dict[tuple[Storage, str], Packing] = {}
     packed_leaves, used_globs = [], set()
     for leaf in leaves:
         is_frozen = not leaf.trainable and dtype_of(leaf.dtype).is_floating_point
-        leaf_nodes = {
-            node for path in leaf.paths for node in tree.upwards(path)
-        } & node_globs.keys()
-        glob = max((node_globs[node] for node in leaf_nodes), key=order.__getitem__, default=None)
-        leaf_storage = None if glob is None else storages[glob]
-        if leaf_storage is None or not is_frozen:
+        leaf_nodes = {node for path in leaf.paths for node in tree.upwards(path)}
+        glob = last_match(storages, leaf_nodes) if is_frozen else None
+        leaf_storage = storages.get(glob or "")
+        if leaf_storage is None:
             packed_leaves.append(leaf)
             continue
         if leaf.cuts or leaf.placements:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,32 +61,16 @@ class Schedule(Shown):
         )
         if self.on_demand:
             title += f", on demand {', '.join(self.on_demand)}"
-        forward_ahead = [*self.order[1:], ""]
-        # Why numbered: a unit may be called several times, and backward reaches its last call
-        # first.
-        backward_needs = _calls(
-            [
-                unit_name
-                for moment_kind, unit_name in self.backward_order()
-                if moment_kind == "gather"
-            ]
-        )
-        needed_after = dict(itertools.pairwise(backward_needs))
-        calls = reversed(_calls(self.order[::-1]))
-        backward_ahead = [needed_after.get(call, ("", 0))[0] for call in calls]
-        rows = []
-        columns = zip(self.order, forward_ahead, backward_ahead, strict=True)
-        for i, (unit_name, next_unit, earlier_unit) in enumerate(columns):
-            if not self.forward_prefetch or next_unit in self.on_demand:
-                next_unit = ""
-            if not self.backward_prefetch or earlier_unit in self.on_demand:
-                earlier_unit = ""
-            rows.append([str(i), unit_name or "(root)", next_unit, earlier_unit])
+        needed_units = [name for moment, name in self.backward_order() if moment == "gather"]
+        unit_pairs = itertools.zip_longest(self.order, needed_units, fillvalue="-")
+        rows = [
+            [str(i), called_unit or "(root)", needed_unit or "(root)"]
+            for i, (called_unit, needed_unit) in enumerate(unit_pairs)
+        ]
         # The middle of a long schedule repeats what its ends show.
         if len(rows) > _MOST_ROWS:
-            rows[_MOST_ROWS // 2 : -_MOST_ROWS // 2] = [["…"] * 4]
-        header = ["position", "unit", "forward gathers next", "backward gathers next"]
-        return [Table(title, header, rows)]
+            rows[_MOST_ROWS // 2 : -_MOST_ROWS // 2] = [["…"] * 3]
+        return [Table(title, ["position", "forward calls", "backward needs"], rows)]
 
     def backward_order(self) -> tuple[tuple[str, str], ...]:
         # A learned order wins; otherwise each unit is needed once, last to first.
@@ -98,16 +81,6 @@ class Schedule(Shown):
             for unit_name in self.order[::-1]
             for moment_kind in ("gather", "reduce")
         )
-
-
-def _calls(names: Sequence[str]) -> list[tuple[str, int]]:
-    """Return units as they are called, each with the number of its earlier calls."""
-    call_counts = Counter[str]()
-    calls = []
-    for unit_name in names:
-        calls.append((unit_name, call_counts[unit_name]))
-        call_counts[unit_name] += 1
-    return calls
 
 
 def make_schedule(

@@ -26,7 +26,6 @@ def unstack(params: Any, path: str) -> Any:
         meta, and gradients flow through them.
 
     Raises:
-        TypeError: a leaf at ``path`` is not a tensor.
         ValueError: there is no such node, or its leaves have no first dimension of one size.
 
     Example:
@@ -71,60 +70,32 @@ def stack(params: Any, path: str) -> Any:
 
 
 def _unstacked(node: Any, path: str) -> list[Any]:
-    leaf_sizes: dict[str, tuple[int, ...]] = {}
-    for leaf_name, leaf in zip(tree.paths(node), tree.leaves(node), strict=True):
-        full_name = f"{path}.{leaf_name}".strip(".")
-        if not isinstance(leaf, torch.Tensor):
-            raise TypeError(
-                f"unstack takes stacks of tensors; found {type(leaf).__name__} at {full_name!r}"
-            )
-        leaf_sizes[full_name] = tuple(leaf.shape[:1])
-    if len(set(leaf_sizes.values())) != 1 or () in leaf_sizes.values():
-        # One leaf of each size shows what is wrong.
-        size_examples = {size: leaf_name for leaf_name, size in reversed(leaf_sizes.items())}
-        differing_sizes = [
-            f"{size[0] if size else None} of {leaf_name!r}"
-            for size, leaf_name in reversed(size_examples.items())
-        ]
+    first_dims = {tuple(getattr(leaf, "shape", ()))[:1] for leaf in tree.leaves(node)}
+    if len(first_dims) != 1 or () in first_dims:
         raise ValueError(
-            f"all leaves at {path!r} must have one first dimension, of the size of the number of "
-            f"layers; found {', '.join(differing_sizes[:2]) or 'no leaf'}: pass the path of the "
+            f"all leaves at {path!r} must be tensors of one first dimension, of the size of the "
+            f"number of layers; found {sorted(first_dims) or 'no leaf'}: pass the path of the "
             "stacked layers alone"
         )
-    (count,) = next(iter(leaf_sizes.values()))
+    ((count,),) = first_dims
     return [tree.map(lambda leaf, i=i: leaf[i], node) for i in range(count)]
 
 
 def _stacked(node: Any, path: str) -> Any:
-    is_list = isinstance(node, (list, tuple))
-    if not is_list or not node:
+    if not isinstance(node, (list, tuple)) or not node:
         raise ValueError(
-            "stack takes the path of a list of layers, as unstack makes it; found "
-            f"{type(node).__name__} at {path!r}, {'empty' if is_list else 'which is no list'}"
+            "stack takes the path of a list of layers, as unstack makes it, and not of an empty one; "
+            f"found {type(node).__name__} at {path!r}"
         )
-    first_forms = _forms(node[0])
-    for i, layer in enumerate(node):
-        layer_forms = _forms(layer)
-        if layer_forms != first_forms:
-            # A difference in order alone names no leaf.
-            differing_leaves = [
-                leaf_name for leaf_name, _ in set(layer_forms).symmetric_difference(first_forms)
-            ] or ["order"]
+    layer_forms = [tree.map(lambda leaf: (leaf.shape, leaf.dtype), layer) for layer in node]
+    for i, layer_form in enumerate(layer_forms):
+        if layer_form != layer_forms[0]:
             raise ValueError(
                 f"all layers at {path!r} must have the same leaves, of one shape and dtype; layer "
-                f"{i} differs from layer 0 in {min(differing_leaves)!r}: stack equal layers alone"
+                f"{i} differs from layer 0, {layer_form} from {layer_forms[0]}: stack equal layers "
+                "alone"
             )
     return tree.map(lambda *leaves: torch.stack(leaves), *node)
-
-
-def _forms(layer: Any) -> list[tuple[str, Any]]:
-    layer_forms: list[tuple[str, Any]] = []
-    for leaf_name, leaf in zip(tree.paths(layer), tree.leaves(layer), strict=True):
-        if isinstance(leaf, torch.Tensor):
-            layer_forms.append((leaf_name, (tuple(leaf.shape), leaf.dtype)))
-        else:
-            layer_forms.append((leaf_name, type(leaf).__name__))
-    return layer_forms
 
 
 def _changed(name: str, params: Any, path: str, change: Callable[[Any, str], Any]) -> Any:

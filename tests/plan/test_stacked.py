@@ -65,17 +65,19 @@ SAID: dict[str, tuple[Any, type[Exception], str]] = {
     "no such index": (lambda: fs.stack({"a": [1]}, "a.1"), ValueError, "node 'a.1' in the tree: '1' is none of [0]"),
     "other numbers of layers": (
         lambda: fs.unstack({"a": {"w": torch.ones(2, 3), "b": torch.ones(3)}}, "a"), ValueError,
-        "must have one first dimension, of the size of the number of layers; found 3 of 'a.b', 2 of 'a.w'",
+        "must be tensors of one first dimension, of the size of the number of layers; found [(2,), (3,)]",
     ),
-    "a scalar": (lambda: fs.unstack({"a": torch.tensor(2.0)}, "a"), ValueError, "found None of 'a'"),
+    "a scalar": (lambda: fs.unstack({"a": torch.tensor(2.0)}, "a"), ValueError, "found [()]"),
     "no leaf": (lambda: fs.unstack({"a": {}}, "a"), ValueError, "found no leaf"),
-    "no tensor": (lambda: fs.unstack({"a": {"b": 3}}, "a"), TypeError, "found int at 'a.b'"),
-    "an empty list": (lambda: fs.stack({"a": []}, "a"), ValueError, "found list at 'a', empty"),
+    "no tensor": (lambda: fs.unstack({"a": {"b": 3}}, "a"), ValueError, "found [()]"),
+    "an empty list": (lambda: fs.stack({"a": []}, "a"), ValueError, "found list at 'a'"),
     "other leaves": (
-        lambda: fs.stack({"a": [{"w": torch.ones(2)}, {"v": torch.ones(2)}]}, "a"), ValueError, "from layer 0 in 'v'",
+        lambda: fs.stack({"a": [{"w": torch.ones(2)}, {"v": torch.ones(2)}]}, "a"), ValueError,
+        "layer 1 differs from layer 0, {'v': (torch.Size([2])",
     ),
     "other shapes": (
-        lambda: fs.stack({"a": [{"w": torch.ones(2)}, {"w": torch.ones(3)}]}, "a"), ValueError, "from layer 0 in 'w'",
+        lambda: fs.stack({"a": [{"w": torch.ones(2)}, {"w": torch.ones(3)}]}, "a"), ValueError,
+        "layer 1 differs from layer 0, {'w': (torch.Size([3])",
     ),
     "a list of paths": (lambda: fs.unstack({"a": torch.ones(2)}, ["a"]), TypeError, "the dotted path of a node"),
     "a unit of a stack": (

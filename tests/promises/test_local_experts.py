@@ -186,7 +186,6 @@ def test_an_init_function_may_depend_on_the_index_along_the_axis():
     ("local", "words"),
     [
         ({"own": "rank"}, r"must be local along one or several axes of the mesh, \['replicate', 'shard'\]; found 'rank'"),
-        ({"own": "shard", "own.a": "replicate"}, "leaf 'own.a' lies under nodes that are local along different axes"),
         ({"other": "shard"}, "local node 'other' matches no part of the tree"),
     ],
 )
