@@ -32,7 +32,13 @@ order:
 
 from __future__ import annotations
 
-from funcshard.core.buffer_comm import AllGatherHandle, BufferComm, start_gather, start_reduce
+from funcshard.core.buffer_comm import (
+    AllGatherHandle,
+    BufferComm,
+    Leaves,
+    start_gather,
+    start_reduce,
+)
 from funcshard.core.checks import (
     can_cast,
     check_cut,
@@ -66,6 +72,7 @@ from funcshard.core.flat_buffer import (
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
 from funcshard.core.gradient_options import GradientOptions, OnGrads, OnReduceScattered
 from funcshard.core.gradients import (
+    CONSTANT,
     GradientFunction,
     accumulate,
     accumulating_function,
@@ -112,8 +119,8 @@ from funcshard.core.unit import (
 from funcshard.core.vectors import axpy, norm, randn_like, vdot
 
 __all__ = [
-    "AllGatherHandle", "BufferComm", "Gathered", "GradReducer", "GradientFunction",
-    "GradientOptions", "LeafBlocks", "LeafChecksums", "OnGrads", "OnReduceScattered", "Prefetcher",
+    "AllGatherHandle", "BufferComm", "CONSTANT", "Gathered", "GradReducer", "GradientFunction",
+    "GradientOptions", "LeafBlocks", "LeafChecksums", "Leaves", "OnGrads", "OnReduceScattered", "Prefetcher",
     "RecomputeParams", "ScheduleLearner", "Shards", "Unshard", "accumulate",
     "accumulating_function", "activate", "agree", "all_gather", "all_gather_flat",
     "all_reduce_flat", "all_to_all", "any_order", "any_order_active", "axis_index", "axpy",

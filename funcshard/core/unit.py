@@ -527,16 +527,16 @@ def _check_unchanged(before: Sequence[int], gathered: Leaves, unit: UnitPlan) ->
         return
     for old_version, new_version, buffer in zip(before, versions_now, unit.buffers, strict=True):
         if new_version != old_version:
-            raise modified_leaf(unit, buffer)
+            raise modified_leaf(unit.title, buffer)
 
 
-def modified_leaf(unit: UnitPlan, buffer: BufferPlan) -> RuntimeError:
+def modified_leaf(unit: str, buffer: BufferPlan) -> RuntimeError:
     """Return the error for a unit's forward that wrote to a leaf."""
     leaf_paths = ", ".join(
         [repr(leaf.path) for leaf in buffer.leaves[:3]] + ["…"] * (len(buffer.leaves) > 3)
     )
     return RuntimeError(
-        f"the forward of unit {unit.title!r} modified a leaf in place, one of buffer "
+        f"the forward of unit {unit or '(root)'!r} modified a leaf in place, one of buffer "
         f"{buffer.key!r} ({leaf_paths}); {_READ_ONLY}"
     )
 

@@ -18,9 +18,7 @@ Read the files in this order:
 - ``matrix_step``: ``per_matrix``, an optimizer written for one whole matrix.
 - ``muon_step``: ``muon``, the optimizer that updates whole matrices.
 - ``matrix_owners``: ``assign_owners``, which rank computes the update of which matrix.
-- ``matrix_transport``: whole matrices on their owners, and the results back in shards.
-- ``sample_sums``: sums of single samples' clipped gradients on one rank.
-- ``per_sample``: ``per_sample_grad``, which adds noise to these sums and reduces them.
+- ``per_sample``: ``per_sample_grad``, the mean of single samples' clipped gradients, plus noise.
 - ``sample_norms``: ``per_sample_norms``, the norms of these gradients without the gradients.
 """
 
@@ -30,7 +28,7 @@ from funcshard.train.attempting import attempt
 from funcshard.train.clipping import clip_by_global_norm, global_norm
 from funcshard.train.learning_rate import torch_schedule
 from funcshard.train.matrix_owners import Matrix, Owners, assign_owners
-from funcshard.train.matrix_step import PairStep, PerMatrixStep, per_matrix
+from funcshard.train.matrix_step import PerMatrixStep, per_matrix
 from funcshard.train.metering import make_meter
 from funcshard.train.muon_step import MuonStep, muon
 from funcshard.train.optimizer_pair import TorchOptimizer, check_optimizer
@@ -50,7 +48,6 @@ __all__ = [
     "Matrix",
     "MuonStep",
     "Owners",
-    "PairStep",
     "ParamGroupLayout",
     "PerMatrixStep",
     "ScalerState",

@@ -1,9 +1,12 @@
-"""``per_matrix``: an optimizer written for one whole matrix, on flat shards."""
+"""``per_matrix``: an optimizer written for one whole matrix, on flat shards.
+
+``MatrixTransport`` brings parts of flat shards to the owners of whole matrices, and results back.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +15,13 @@ import torch
 from funcshard._utils import tree
 from funcshard._utils.donation import DONATED_STATE, check_not_donated, donate
 from funcshard._utils.options import outline
-from funcshard.comm import Mesh
+from funcshard.comm import Mesh, in_graph
 from funcshard.core import check_fits, check_shards
-from funcshard.plan import Plan, dtype_of
-from funcshard.train.matrix_owners import Matrix, Owners, assigned
-from funcshard.train.matrix_transport import MatrixTransport, transport_of
+from funcshard.plan import Plan, dtype_of, emit, recording
+from funcshard.train.matrix_owners import AllToAll, Matrix, Owners, assigned, times
 from funcshard.train.optimizer_pair import TorchOptimizer, check_optimizer
-from funcshard.train.optimizers import Schedule, TorchStep, apply_optimizer, without_leaves
-from funcshard.train.param_groups import ParamGroupLayout, group_leaves, trainable_buffers
+from funcshard.train.optimizers import Schedule, TorchStep, without_leaves
+from funcshard.train.param_groups import group_leaves
 from funcshard.train.state_checks import NEW_STATE, check_form
 
 
@@ -49,9 +51,7 @@ def per_matrix(
             its arguments in place.
         plan: the plan of the shards.
         mesh: the ranks.
-        others: the optimizer of all other leaves: ``torch_optimizer``, or a pair
-            ``(init, update)`` of elementwise functions in the style of TorchOpt and optax. You can
-            leave it out if there are none.
+        others: the ``torch_optimizer`` of all other leaves; you can leave it out if there are none.
         matrices: paths or globs of nodes, whose trainable leaves of two or three dimensions are
             matrices or stacks; by default all such leaves.
 
@@ -59,10 +59,10 @@ def per_matrix(
         The pair ``(init, step)``, for ``make_train_step`` or your own loop.
 
     Raises:
-        ValueError: ``matrices`` match nothing or no matrix, there are other leaves and no
-            ``others``, or the mesh does not have the plan's shape. In ``step``: the state is one of
-            another optimizer or plan, or an update does not have the shape of its matrix.
-        TypeError: a function takes other arguments, or ``others`` is no optimizer.
+        ValueError: ``matrices`` match nothing or no matrix, or the mesh does not have the plan's
+            shape. In ``step``: the state is one of another optimizer or plan, or an update does not
+            have the shape of its matrix.
+        TypeError: a function takes other arguments, or ``others`` is no ``torch_optimizer``.
 
     Example:
         >>> import torch, funcshard as fs
@@ -186,12 +186,9 @@ class PerMatrixStep:
             return change.to(dtype)
 
         sent = (grads,) if self.owners.gathered == 1 else (grads, params)
-        updates = self.transport.on_owners(update, self._parts(*sent))
-        for matrix in self.owners.matrices:
-            path, key = matrix.leaf.path, matrix.buffer.key
-            if path in updates and grads[matrix.unit][key] is not None:
-                param_slice = params[matrix.unit][key][self.transport.slices[path]]
-                param_slice.add_(updates[path].reshape(-1).to(param_slice))
+        parts = self._parts(*sent)
+        for _, param_slice, change in self.transport.updates(update, parts, grads, params):
+            param_slice.add_(change.to(param_slice.dtype))
         return params, {"matrices": states, "others": others_state}
 
     def _parts(self, *trees: Any) -> dict[str, torch.Tensor]:
@@ -224,66 +221,145 @@ class PerMatrixStep:
             )
 
 
-# --- other leaves ---------------------------------------------------------------------------------
-
-
 def _others(others: Any, matrix_paths: set[str], plan: Plan, mesh: Mesh) -> TorchOptimizer | None:
     other_paths = group_leaves(plan, (), matrix_paths)[0]
-    if others is None:
-        if other_paths:
-            raise ValueError(
-                "others must be the optimizer of the leaves that are no matrices, such as "
-                f"{next(iter(other_paths))!r}; found None: pass "
-                "others=fs.torch_optimizer(torch.optim.AdamW, lr=...)"
-            )
+    if others is None and not other_paths:
         return None
-    check_optimizer(others, plan)
-    if not isinstance(others, TorchOptimizer):
-        step = PairStep(others, plan, ParamGroupLayout(other_paths, 1, mesh.shard.rank))
-        return TorchOptimizer(step.init, step)
-    if not isinstance(others.step, TorchStep):
+    if not isinstance(others, TorchOptimizer) or not isinstance(others.step, TorchStep):
         raise TypeError(
-            "others must be an optimizer that updates each element by itself; found "
-            f"{type(others.step).__name__}, which has owners too: pass torch_optimizer(...)"
+            "others must be the optimizer of the leaves that are no matrices, such as "
+            f"{next(iter(other_paths), None)!r}; found {outline(getattr(others, 'step', others))}: "
+            "pass others=fs.torch_optimizer(torch.optim.AdamW, lr=...)"
         )
+    check_optimizer(others, plan)
     return TorchOptimizer(others.init, without_leaves(others.step, matrix_paths, plan, mesh))
 
 
+# --- whole matrices on their owners ---------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class PairStep:
-    """The step of an elementwise pair ``(init, update)`` on some of the leaves.
+class MatrixTransport:
+    """The way of matrices between this rank's shards and their owners; made by ``transport_of``.
 
     Attributes:
-        pair: the pair. It gets trees like the shards, with the elements of these leaves alone.
-        plan: the plan of the shards.
-        layout: the ranges of this rank's shards that these leaves occupy.
+        owners: which rank owns which matrix.
+        mesh: the ranks.
+        owned: the matrices of this rank.
+        slices: where the part of each matrix lies in this rank's shard, by path.
+        there: the all-to-alls that bring parts to the owners, in order.
+        back: the all-to-alls that bring results back, in order.
     """
 
-    pair: Any
-    plan: Plan
-    layout: ParamGroupLayout
+    owners: Owners
+    mesh: Mesh
+    owned: Sequence[Matrix]
+    slices: Mapping[str, slice]
+    there: Sequence[AllToAll]
+    back: Sequence[AllToAll]
 
-    def init(self, params: Any) -> Any:
-        """Return the state before the first step."""
-        return self.pair[0](self._pick(params))
+    def updates(
+        self,
+        function: Callable[[Matrix, torch.Tensor], torch.Tensor],
+        parts: dict[str, torch.Tensor],
+        grads: Any,
+        params: Any,
+    ) -> Iterator[tuple[Matrix, torch.Tensor, torch.Tensor]]:
+        """Yield each matrix that has a gradient, this rank's part of it, and of its update.
 
-    def __call__(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        """Update ``params``, which are donated, and return them with the new state."""
-        picked, state = apply_optimizer(self.pair, self._pick(grads), state, self._pick(params))
-        leaves, unflatten = tree.flatten(params)
-        params = unflatten(donate(leaves))
-        for unit, buffer in trainable_buffers(self.plan):
-            ranges = self.layout.ranges(buffer)
-            parts = picked[unit.name][buffer.key].split([part.numel for part in ranges])
-            for (_, start, stop), part in zip(ranges, parts, strict=True):
-                params[unit.name][buffer.key][start:stop] = part
-        return params, state
+        Arguments:
+            function: called on the owner, with the matrix and a stack of whole tensors. It returns
+                the update of the whole matrix.
+            parts: this rank's part of each matrix, by path: a stack of ``owners.gathered`` flat
+                tensors. They're taken out.
+            grads: this rank's shards of the gradient.
+            params: this rank's shards of the parameters.
+        """
+        results = self.bring(parts, self.owners.gathered)
+        for matrix in self.owned:
+            path = matrix.leaf.path
+            results[path] = function(matrix, results.pop(path)).to(self.dtype).unsqueeze(0)
+        results = self._bring_back(results)
+        for matrix in self.owners.matrices:
+            path, unit, key = matrix.leaf.path, matrix.unit, matrix.buffer.key
+            # Note: a matrix without a gradient stays as it is, as with torch.optim.
+            if path in results and grads[unit][key] is not None:
+                param_slice = params[unit][key][self.slices[path]]
+                yield matrix, param_slice, results[path].reshape(-1).to(param_slice.device)
 
-    def _pick(self, shards: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        picked: dict[str, dict[str, Any]] = {unit.name: {} for unit in self.plan.unit_list}
-        for unit, buffer in trainable_buffers(self.plan):
-            shard = shards[unit.name][buffer.key]
-            picked[unit.name][buffer.key] = (
-                None if shard is None else self.layout.pick(shard, buffer)
-            )
-        return picked
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which parts are sent."""
+        return dtype_of(self.owners.dtype)
+
+    def bring(self, parts: dict[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
+        """Return stacks of ``count`` whole tensors that this rank owns, given this rank's parts."""
+        for stage in self.there:
+            sent_parts = [parts.pop(part.path) for part in stage.sent]
+            received_parts = self._exchange(stage, sent_parts, count)
+            # Note: parts come in the order of the ranks that send them, which is their order in
+            # the matrix.
+            parts_by_matrix: dict[tuple[str, int], list[torch.Tensor]] = {}
+            for part, tensor in zip(stage.received, received_parts, strict=True):
+                parts_by_matrix.setdefault((part.path, part.dim), []).append(tensor)
+            for (path, dim), matrix_parts in parts_by_matrix.items():
+                parts[path] = torch.cat(matrix_parts, dim + 1)
+        for matrix in self.owned:
+            parts[matrix.leaf.path] = parts[matrix.leaf.path].view(count, *matrix.shape())
+        return parts
+
+    def _bring_back(self, results: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the parts in this rank's shards, given the results that it owns."""
+        for stage in self.back:
+            sent_parts = []
+            for part in stage.sent:
+                result = results[part.path]
+                if len(part.shape) == 1:  # elements of a flat shard
+                    result = result.reshape(1, -1)
+                sent_parts.append(result.narrow(part.dim + 1, part.begin, part.shape[part.dim]))
+            # The owner keeps its own part only; it comes back with the others.
+            for path in {part.path for part in stage.sent}:
+                del results[path]
+            received_parts = self._exchange(stage, sent_parts, 1)
+            for part, tensor in zip(stage.received, received_parts, strict=True):
+                results[part.path] = tensor
+        return results
+
+    def _exchange(
+        self, stage: AllToAll, sent: list[torch.Tensor], count: int
+    ) -> Sequence[torch.Tensor]:
+        """Run one all-to-all of ``count`` tensors for each part; return the parts received."""
+        flat_parts = [part.reshape(-1) for part in sent]
+        if stage.event is not None:
+            # A rank without matrices takes part all the same.
+            nothing = torch.empty(0, dtype=self.dtype, device=self.mesh.device)
+            send_buffer = torch.cat(flat_parts or [nothing])
+            receive_sizes = [size * count for size in stage.receive_sizes]
+            send_sizes = [size * count for size in stage.send_sizes]
+            receive_buffer = send_buffer.new_empty(sum(receive_sizes))
+            if recording():
+                emit(times(stage.event, count))
+            in_graph(self.mesh.groups[stage.axis], stage.axis).all_to_all(
+                receive_buffer, send_buffer, receive_sizes, send_sizes, label="matrices"
+            ).wait()
+            flat_parts = receive_buffer.split([part.numel * count for part in stage.received])
+        # Without an event every rank sends to itself only.
+        return [
+            tensor.view(count, *part.shape)
+            for tensor, part in zip(flat_parts, stage.received, strict=True)
+        ]
+
+
+def transport_of(owners: Owners, mesh: Mesh) -> MatrixTransport:
+    """Return the way of matrices to their owners, and back, for this rank."""
+    position, stages = mesh.position, owners.stages
+    shard_parts = {m.leaf.path: m.buffer.part(m.leaf, mesh.shard.rank) for m in owners.matrices}
+    return MatrixTransport(
+        owners=owners,
+        mesh=mesh,
+        # The owners are the ranks at the place where all stages of a matrix have met.
+        owned=[m for m in owners.matrices if m.place().items() <= position.items()],
+        slices={path: part.in_shard for path, part in shard_parts.items() if part.numel},
+        there=[owners.all_to_all(stage, position, back=False) for stage in stages],
+        back=[owners.all_to_all(stage, position, back=True) for stage in reversed(stages)],
+    )

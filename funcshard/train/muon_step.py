@@ -21,7 +21,7 @@ from funcshard.core import check_fits, check_shards
 from funcshard.plan import Plan
 from funcshard.train.learning_rate import rate_in
 from funcshard.train.matrix_owners import Owners, assign_owners
-from funcshard.train.matrix_transport import MatrixTransport, transport_of
+from funcshard.train.matrix_step import MatrixTransport, transport_of
 from funcshard.train.optimizer_pair import TorchOptimizer
 from funcshard.train.optimizers import (
     Schedule,
@@ -162,19 +162,12 @@ class MuonStep:
         options = self._options_at(state["steps"])
         # AdamW first: it donates the shards, and Muon then writes into the new ones.
         params, adamw_state = self.adamw(grads, state["adamw"], params)
-        updates = self._update_momentum(grads, state["momentum"], options)
-        updates = self.transport.on_owners(
-            lambda _, update: _orthogonalise(update[0], options), updates
-        )
-        for matrix in self.owners.matrices:
-            path, grad = matrix.leaf.path, grads[matrix.unit][matrix.buffer.key]
-            if path not in updates or grad is None:
-                continue  # as torch.optim.Muon leaves a parameter without a gradient as it is
-            param_slice = params[matrix.unit][matrix.buffer.key][self.transport.slices[path]]
+        parts = self._update_momentum(grads, state["momentum"], options)
+        for matrix, param_slice, update in self.transport.updates(
+            lambda _, whole: _orthogonalise(whole[0], options), parts, grads, params
+        ):
             param_slice.mul_(1 - options["lr"] * options["weight_decay"])
-            adjusted_lr = _adjusted_lr(options, matrix.leaf.whole_shape)
-            update = updates[path].reshape(-1).to(param_slice.device)
-            param_slice.add_(update, alpha=-adjusted_lr)
+            param_slice.add_(update, alpha=-_adjusted_lr(options, matrix.leaf.whole_shape))
         momentum, state["momentum"] = state["momentum"], DONATED_STATE
         return params, {"steps": state["steps"] + 1, "momentum": momentum, "adamw": adamw_state}
 
@@ -222,7 +215,7 @@ class MuonStep:
     def _update_momentum(
         self, grads: Any, momentum: Any, options: Mapping[str, Any]
     ) -> dict[str, torch.Tensor]:
-        """Update momentum; return this rank's part of each matrix's update, for ``on_owners``."""
+        """Update momentum; return this rank's part of each matrix's update."""
         updates: dict[str, torch.Tensor] = {}
         for unit, buffer in trainable_buffers(self.plan):
             momentum_shard, grad = momentum[unit.name][buffer.key], grads[unit.name][buffer.key]

@@ -13,33 +13,18 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import tree
 from funcshard._utils.options import check_count
 from funcshard._utils.torch_private import signed, untraced
 from funcshard.comm import Mesh
-from funcshard.core import (
-    GradReducer,
-    Shards,
-    activate,
-    all_reduce_flat,
-    check_callable,
-    check_mesh,
-    check_shards,
-    psum,
-)
+from funcshard.core import BufferComm, Shards, check_callable, check_mesh, check_shards, psum
 from funcshard.plan import Plan
 from funcshard.train.clipping import norm_of_rows
-from funcshard.train.sample_sums import (
-    CONSTANT,
+from funcshard.train.per_sample import (
     GatheredBuffer,
-    UnitBuffer,
-    buffers_of,
-    check_direct,
-    check_samples,
-    check_unwritten,
-    gather_buffer,
+    SampleWalk,
+    local_model_axes,
     model_axes,
-    sample_count,
+    over_axes,
 )
 
 _vjp: Any = torch.func.vjp  # torch's annotations do not know the options of the pullback
@@ -90,92 +75,47 @@ def per_sample_norms(
     if chunk_size is not None:
         check_count("chunk_size", chunk_size, of="samples", none="for all")
     check_mesh(plan, mesh)
-    sources = [entry for unit in plan.unit_list for entry in buffers_of(unit, mesh)]
 
     @untraced
     def run(shards: Shards, /, *rest: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        if not rest:
-            raise TypeError(
-                "the function takes (shards, *rest, batch), the batch as its last positional "
-                "argument"
-            )
-        *arguments, batch = rest
         check_shards(plan, shards, mesh)
-        samples, unflatten_sample = tree.flatten(batch)
-        count = sample_count(samples)
-        check_samples(count, chunk_size, mesh)
-        gathered = [gather_buffer(source, shards) for source in sources]
-        trained = [entry for entry in gathered if entry.source.buffer.trainable]
-        traced_shards = {name: dict(unit_shards) for name, unit_shards in shards.items()}
-        for entry in gathered:
-            traced_shards[entry.source.unit.name][entry.source.buffer.key] = entry.shard
-        loss_depends = not trained
-
-        def loss_of(squares: dict[Any, torch.Tensor], sample: list[torch.Tensor]) -> torch.Tensor:
-            nonlocal loss_depends
-            leaves = [
-                _SeenLeaves(entry, squares, mesh) if entry.source.buffer.trainable else entry.leaves
-                for entry in gathered
-            ]
-            with activate(GradReducer([entry.shard for entry in gathered], gathered=leaves)):
-                loss = loss_fn(traced_shards, *arguments, unflatten_sample(sample), **kwargs)
-            loss_depends = loss_depends or getattr(loss, "requires_grad", False)
-            return loss.reshape(())
-
+        walk = SampleWalk("per_sample_norms", loss_fn, plan, mesh, shards, rest, kwargs, chunk_size)
         dtype = functools.reduce(
-            torch.promote_types, [entry.shard.dtype.to_real() for entry in trained], torch.float32
+            torch.promote_types,
+            [entry.shard.dtype.to_real() for entry in walk.trained],
+            torch.float32,
         )
-        axes_sets = {(), *(_own_axes(entry.source, mesh) for entry in trained)}
+        axes_sets = {(), *(local_model_axes(entry.comm.plan, mesh) for entry in walk.trained)}
         zeros = {
             axes: torch.zeros((), dtype=dtype, device=mesh.device) for axes in sorted(axes_sets)
         }
 
-        def norms_of(sample: list[torch.Tensor]) -> Any:
-            loss, pull = _vjp(lambda squares: loss_of(squares, sample), zeros)
+        def squares_of(sample: list[torch.Tensor]) -> Any:
+            def loss_of(squares: dict[Any, torch.Tensor]) -> torch.Tensor:
+                leaves = [_SeenLeaves(entry, squares, mesh) for entry in walk.trained]
+                return walk.loss(leaves, sample).reshape(())
+
+            loss, pull = _vjp(loss_of, zeros)
             # Why not torch.func.grad: it would record backward, and keep what that computes.
             return pull(torch.ones_like(loss), retain_graph=False, create_graph=False)[0], loss
 
-        of_samples = torch.vmap(norms_of, randomness="different")
-        losses, norms = [], []
-        for begin in range(0, count, chunk_size or max(count, 1)):
-            sample_chunk = [sample[begin : begin + (chunk_size or count)] for sample in samples]
-            with torch.enable_grad():
-                squares, chunk_losses = of_samples(sample_chunk)
-            check_unwritten(gathered)
-            check_direct("per_sample_norms", trained, chunk_losses)
-            if not loss_depends:
-                raise ValueError(CONSTANT)
-            losses.append(chunk_losses.detach())
-            sums = [_over_own_axes(part, axes, mesh) for axes, part in squares.items()]
-            norms.append(torch.stack(sums).sum(0).sqrt())
-        # A rank may have no samples.
-        nothing = [torch.zeros(0, device=mesh.device, dtype=torch.float32)]
-        return torch.cat(losses or nothing), torch.cat(norms or nothing)
+        def norms_of(squares: dict[Any, torch.Tensor]) -> torch.Tensor:
+            sums = [over_axes(part.detach().clone(), axes, mesh) for axes, part in squares.items()]
+            return torch.stack(sums).sum(0).sqrt()
+
+        return walk.chunks(squares_of, norms_of)
 
     return run
 
 
-def _own_axes(source: UnitBuffer, mesh: Mesh) -> tuple[str, ...]:
-    """Return the model axes along which ranks have other parts of a sample's gradient."""
-    return tuple(axis for axis in model_axes(mesh) if axis in source.buffer.local)
-
-
-def _over_own_axes(squares: torch.Tensor, axes: tuple[str, ...], mesh: Mesh) -> torch.Tensor:
-    """Return the sums of squares of all parts, which lie on the ranks along ``axes``."""
-    if not axes:
-        return squares.detach()
-    other_axes = tuple(axis for axis in mesh.groups if axis not in axes)
-    return all_reduce_flat(squares.detach().clone(), mesh, local=other_axes)
-
-
-def _over_model_axes(grad: torch.Tensor, *, source: UnitBuffer, mesh: Mesh) -> torch.Tensor:
+def _over_model_axes(grad: torch.Tensor, *, comm: BufferComm) -> torch.Tensor:
     """Return the gradient of a sample's loss by a leaf, from that of this rank's loss."""
-    axes = model_axes(mesh)
-    shared_axes = tuple(axis for axis in axes if axis not in source.buffer.local)
+    axes = model_axes(comm.mesh)
+    shared_axes = tuple(axis for axis in axes if axis not in comm.plan.local)
     if shared_axes:
-        grad = psum(grad, mesh, axis=shared_axes)
+        grad = psum(grad, comm.mesh, axis=shared_axes)
     for axis in axes:
-        grad = grad / mesh.groups[axis].size
+        grad = grad / comm.mesh.groups[axis].size
     return grad
 
 
@@ -187,13 +127,13 @@ class _SeenLeaves(Sequence[torch.Tensor]):
     """
 
     def __init__(self, entry: GatheredBuffer, squares: dict[Any, torch.Tensor], mesh: Mesh) -> None:
-        self.entry, self.mesh = entry, mesh
-        self.squares = squares[_own_axes(entry.source, mesh)]
+        self.entry = entry
+        self.squares = squares[local_model_axes(entry.comm.plan, mesh)]
 
     @functools.cached_property
     def leaves(self) -> list[torch.Tensor]:
         """The leaves."""
-        total = functools.partial(_over_model_axes, source=self.entry.source, mesh=self.mesh)
+        total = functools.partial(_over_model_axes, comm=self.entry.comm)
         return [_Norm.apply(leaf, self.squares, total) for leaf in self.entry.leaves]
 
     def __getitem__(self, index: Any) -> Any:

@@ -30,7 +30,6 @@ SHAPES = [(), (1,), (3, 5), (2, 3, 7), (129, 257), (5_001,)]
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksums, "_ROWS", 4)  # so that small tensors take every way through the code
     monkeypatch.setattr(checksums, "_COLUMNS", 13)
-    monkeypatch.setattr(checksums, "_PIECE", 3)
 
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
