@@ -288,7 +288,6 @@ _PASSES: dict[str, dict[str, Any]] = {
     "gather_earlier": {"by": 1},
     "wait_later": {},
     "update_early": {},
-    "drop_unused": {},
 }
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 
 from torch import fx
 
-from funcshard.graph.effects import communicates, draws_numbers, writers_of, written_storages
+from funcshard.graph.effects import communicates, dependencies, writers_of
 from funcshard.graph.step_graph import starts_and_waits
 from funcshard.graph.storages import GraphStorages, held_until
 
@@ -49,29 +48,16 @@ def check_order(graph: fx.Graph, before: fx.Graph) -> None:
     its memory.
     """
     new_position = {node.name: node_index for node_index, node in enumerate(graph.nodes)}
-    kept_nodes = {
-        node: node_index
-        for node_index, node in enumerate(before.nodes)
-        if node.name in new_position
-    }
-    in_order: dict[str, Callable[[fx.Node], bool]] = {
-        "collectives": communicates,
-        "operations that draw random numbers": draws_numbers,
-    }
-    for title, is_in_order in in_order.items():
-        for first, second in pairwise(filter(is_in_order, kept_nodes)):
-            if new_position[first.name] >= new_position[second.name]:
-                raise ValueError(f"{title} are in another order: {second} comes before {first}")
+    kept_nodes = [node for node in before.nodes if node.name in new_position]
+    for first, second in pairwise(filter(communicates, kept_nodes)):
+        if new_position[first.name] >= new_position[second.name]:
+            raise ValueError(f"collectives are in another order: {second} comes before {first}")
     # Why of the graph before: what a pass added has no order to keep.
-    graph_storages = GraphStorages.find(before)
+    needed_before = dependencies(before, GraphStorages.find(before))
     for node in kept_nodes:
-        for storage in written_storages(node, graph_storages):
-            for user in graph_storages.users[storage]:
-                if user not in kept_nodes or user is node:
-                    continue
-                was_before = kept_nodes[user] < kept_nodes[node]
-                if was_before != (new_position[user.name] < new_position[node.name]):
-                    raise ValueError(
-                        f"{node} writes to memory that {user} uses, and no longer runs on the same "
-                        "side of it"
-                    )
+        for needed_node in needed_before[node]:
+            if new_position.get(needed_node.name, -1) >= new_position[node.name]:
+                raise ValueError(
+                    f"{node} no longer runs after {needed_node}, on whose result, memory or random "
+                    "numbers it depends"
+                )

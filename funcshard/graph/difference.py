@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from difflib import SequenceMatcher
 
 from torch import fx
 
@@ -49,7 +48,7 @@ class StepDifference(Shown):
             ("Operations", self.operations),
         ):
             if heading_lines:
-                yield Bullets(heading, _folded(heading_lines))
+                yield Bullets(heading, _shortened(heading_lines))
             else:
                 yield f"{heading}: the same, in the same order."
 
@@ -77,57 +76,29 @@ def _lines(graph: fx.Graph) -> list[str]:
 
 def _changes(before: Sequence[str], after: Sequence[str]) -> list[str]:
     """Return the lines that are new, gone, earlier or later, in order."""
-    new_places: dict[str, list[int]] = defaultdict(list)
-    for place, line in enumerate(after):
-        new_places[line].append(place)
-    moves: list[tuple[int, int]] = []  # of a line that stays, the places before and after
-    listed_changes: list[tuple[float, str]] = []
-    for place, line in enumerate(before):
-        if new_places[line]:
-            # Note: the first of several equal lines is paired with the first one, and so on.
-            moves.append((place, new_places[line].pop(0)))
+    listed_changes: list[str] = []
+    unpaired: dict[tuple[str, str], list[int]] = defaultdict(list)  # places in that list
+    for verb, other_verb, line in _edits(before, after):
+        # Note: a line that is gone at one place and new at another one has moved.
+        if places := unpaired[other_verb, line]:
+            direction = "earlier" if verb == "gone" else "later"
+            listed_changes[places.pop(0)] = f"{direction}: {line}"
         else:
-            listed_changes.append((place, f"gone: {line}"))
-    # Why scaled: a new line is listed among those that ran at the same time of the step.
-    place_scale = len(before) / max(len(after), 1)
-    for line, line_places in new_places.items():
-        listed_changes += [(place * place_scale, f"new: {line}") for place in line_places]
-    # Why: a line is earlier or later with respect to the most lines that keep their order.
-    in_order = _longest_rise([new_place for _, new_place in moves])
-    latest_place = -1
-    for place, new_place in moves:
-        if new_place in in_order:
-            latest_place = new_place
-        else:
-            move_direction = "earlier" if new_place < latest_place else "later"
-            listed_changes.append((place, f"{move_direction}: {before[place]}"))
-    return [line for _, line in sorted(listed_changes, key=lambda change: change[0])]
+            unpaired[verb, line].append(len(listed_changes))
+            listed_changes.append(f"{verb}: {line}")
+    return listed_changes
 
 
-def _longest_rise(numbers: Sequence[int]) -> set[int]:
-    rise_ends: list[int] = []  # the smallest end of a rise of each length
-    number_before: dict[int, int | None] = {}
-    for number in numbers:
-        length = bisect_left(rise_ends, number)
-        number_before[number] = rise_ends[length - 1] if length else None
-        # Note: patience sorting; the slice appends if no rise of this length has ended yet.
-        rise_ends[length : length + 1] = [number]
-    rising_numbers = set()
-    last_number = (*rise_ends[-1:], None)[0]
-    while last_number is not None:
-        rising_numbers.add(last_number)
-        last_number = number_before[last_number]
-    return rising_numbers
+def _edits(before: Sequence[str], after: Sequence[str]) -> Iterable[tuple[str, str, str]]:
+    matcher = SequenceMatcher(None, before, after, autojunk=False)
+    for kind, old_begin, old_end, new_begin, new_end in matcher.get_opcodes():
+        if kind != "equal":
+            yield from (("gone", "new", line) for line in before[old_begin:old_end])
+            yield from (("new", "gone", line) for line in after[new_begin:new_end])
 
 
-def _folded(lines: Sequence[str]) -> list[str]:
-    """Return lines with equal neighbours as one, and at most ``_MOST`` of them."""
-    folded_lines = []
-    for line, equal_lines in groupby(lines):
-        line_count = len(list(equal_lines))
-        folded_lines.append(
-            line if line_count == 1 else line.replace(": ", f": {line_count} × ", 1)
-        )
-    if len(folded_lines) > _MOST:
-        folded_lines[_MOST:] = [f"and {len(folded_lines) - _MOST} more"]
-    return folded_lines
+def _shortened(lines: Sequence[str]) -> list[str]:
+    shown_lines = list(lines[:_MOST])
+    if len(lines) > _MOST:
+        shown_lines.append(f"and {len(lines) - _MOST} more")
+    return shown_lines

@@ -16,7 +16,7 @@ import torch
 from funcshard._utils import tree
 from funcshard._utils.compiled_outside import Warned, untraced_with_warning
 from funcshard._utils.donation import DONATED_STATE, donate
-from funcshard._utils.options import check_count, check_flag, check_path
+from funcshard._utils.options import check_count, check_path
 from funcshard.comm import UNDO, Mesh
 from funcshard.graph.checking import check_graph
 from funcshard.graph.compiling import Backend, CompilingBind
@@ -383,23 +383,21 @@ class Traced:
     def _repr_html_(self) -> str:
         return graph_html(self.graph)
 
-    def save(self, path: str | os.PathLike[str], *, per_rank: bool = False) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the graphs to one file for all ranks, which ``load_traced`` reads.
 
         You have to call it on every rank. The file is text: JSON without pickles.
 
         Arguments:
-            path: the file, which appears once it's complete.
-            per_rank: whether ranks may have other graphs, as with ``muon`` and with groups of an
-                optimizer.
+            path: the file, which appears once it's complete. If graphs of ranks differ, as with
+                ``muon`` and with groups of an optimizer, it holds each of them.
 
         Raises:
-            ValueError: the graphs of two ranks differ, or a file can't hold a value of batch or
-                metrics.
+            ValueError: the collectives of two ranks differ, or a file can't hold a value of batch
+                or metrics.
             OSError: the file can't be written.
         """
         path = check_path("path", path)
-        check_flag("per_rank", per_rank)
         # Why no error yet: the other ranks already wait for this one's text.
         own_text = error = ""
         try:
@@ -419,15 +417,7 @@ class Traced:
             for start, _ in starts_and_waits(entry.step_graph.graph)
         ]
         # Note: a rank with an error calls this too, because the others wait for it there.
-        save_together(
-            path,
-            file_facts,
-            own_text,
-            "\n".join(collectives),
-            self.mesh,
-            per_rank=per_rank,
-            error=error,
-        )
+        save_together(path, file_facts, own_text, "\n".join(collectives), self.mesh, error=error)
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits that are the same for equal graphs, on all ranks.

@@ -163,7 +163,7 @@ def test_a_traced_step_has_the_bits_and_the_collectives_of_the_step(case: str, t
         waits = [waits for _, waits in starts_and_waits(step.graph.graph)]
         assert all(len(each) == 1 for each in waits), "a collective is waited for once"
         if case in LOADED:
-            step.save(tmp_path / "step.json", per_rank=case in RANKS_DIFFER)
+            step.save(tmp_path / "step.json")
             own, state = made(mesh, **options)
             loaded = fs.load_traced(tmp_path / "step.json", mesh, step=own)
             assert same(steps(mesh, loaded, state), eager)

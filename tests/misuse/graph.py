@@ -101,7 +101,7 @@ CASES += [
 # --- passes ---------------------------------------------------------------------------------------
 
 OPTIONS = {
-    "keep_gathered": {"budget": "1GiB"}, "gather_earlier": {}, "wait_later": {}, "update_early": {}, "drop_unused": {},
+    "keep_gathered": {"budget": "1GiB"}, "gather_earlier": {}, "wait_later": {}, "update_early": {},
 }  # fmt: skip
 for name, options in OPTIONS.items():
     CASES += [

@@ -3,8 +3,7 @@
 In reading order:
 
 - ``regions``: cuts a graph into regions and ordinary calls.
-- ``schedule``: the calls of a compiled step as Python code.
-- ``binding``: all that together, and a compiled step for each size that comes.
+- ``binding``: compiles the regions and calls them, and makes a step for each size that comes.
 """
 
 from __future__ import annotations

@@ -16,9 +16,7 @@ from torch import fx
 from funcshard._utils.torch_compilers import Boxed, compile_with, find_backend, inductor
 from funcshard._utils.torch_symbols import put_number
 from funcshard.comm import Mesh
-from funcshard.graph.compiling.regions import Cut, Region, region_graph, region_text
-from funcshard.graph.compiling.schedule import CompiledRegion, as_function
-from funcshard.graph.effects import written_by
+from funcshard.graph.compiling.regions import Cut, Region, region_graph, region_text, view_in
 from funcshard.graph.filling import filled
 from funcshard.graph.named_sizes import Conditions
 from funcshard.graph.replay import lower
@@ -32,15 +30,16 @@ _compiling = threading.RLock()
 Backend = str | Callable[..., Any]
 
 
-class Compiled:
-    """A graph as a function, whose regions are compiled."""
+class CompiledRegion:
+    """The call of a compiled region; its only argument is a list, which it empties."""
 
-    def __init__(self, graph: fx.Graph, constants: dict[str, torch.Tensor]) -> None:
-        self.graph = graph
-        self._run = as_function(graph, constants)
+    __name__ = "region"
 
-    def __call__(self, *inputs: Any) -> list[Any]:
-        return self._run(*inputs)
+    def __init__(self, run: Boxed) -> None:
+        self.run = run
+
+    def __call__(self, inputs: list[torch.Tensor]) -> Any:
+        return self.run(inputs)
 
 
 class CompilingBind:
@@ -74,7 +73,8 @@ class CompilingBind:
             region: CompiledRegion(self._compiled[region_code])
             for region, region_code in code_of_region.items()
         }
-        return Compiled(_schedule(step_graph, mesh, cut, calls), dict(step_graph.constants))
+        graph = _schedule(step_graph, mesh, cut, calls)
+        return fx.GraphModule(dict(step_graph.constants), graph).forward
 
     def _bind_sizes(self, step_graph: StepGraph, mesh: Mesh) -> Callable[..., list[Any]]:
         """Return a graph for any size as a function that compiles for each size that comes."""
@@ -146,50 +146,20 @@ def _schedule(
     copy_of: dict[fx.Node, fx.Node] = {}
     for step in cut.steps:
         if isinstance(step, Region):
-            region_inputs = [_view_in(graph, node, cut, copy_of) for node in step.inputs]
-            region_call = graph.call_function(calls[step], (region_inputs,))
+            region_inputs = [view_in(graph, node, cut, copy_of) for node in step.inputs]
+            # Why a call: after it the list alone holds the inputs, so the region can free them.
+            boxed_inputs = graph.call_function(_boxed, tuple(region_inputs))
+            region_call = graph.call_function(calls[step], (boxed_inputs,))
             for output_index, node in enumerate(step.outputs):
                 copy_of[node] = graph.call_function(operator.getitem, (region_call, output_index))
                 copy_of[node].meta["val"] = node.meta["val"]
         else:
-            copy_of[step] = graph.node_copy(step, lambda node: _view_in(graph, node, cut, copy_of))
+            copy_of[step] = graph.node_copy(step, lambda node: view_in(graph, node, cut, copy_of))
             lower(step, copy_of[step], step_graph, mesh, storages)
     output_nodes: Any = step_graph.graph.output_node().args[0]
-    graph.output(fx.node.map_arg(output_nodes, lambda node: _view_in(graph, node, cut, copy_of)))
+    graph.output(fx.node.map_arg(output_nodes, lambda node: view_in(graph, node, cut, copy_of)))
     return graph
 
 
-def _view_in(graph: fx.Graph, node: fx.Node, cut: Cut, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Return the copy of a node, or of a view in as few operations as possible."""
-    if node not in copies:
-        copies[node] = _short_view(graph, node, cut, copies)
-    return copies[node]
-
-
-def _short_view(
-    graph: fx.Graph, node: fx.Node, cut: Cut, copies: dict[fx.Node, fx.Node]
-) -> fx.Node:
-    base = cut.behind(node)
-    view_value, base_value = node.meta["val"], base.meta["val"]
-    # Note: the result of a split is a tuple, and a view of another dtype needs its own operation.
-    if (
-        isinstance(view_value, torch.Tensor)
-        and isinstance(base_value, torch.Tensor)
-        and view_value.dtype == base_value.dtype
-    ):
-        if _layout(view_value) == _layout(base_value):
-            return _view_in(graph, base, cut, copies)
-        # Why: a chain of views then is one call, in each step.
-        is_reshaped = view_value.numel() == base_value.numel()
-        if is_reshaped and view_value.is_contiguous() and base_value.is_contiguous():
-            viewed = _view_in(graph, base, cut, copies)
-            return graph.call_function(
-                torch.ops.aten.view.default, (viewed, list(view_value.shape))
-            )
-    if written_by(node):
-        return _view_in(graph, cut.views[node], cut, copies)
-    return graph.node_copy(node, lambda viewed: _view_in(graph, viewed, cut, copies))
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.storage_offset()
+def _boxed(*inputs: torch.Tensor) -> list[torch.Tensor]:
+    return list(inputs)

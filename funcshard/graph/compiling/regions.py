@@ -258,13 +258,37 @@ def region_graph(region: Region, cut: Cut) -> fx.Graph:
 
 
 def view_in(graph: fx.Graph, node: fx.Node, cut: Cut, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Return the copy of a node in another graph, or make the view there."""
-    if node in copies:
-        return copies[node]
+    """Return the copy of a node in another graph; make views in as few operations as possible."""
+    if node not in copies:
+        copies[node] = _view(graph, node, cut, copies)
+    return copies[node]
+
+
+def _view(graph: fx.Graph, node: fx.Node, cut: Cut, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    base = cut.behind(node)
+    view_value, base_value = node.meta["val"], base.meta["val"]
+    # Note: the result of a split is a tuple, and a view of another dtype needs its own operation.
+    if (
+        isinstance(view_value, torch.Tensor)
+        and isinstance(base_value, torch.Tensor)
+        and view_value.dtype == base_value.dtype
+    ):
+        if _layout(view_value) == _layout(base_value):
+            return view_in(graph, base, cut, copies)
+        # Why: a chain of views then is one call, in each step.
+        is_reshaped = view_value.numel() == base_value.numel()
+        if is_reshaped and view_value.is_contiguous() and base_value.is_contiguous():
+            viewed = view_in(graph, base, cut, copies)
+            return graph.call_function(
+                torch.ops.aten.view.default, (viewed, list(view_value.shape))
+            )
     if written_by(node):  # done by another region, in the memory that the node views
         return view_in(graph, cut.views[node], cut, copies)
-    copies[node] = graph.node_copy(node, lambda viewed: view_in(graph, viewed, cut, copies))
-    return copies[node]
+    return graph.node_copy(node, lambda viewed: view_in(graph, viewed, cut, copies))
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def region_text(graph: fx.Graph) -> str:
@@ -278,8 +302,8 @@ def region_text(graph: fx.Graph) -> str:
         node_names[node] = f"%{len(node_names)}"
         if node.op == "placeholder":
             input_value = node.meta["val"]
-            layout = tuple(input_value.shape), input_value.stride(), input_value.storage_offset()
-            lines.append(f"{node_names[node]} = {(input_value.dtype, *layout, input_value.device)}")
+            facts = (input_value.dtype, *_layout(input_value), input_value.device)
+            lines.append(f"{node_names[node]} = {facts}")
         else:
             operands = f"{_operand(node.args, node_names)} {_operand(node.kwargs, node_names)}"
             lines.append(f"{node_names[node]} = {node.target} {operands}")

@@ -2,7 +2,7 @@
 
 In reading order:
 
-- ``applying``: how a pass changes each recording, and checks the result; ``drop_unused``.
+- ``applying``: how a pass changes each recording, and checks the result.
 - ``keeping``: ``keep_gathered``. ``updating``: ``update_early``.
 - ``moving``: ``gather_earlier`` and ``wait_later``, and the memory while operations move.
 
@@ -26,9 +26,8 @@ Example:
 
 from __future__ import annotations
 
-from funcshard.graph.passes.applying import drop_unused
 from funcshard.graph.passes.keeping import keep_gathered
 from funcshard.graph.passes.moving import gather_earlier, wait_later
 from funcshard.graph.passes.updating import update_early
 
-__all__ = ["drop_unused", "gather_earlier", "keep_gathered", "update_early", "wait_later"]
+__all__ = ["gather_earlier", "keep_gathered", "update_early", "wait_later"]

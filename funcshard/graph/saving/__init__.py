@@ -1,17 +1,15 @@
 """Graphs in files: JSON without pickles, the same for all ranks.
 
-What a file can't hold, or ``funcshard`` can't have written, is a ``ValueError``.
+What a file can't hold is a ``ValueError``.
 
 - ``operations``: operations that a file may name, and their arguments.
-- ``forms``: forms of trees and signatures.
-- ``recordings``: a whole ``StepGraph``.
+- ``recordings``: a whole ``StepGraph``, with its signature.
 - ``graph_file``: the file for all ranks: checksum, facts and graphs.
 """
 
 from __future__ import annotations
 
 from funcshard.graph.saving.graph_file import (
-    FileContents,
     read_file,
     recordings_text,
     save_together,
@@ -20,7 +18,6 @@ from funcshard.graph.saving.graph_file import (
 from funcshard.graph.saving.recordings import graph_from, graph_to
 
 __all__ = [
-    "FileContents",
     "graph_from",
     "graph_to",
     "read_file",

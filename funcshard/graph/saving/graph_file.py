@@ -11,38 +11,14 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from funcshard._utils import file_data
 from funcshard._utils.regular_files import read_regular
 from funcshard.comm import Mesh, all_gather_texts
-from funcshard.plan import Plan, plan_from_data
 
-FORMAT = "funcshard.graph/1"
-_SHOWN = 90  # characters of a line in an error
-
-
-@dataclass(frozen=True, slots=True)
-class FileContents:
-    """The contents of a file.
-
-    Attributes:
-        changes: number of passes that changed the graphs.
-        of_rank: index of each rank's kind in ``kinds``.
-        kinds: the recordings of each kind of rank.
-        digest: SHA-256 of the file after its first line.
-    """
-
-    torch: str
-    mesh: dict[str, int]
-    plan: Plan
-    changes: int
-    dynamic_shapes: Any
-    of_rank: Sequence[int]
-    kinds: list[Any]
-    digest: str
+FORMAT = "funcshard.graph/2"
 
 
 def recordings_text(recordings: Sequence[dict[str, Any]]) -> str:
@@ -91,10 +67,9 @@ def write_file(path: Path, facts: dict[str, Any], kinds: Sequence[str]) -> None:
             part_path.unlink()
 
 
-def read_file(path: Path) -> FileContents:
-    """Return the contents of a file."""
-    data = read_regular(path)
-    first_part, _, file_rest = data.partition(b"\n")
+def read_file(path: Path) -> tuple[dict[str, Any], list[Any]]:
+    """Return the facts and the graphs of a file; the facts have its ``"digest"`` too."""
+    first_part, _, file_rest = read_regular(path).partition(b"\n")
     try:
         first_line = file_data.table("its first line", file_data.parse(first_part), ("format",))
     except ValueError:
@@ -112,58 +87,28 @@ def read_file(path: Path) -> FileContents:
             f"{path} is damaged: its checksum is not the one that was saved; save the traced step "
             "again"
         )
+    facts, _, kind_texts = file_rest.partition(b"\n")
     try:
-        facts, _, kind_texts = file_rest.partition(b"\n")
-        return _contents(file_data.parse(facts), file_data.parse(kind_texts), digest)
+        file_facts = file_data.table("its second line", file_data.parse(facts))
+        return file_facts | {"digest": digest}, file_data.parse(kind_texts)
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}; save the traced step again") from None
-
-
-def _contents(facts: Any, kinds: Any, digest: str) -> FileContents:
-    fact_keys = ("torch", "mesh", "plan", "changes", "dynamic_shapes", "of_rank")
-    file_data.table("its second line", facts, fact_keys)
-    for recordings in file_data.listed("the graphs", kinds):
-        for recording in file_data.listed("the graphs of a rank", recordings):
-            file_data.texts(
-                "numbers", file_data.table("a graph", recording, ("numbers",))["numbers"]
-            )
-    mesh_sizes = file_data.table("the mesh", facts["mesh"])
-    return FileContents(
-        torch=file_data.text("torch", facts["torch"]),
-        mesh={
-            axis: file_data.whole("the size of an axis", size, 1)
-            for axis, size in mesh_sizes.items()
-        },
-        plan=plan_from_data(facts["plan"]),
-        changes=file_data.whole("changes", facts["changes"]),
-        dynamic_shapes=facts["dynamic_shapes"],
-        of_rank=file_data.numbers("of_rank", facts["of_rank"], 0, len(kinds) - 1),
-        kinds=kinds,
-        digest=digest,
-    )
 
 
 # --- all ranks ------------------------------------------------------------------------------------
 
 
 def save_together(
-    path: Path,
-    facts: dict[str, Any],
-    text: str,
-    collectives: str,
-    mesh: Mesh,
-    *,
-    per_rank: bool,
-    error: str = "",
+    path: Path, facts: dict[str, Any], text: str, collectives: str, mesh: Mesh, *, error: str = ""
 ) -> None:
     """Write one file for all ranks, which all call this; raise if they differ, or one has an error.
 
     Arguments:
+        text: this rank's graphs. The file holds each text once.
         collectives: this rank's collectives, equal on all ranks.
-        per_rank: whether ranks may have other graphs.
     """
     # Why digests: texts of many MiB are sent only if they differ.
-    own_report = [error, text_digest(json.dumps([facts, per_rank])), text_digest(text)]
+    own_report = [error, text_digest(json.dumps([facts, collectives])), text_digest(text)]
     rank_reports = map(json.loads, all_gather_texts(mesh, json.dumps(own_report), "a saved step"))
     rank_errors, fact_digests, text_digests = zip(*rank_reports, strict=True)
     for rank in range(mesh.world_size):
@@ -171,31 +116,17 @@ def save_together(
             raise ValueError(error or f"rank {rank} cannot save: {rank_errors[rank]}")
         if fact_digests[rank] != fact_digests[0]:
             raise ValueError(
-                f"every rank saves the same step with the same options; ranks 0 and {rank} differ "
-                "in the plan, the mesh, the number of passes or per_rank"
+                f"every rank saves the same step; ranks 0 and {rank} differ in the plan, the mesh, "
+                "the number of passes, or the collectives of their graphs"
             )
     # Note: the first rank of each kind of graph, in order.
     first_ranks = [text_digests.index(digest) for digest in dict.fromkeys(text_digests)]
     kind_texts: Sequence[str] = [text]
     if len(first_ranks) > 1:
         # Note: one rank of each kind is enough.
-        own_texts = [text, collectives] if mesh.rank in first_ranks else []
-        sent = all_gather_texts(mesh, json.dumps(own_texts), "the graphs of a saved step")
-        kind_texts, collectives_of = zip(
-            *(json.loads(sent[rank]) for rank in first_ranks), strict=True
-        )
-        for kind_index, rank in enumerate(first_ranks):
-            if collectives_of[kind_index] != collectives_of[0]:
-                raise ValueError(
-                    f"the collectives of ranks 0 and {rank} differ, so a run would wait for ever: "
-                    f"{_first_difference(collectives_of[0], collectives_of[kind_index])}"
-                )
-            if rank > 0 and not per_rank:
-                raise ValueError(
-                    f"the graphs of ranks 0 and {rank} differ, and one file holds one graph for "
-                    f"all: {_first_difference(kind_texts[0], kind_texts[kind_index])}; if ranks have other "
-                    "work, as with muon and groups of an optimizer, pass save(path, per_rank=True)"
-                )
+        own_text = text if mesh.rank in first_ranks else ""
+        sent_texts = all_gather_texts(mesh, own_text, "the graphs of a saved step")
+        kind_texts = [sent_texts[rank] for rank in first_ranks]
     write_failure = ""
     if mesh.rank == 0:
         of_rank = [first_ranks.index(text_digests.index(digest)) for digest in text_digests]
@@ -207,16 +138,3 @@ def save_together(
     write_failure = all_gather_texts(mesh, write_failure, "the end of a saved step")[0]
     if write_failure:
         raise OSError(write_failure)
-
-
-def _first_difference(first_text: str, second_text: str) -> str:
-    texts = first_text.splitlines(), second_text.splitlines()
-    for line_index, lines in enumerate(zip(*texts, strict=False)):
-        if lines[0] != lines[1]:
-            equal_chars = [
-                first_part == second_part for first_part, second_part in zip(*lines, strict=False)
-            ]
-            begin = max(0, [*equal_chars, False].index(False) - _SHOWN // 2)
-            first_part, second_part = (line[begin : begin + _SHOWN] for line in lines)
-            return f"line {line_index + 1} is {first_part!r} and {second_part!r}"
-    return f"one has {len(texts[0])} lines, the other {len(texts[1])}"

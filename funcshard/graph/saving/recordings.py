@@ -4,37 +4,31 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import keyword
-import math
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from funcshard._utils import file_data
-from funcshard._utils.tensors import byte_memory, byte_view, tensors_in
-from funcshard._utils.torch_operators import argument_names, operator_arguments
+from funcshard._utils import tree
+from funcshard._utils.tensors import byte_memory, byte_view
 from funcshard.graph.filling import fill_in, input_memory, is_number_item
 from funcshard.graph.named_sizes import Conditions
-from funcshard.graph.saving.forms import form_from, form_to, signature_from, signature_to
 from funcshard.graph.saving.operations import (
     FUNCTIONS,
-    MOST,
     decoded,
+    device_from,
     encoded,
     operator_of,
     target_name,
 )
-from funcshard.graph.step_graph import Constant, Place, StepGraph, collective_of
+from funcshard.graph.signatures import Signature
+from funcshard.graph.step_graph import Constant, Place, StepGraph
 from funcshard.plan import Event, dtype_name, dtype_of
 
 _NUMBER_ITEM = "funcshard::number.item"  # the number itself, and no tensor
 _OF_INPUTS = ("path", "unit")  # notes for the text of a graph
-# Why so strict: names become names of variables in code that torch writes and runs.
-_NODE_NAME = re.compile(r"%[A-Za-z_][A-Za-z0-9_]*")
-_CONSTANT_NAME = re.compile(r"_tensor_constant\d+")
+_PLAIN = (bool, int, float, str, complex)
 
 
 def graph_to(step_graph: StepGraph, schedules: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
@@ -44,11 +38,8 @@ def graph_to(step_graph: StepGraph, schedules: Mapping[str, Callable[..., Any]])
     """
     nodes = list(step_graph.graph.nodes)
     node_names = {node: f"%{node.name}" for node in nodes}
-    # Why new names: torch numbers constants in the order of their use, which passes change.
-    constant_names = {
-        old_name: f"_tensor_constant{constant_index}"
-        for constant_index, old_name in enumerate(sorted(step_graph.constants))
-    }
+    # Why numbers: torch names constants in the order of their use, which passes change.
+    constant_names = sorted(step_graph.constants)
     return {
         "signature": signature_to(step_graph.signature),
         "sizes": dict(step_graph.sizes),
@@ -60,97 +51,46 @@ def graph_to(step_graph: StepGraph, schedules: Mapping[str, Callable[..., Any]])
         "spent": [list(path) for path in step_graph.spent],
         "numbers": [_schedule_name(function, schedules) for function in step_graph.numbers],
         "replayable": step_graph.replayable,
-        "constants": {
-            new_name: _constant_to(step_graph.constants[old_name])
-            for old_name, new_name in constant_names.items()
-        },
+        "constants": [_constant_to(step_graph.constants[name]) for name in constant_names],
         "nodes": list(_nodes_to(step_graph.graph, node_names, constant_names)),
     }
 
 
 def graph_from(
-    data: Any,
-    device: torch.device,
-    ranks: Mapping[str, int],
-    schedules: Mapping[str, Callable[[int], float]],
+    data: Any, device: torch.device, schedules: Mapping[str, Callable[[int], float]]
 ) -> StepGraph:
-    """Return the graph that ``graph_to`` wrote."""
+    """Return the graph that ``graph_to`` wrote; raise any error for other data."""
     signature = signature_from(data["signature"], device)
-    inputs = file_data.numbers("inputs", data["inputs"], 0, len(signature.leaves) - 1)
-    input_leaves: list[Any] = [signature.leaves[i] for i in inputs]
-    tensor_leaves = [leaf for leaf in input_leaves if leaf is not int]
-    is_tensor = [isinstance(leaf, tuple) and len(leaf) == 5 for leaf in tensor_leaves]
-    if not all(is_tensor) or int in input_leaves[: len(tensor_leaves)]:
-        raise ValueError("an input of the graph is neither a tensor nor a counter")
-    size_names = {size for leaf in tensor_leaves for size in leaf[0] if isinstance(size, str)}
-    sizes = file_data.table("sizes", data["sizes"], size_names, others=False)
-    for name, size in sizes.items():
-        file_data.whole(f"the size {name}", size, 0, MOST - 1)
-    conditions = Conditions(signature.conditions)
-    if failing_rule := conditions.failing(sizes):
-        raise ValueError(f"its own sizes do not fulfil {failing_rule}")
-    for input_memory_data in data["memory"]:
-        file_data.numbers("the memory of an input", input_memory_data, 0, MOST - 1)
+    inputs = tuple(data["inputs"])
+    tensor_leaves = [signature.leaves[i] for i in inputs if signature.leaves[i] is not int]
     constants = {
-        name: _constant_from(name, constant_fields)
-        for name, constant_fields in data["constants"].items()
+        f"_tensor_constant{i}": _constant_from(*fields)
+        for i, fields in enumerate(data["constants"])
     }
-    graph, number_items = _nodes_from(data["nodes"], device, ranks, constants)
-    placeholders = graph.find_nodes(op="placeholder")
-    if len(placeholders) != len(inputs):
-        raise ValueError(
-            f"the graph has {len(placeholders)} inputs, and the file describes {len(inputs)}"
-        )
+    graph, number_items = _nodes_from(data["nodes"], device, list(constants))
     # Note: this runs all operations on tensors without data, so it also checks that they fit.
-    fill_in(graph, tensor_leaves, sizes, data["memory"], constants, number_items)
-    step_numbers = tuple(schedules[name] for name in data["numbers"])
-    for node in graph.nodes:
-        _check_size(node)
-        if collective_of(node) == "number":
-            file_data.whole(f"the index of {node.name}", node.args[0], 0, len(step_numbers) - 1)
-    output_nodes: Any = graph.output_node().args[0]
-    step_results = tuple(
-        _result_from(result, len(output_nodes), device) for result in data["results"]
-    )
-    result_form = form_from(data["form"])
-    if result_form.num_leaves != len(step_results):
-        raise ValueError(
-            f"the results have {result_form.num_leaves} leaves, and the file describes {len(step_results)}"
-        )
-    spent_paths = tuple(map(tuple, data["spent"]))
-    if not all(path and all(type(key) in (str, int) for key in path) for path in spent_paths):
-        raise ValueError("a path of an optimizer's state is damaged")
+    fill_in(graph, tensor_leaves, data["sizes"], data["memory"], constants, number_items)
     return StepGraph(
         graph=graph,
         signature=signature,
         inputs=inputs,
-        results=step_results,
-        form=result_form,
-        donated=file_data.numbers("donated", data["donated"], 0, len(signature.leaves) - 1),
-        spent=spent_paths,
+        results=tuple(_result_from(result, device) for result in data["results"]),
+        form=form_from(data["form"]),
+        donated=tuple(data["donated"]),
+        spent=tuple(map(tuple, data["spent"])),
         constants=constants,
-        numbers=step_numbers,
-        replayable=file_data.flag("replayable", data["replayable"]),
-        sizes=sizes,
-        conditions=conditions,
+        numbers=tuple(schedules[name] for name in data["numbers"]),
+        replayable=data["replayable"],
+        sizes=data["sizes"],
+        conditions=Conditions(signature.conditions),
     )
-
-
-def _check_size(node: fx.Node) -> None:
-    """Raise if a result needs more memory than any machine has."""
-    for tensor in tensors_in(node.meta.get("val")):
-        if int(tensor.untyped_storage().nbytes()) >= MOST:
-            raise ValueError(
-                f"the operation {node.name} makes a tensor of shape {tuple(tensor.shape)}, larger "
-                "than any memory"
-            )
 
 
 # --- operations -----------------------------------------------------------------------------------
 
 
 def _nodes_to(
-    graph: fx.Graph, names: Mapping[fx.Node, str], constant_names: Mapping[str, str]
+    graph: fx.Graph, names: Mapping[fx.Node, str], constant_names: list[str]
 ) -> Iterator[list[Any]]:
     phase = ""
     for node in graph.nodes:
@@ -159,14 +99,12 @@ def _nodes_to(
             phase = node.meta["phase"]
             yield ["phase", phase]
         if node.op == "placeholder":
-            input_notes = {key: node.meta.get(key) for key in _OF_INPUTS}
-            yield [
-                names[node],
-                "input",
-                {k: note for k, note in input_notes.items() if note is not None},
-            ]
+            input_notes = {
+                key: node.meta[key] for key in _OF_INPUTS if node.meta.get(key) is not None
+            }
+            yield [names[node], "input", input_notes]
         elif node.op == "get_attr":
-            yield [names[node], "constant", constant_names[str(node.target)]]
+            yield [names[node], "constant", constant_names.index(str(node.target))]
         elif node.op == "output":
             yield ["return", encoded(node.args[0], names)]
         else:
@@ -188,49 +126,39 @@ def _call_to(node: fx.Node, names: Mapping[fx.Node, str]) -> list[Any]:
 
 
 def _nodes_from(
-    data: Any, device: torch.device, ranks: Mapping[str, int], constants: Mapping[str, torch.Tensor]
+    data: Any, device: torch.device, constant_names: list[str]
 ) -> tuple[fx.Graph, set[fx.Node]]:
     """Return a graph, and its nodes whose tensors are numbers."""
     graph, nodes_by_name = fx.Graph(), dict[str, fx.Node]()
     number_items = set()
-    *operations, (last_name, output_data) = data
-    if last_name != "return" or not isinstance(output_data, list):
-        raise ValueError("the graph returns nothing")
+    *operations, (_, output_data) = data
     phase_name = None
     for name, operation, *node_fields in operations:
         if name == "phase":
-            phase_name = file_data.text("a phase", operation)
+            phase_name = operation
             continue
-        node_name = name[1:]
-        is_name = _NODE_NAME.fullmatch(name) and not keyword.iskeyword(node_name)
-        if not is_name or name in nodes_by_name:
-            raise ValueError(f"found an operation that is named {name!r}")
+        # Note: fx makes an identifier of a node's name. Names of variables in the code that it runs
+        # must not come from a file otherwise.
         if operation == "input":
-            node = graph.create_node("placeholder", node_name, name=node_name)
-            input_notes = {key: note for key, note in node_fields[0].items() if key in _OF_INPUTS}
-            file_data.texts("the notes of an input", list(input_notes.values()))
-            node.meta.update(input_notes)
+            target = f"input{len(nodes_by_name)}"
+            node = graph.create_node("placeholder", target, name=name[1:])
+            node.meta.update(
+                (key, note) for key, note in node_fields[0].items() if key in _OF_INPUTS
+            )
         elif operation == "constant":
-            if node_fields[0] not in constants:
-                raise ValueError(
-                    f"found the constant {node_fields[0]!r}, which the file does not hold"
-                )
-            node = graph.create_node("get_attr", node_fields[0], name=node_name)
+            node = graph.create_node("get_attr", constant_names[node_fields[0]], name=name[1:])
         else:
-            call = _call_from(operation, nodes_by_name, device, *node_fields)
-            node = graph.create_node("call_function", *call, name=node_name)
+            call = _call_from(operation, nodes_by_name, device, *node_fields[:2])
+            node = graph.create_node("call_function", *call, name=name[1:])
             if len(node_fields) > 2:
-                node.meta["event"] = _event_from(node_fields[2])
-            _check_axis(node, ranks)
+                node.meta["event"] = Event(*node_fields[2])
         if operation == _NUMBER_ITEM:
             # Note: fill_in makes the number of the tensor that the operator returns.
             number_items.add(node)
         if phase_name is not None and node.op != "placeholder":
             node.meta["phase"] = phase_name
         nodes_by_name[name] = node
-    graph.output(
-        [decoded(output_argument, nodes_by_name, device) for output_argument in output_data]
-    )
+    graph.output(decoded(output_data, nodes_by_name, device))
     graph.lint()
     return graph, number_items
 
@@ -241,7 +169,6 @@ def _call_from(
     device: torch.device,
     args_data: Any = (),
     kwargs_data: Any = None,
-    event_data: Any = None,
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     if operation == _NUMBER_ITEM:
         operation = "funcshard::number.default"
@@ -258,29 +185,6 @@ def _call_from(
     return operator_of(operation), decoded_args, decoded_kwargs
 
 
-def _event_from(data: Any) -> Event:
-    event_kind, unit, buffer, dtype, size, axis, ranks = data
-    if unit is not None:
-        file_data.text("the unit of a collective", unit)
-    file_data.texts("a collective", [event_kind, buffer, dtype, axis])
-    file_data.numbers("the bytes and ranks of a collective", [size, ranks])
-    return Event(event_kind, unit, buffer, dtype, bytes=size, axis=axis, ranks=ranks)
-
-
-def _check_axis(node: fx.Node, ranks_of_axis: Mapping[str, int]) -> None:
-    """Raise unless the mesh has the axis of a collective, or a part of it."""
-    if not collective_of(node) or "axis" not in argument_names(node.target):
-        return
-    arguments = operator_arguments(node.target, node.args, {})
-    axis_name, axis_ranks = arguments["axis"], arguments["ranks"]
-    # Note: neighbours on an axis are a divisor of its ranks.
-    is_part = type(axis_ranks) is int and axis_ranks >= 1 and axis_name in ranks_of_axis
-    if not is_part or ranks_of_axis[axis_name] % axis_ranks:
-        raise ValueError(
-            f"{node.name} runs along {axis_name!r} on {axis_ranks} ranks; the mesh has {dict(ranks_of_axis)}"
-        )
-
-
 # --- results, constants, schedules ----------------------------------------------------------------
 
 
@@ -288,10 +192,10 @@ def _result_to(result: Place | Constant) -> Any:
     return result.number if isinstance(result, Place) else {"value": encoded(result.value, {})}
 
 
-def _result_from(data: Any, outputs: int, device: torch.device) -> Place | Constant:
+def _result_from(data: Any, device: torch.device) -> Place | Constant:
     if isinstance(data, dict):
         return Constant(decoded(data["value"], {}, device))
-    return Place(file_data.whole("a result", data, 0, outputs - 1))
+    return Place(data)
 
 
 def _constant_to(tensor: torch.Tensor) -> list[Any]:
@@ -300,23 +204,12 @@ def _constant_to(tensor: torch.Tensor) -> list[Any]:
     return [dtype_name(tensor.dtype), list(tensor.shape), base64_text]
 
 
-def _constant_from(name: str, fields: Any) -> torch.Tensor:
-    if not _CONSTANT_NAME.fullmatch(name):
-        raise ValueError(f"found a constant that is named {name!r}")
-    dtype, constant_bytes = dtype_of(fields[0]), base64.b64decode(fields[2], validate=True)
-    constant_shape = file_data.numbers("the shape of a constant", fields[1], 0, MOST - 1)
-    needed_bytes = math.prod(constant_shape) * dtype.itemsize
-    if len(constant_bytes) != needed_bytes:
-        raise ValueError(
-            f"the constant {name} of shape {constant_shape} needs {needed_bytes} bytes; found {len(constant_bytes)}"
-        )
-    if not constant_bytes:  # which torch.frombuffer refuses
-        return torch.empty(constant_shape, dtype=dtype, device="cpu")
-    return (
-        torch.frombuffer(bytearray(constant_bytes), dtype=torch.uint8)
-        .view(dtype)
-        .reshape(constant_shape)
-    )
+def _constant_from(dtype: str, shape: list[int], text: str) -> torch.Tensor:
+    constant_bytes = bytearray(base64.b64decode(text, validate=True))
+    constant = torch.empty(len(constant_bytes), dtype=torch.uint8, device="cpu")
+    if constant_bytes:  # of none torch makes no tensor
+        constant = torch.frombuffer(constant_bytes, dtype=torch.uint8)
+    return constant.view(dtype_of(dtype)).reshape(shape)
 
 
 def _schedule_name(number: Any, schedules: Mapping[str, Callable[..., Any]]) -> str:
@@ -326,4 +219,93 @@ def _schedule_name(number: Any, schedules: Mapping[str, Callable[..., Any]]) -> 
     raise ValueError(
         f"a file of graphs names the schedules of the step's optimizer; found {number!r}, which it "
         "does not have: load the graph with step=, and save it then"
+    )
+
+
+# --- signatures -----------------------------------------------------------------------------------
+
+
+def form_to(form: Any) -> Any:
+    """Return the form of a tree as JSON; ``form_from`` is the inverse."""
+    index_tree = tree.build_form(form, range(form.num_leaves))
+    try:
+        structure, _, _ = tree.describe(index_tree)
+    except TypeError as error:
+        raise ValueError(f"a file of graphs describes trees as data: {error}") from None
+    # Why: dictionaries of the results keep the order in which the step made their keys.
+    return _plain(tree.as_inserted(structure, index_tree))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | str | float):
+        return value
+    raise ValueError(
+        f"a file of graphs describes trees as data; found the key or metadata {value!r}"
+    )
+
+
+def form_from(data: Any) -> Any:
+    """Return the form that ``form_to`` wrote; import no module."""
+    return tree.form_of(tree.freeze(data))
+
+
+def signature_to(signature: Signature) -> Any:
+    """Return a signature as JSON; ``signature_from`` is the inverse."""
+    inference, *autocast_modes = signature.modes
+    return {
+        "form": form_to(signature.form),
+        "modes": [inference, *([enabled, dtype_name(dtype)] for enabled, dtype in autocast_modes)],
+        "conditions": list(signature.conditions),
+        "leaves": list(map(_leaf_to, signature.leaves)),
+    }
+
+
+def signature_from(data: Any, device: torch.device) -> Signature:
+    """Return the signature that ``signature_to`` wrote, for tensors of a mesh on ``device``."""
+    inference, *autocast_modes = data["modes"]
+    return Signature(
+        form=form_from(data["form"]),
+        modes=(
+            bool(inference),
+            *((bool(enabled), dtype_of(dtype)) for enabled, dtype in autocast_modes),
+        ),
+        leaves=tuple(_leaf_from(leaf, device) for leaf in data["leaves"]),
+        conditions=tuple(data["conditions"]),
+    )
+
+
+def _leaf_to(leaf: Any) -> Any:
+    if leaf is int:
+        return "a counter"
+    if len(leaf) == 2:
+        leaf_type, value = leaf
+        # Note: a leaf without a hash is its repr here, of another type than its own.
+        if leaf_type not in _PLAIN or type(value) is not leaf_type:
+            raise ValueError(
+                "a file of graphs holds numbers and texts of the batch; found a leaf of type "
+                f"{leaf_type.__name__}: pass it as a tensor, or keep it out of the batch"
+            )
+        return {"value": encoded(value, {})}
+    shape, dtype, device, stride, requires_grad = leaf
+    stride_data = None if stride is None else list(stride)
+    return [dtype_name(dtype), list(shape), stride_data, device.type, requires_grad]
+
+
+def _leaf_from(data: Any, device: torch.device) -> Hashable:
+    if data == "a counter":
+        return int
+    if isinstance(data, dict):
+        value = decoded(data["value"], {}, device)
+        return type(value), value
+    dtype, shape, stride, device_type, requires_grad = data
+    is_named = any(isinstance(size, str) for size in shape)
+    return (
+        # Why: the sizes of an argument are a torch.Size, which a tuple with names cannot be.
+        tuple(shape) if is_named else torch.Size(shape),
+        dtype_of(dtype),
+        device_from(device_type, device),
+        None if stride is None else tuple(stride),
+        requires_grad,
     )

@@ -39,7 +39,7 @@ def schedule(traced: Traced, state: Any, batch: Any) -> Any:
 
 
 def scheduled_events(traced: Traced, state: Any, batch: Any) -> list[fs.Event]:
-    nodes = schedule(traced, state, batch).graph.nodes
+    nodes = schedule(traced, state, batch).__self__.graph.nodes
     return [node.meta["event"] for node in nodes if node.meta.get("event") is not None]
 
 
@@ -177,11 +177,11 @@ def test_equal_blocks_are_compiled_once_and_later_recordings_too() -> None:
 def test_gathered_and_temporary_tensors_are_freed_at_their_last_use() -> None:
     def main(mesh: fs.Mesh) -> None:
         traced, state = compiled(mesh, "eager")
-        call = schedule(traced, state, batch_of(mesh, 0))
+        call = schedule(traced, state, batch_of(mesh, 0)).__self__
         for node in call.graph.nodes:
             if collective_of(node) == "" and getattr(node.target, "__name__", "") == "region":
-                (inputs,) = node.args
-                boxed = [torch.ones(each.meta["val"].shape, dtype=each.meta["val"].dtype) for each in inputs]
+                (box,) = node.args
+                boxed = [torch.ones(each.meta["val"].shape, dtype=each.meta["val"].dtype) for each in box.args]
                 node.target(boxed)
                 assert boxed == [], "a region empties the list, so that it may free its inputs early"
 
