@@ -63,7 +63,7 @@ def sample_numbers(first_step: int, last_step: int, mesh: fs.Mesh) -> Iterator[l
 
 
 def train(mesh: fs.Mesh, steps: int, folder: Path, stop: threading.Event) -> list[float]:
-    """Train from the last checkpoint until ``steps`` or ``stop``; return the losses of all steps."""
+    """Train from the last checkpoint to ``steps`` or ``stop``; return the losses of all steps."""
     torch.manual_seed(0)  # every rank draws the same values
     apply, params, buffers = fs.make_functional(Blocks())
     plan = fs.make_plan(params, mesh, units=["blocks.*"])
