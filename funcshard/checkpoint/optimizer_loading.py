@@ -31,6 +31,7 @@ from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name, own
 from funcshard.train import (
     KnownEntries,
     MuonStep,
+    PairStep,
     ParamGroupLayout,
     PerMatrixStep,
     TorchOptimizer,
@@ -161,8 +162,8 @@ class _Loading:
         self, by_path: dict[str, LeafState], options: Mapping[str, Any], optimizer: Any
     ) -> Any:
         step: Any = getattr(optimizer, "step", None)
-        if not isinstance(optimizer, TorchOptimizer):
-            layout = group_layout(None, self.plan, self.mesh)
+        if not isinstance(optimizer, TorchOptimizer) or isinstance(step, PairStep):
+            layout = group_layout(step and step.layout, self.plan, self.mesh)
             return self.pair_state(by_path, options, optimizer[0], layout)
         if isinstance(step, PerMatrixStep):
             paths = {matrix.holder.path for matrix in step.owners.matrices}

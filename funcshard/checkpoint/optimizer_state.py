@@ -27,6 +27,7 @@ from funcshard.core import check_mesh
 from funcshard.plan import BufferPlan, Plan, UnitPlan
 from funcshard.train import (
     MuonStep,
+    PairStep,
     ParamGroupLayout,
     PerMatrixStep,
     TorchOptimizer,
@@ -187,10 +188,11 @@ def _entries_and_groups(
 ) -> tuple[list[_Entry], list[dict[str, Any]]]:
     leaf_paths = trainable_paths(plan)
     step: Any = getattr(optimizer, "step", None)
-    if not isinstance(optimizer, TorchOptimizer):
+    if not isinstance(optimizer, TorchOptimizer) or isinstance(step, PairStep):
         per_shard, other_values = partition_state(opt_state, plan)
-        layout = group_layout(None, plan, mesh)
-        return _entries(per_shard, layout, plan), [{**other_values, "params": leaf_paths}]
+        layout = group_layout(step and step.layout, plan, mesh)
+        pair_paths = [path for path in leaf_paths if path in layout.group_of]
+        return _entries(per_shard, layout, plan), [{**other_values, "params": pair_paths}]
     _check_opt_state(opt_state, step, plan)
     if isinstance(step, PerMatrixStep):
         matrix_group = {"params": [*dict.fromkeys(m.holder.path for m in step.owners.matrices)]}

@@ -28,7 +28,7 @@ from funcshard.train.attempting import attempt
 from funcshard.train.clipping import clip_by_global_norm, global_norm
 from funcshard.train.learning_rate import torch_schedule
 from funcshard.train.matrix_owners import Matrix, Owners, assign_owners
-from funcshard.train.matrix_step import PerMatrixStep, per_matrix
+from funcshard.train.matrix_step import PairStep, PerMatrixStep, per_matrix
 from funcshard.train.metering import make_meter
 from funcshard.train.muon_step import MuonStep, muon
 from funcshard.train.optimizer_pair import TorchOptimizer, check_optimizer
@@ -48,6 +48,7 @@ __all__ = [
     "Matrix",
     "MuonStep",
     "Owners",
+    "PairStep",
     "ParamGroupLayout",
     "PerMatrixStep",
     "ScalerState",

@@ -20,8 +20,8 @@ from funcshard.core import check_fits, check_shards
 from funcshard.plan import Plan, dtype_of, emit, recording
 from funcshard.train.matrix_owners import AllToAll, Matrix, Owners, assigned, times
 from funcshard.train.optimizer_pair import TorchOptimizer, check_optimizer
-from funcshard.train.optimizers import Schedule, TorchStep, without_leaves
-from funcshard.train.param_groups import group_leaves
+from funcshard.train.optimizers import Schedule, TorchStep, apply_optimizer, without_leaves
+from funcshard.train.param_groups import ParamGroupLayout, group_leaves, trainable_buffers
 from funcshard.train.state_checks import NEW_STATE, check_form
 
 
@@ -51,7 +51,9 @@ def per_matrix(
             its arguments in place.
         plan: the plan of the shards.
         mesh: the ranks.
-        others: the ``torch_optimizer`` of all other leaves; you can leave it out if there are none.
+        others: the optimizer of all other leaves: ``torch_optimizer``, or a pair
+            ``(init, update)`` of elementwise functions in the style of TorchOpt and optax. You can
+            leave it out if there are none.
         matrices: paths or globs of nodes, whose trainable leaves of two or three dimensions are
             matrices or stacks; by default all such leaves.
 
@@ -59,10 +61,10 @@ def per_matrix(
         The pair ``(init, step)``, for ``make_train_step`` or your own loop.
 
     Raises:
-        ValueError: ``matrices`` match nothing or no matrix, or the mesh does not have the plan's
-            shape. In ``step``: the state is one of another optimizer or plan, or an update does not
-            have the shape of its matrix.
-        TypeError: a function takes other arguments, or ``others`` is no ``torch_optimizer``.
+        ValueError: ``matrices`` match nothing or no matrix, there are other leaves and no
+            ``others``, or the mesh does not have the plan's shape. In ``step``: the state is one of
+            another optimizer or plan, or an update does not have the shape of its matrix.
+        TypeError: a function takes other arguments, or ``others`` is no optimizer.
 
     Example:
         >>> import torch, funcshard as fs
@@ -223,16 +225,64 @@ class PerMatrixStep:
 
 def _others(others: Any, matrix_paths: set[str], plan: Plan, mesh: Mesh) -> TorchOptimizer | None:
     other_paths = group_leaves(plan, (), matrix_paths)[0]
-    if others is None and not other_paths:
+    if others is None:
+        if other_paths:
+            raise ValueError(
+                "others must be the optimizer of the leaves that are no matrices, such as "
+                f"{next(iter(other_paths))!r}; found None: pass "
+                "others=fs.torch_optimizer(torch.optim.AdamW, lr=...)"
+            )
         return None
-    if not isinstance(others, TorchOptimizer) or not isinstance(others.step, TorchStep):
-        raise TypeError(
-            "others must be the optimizer of the leaves that are no matrices, such as "
-            f"{next(iter(other_paths), None)!r}; found {outline(getattr(others, 'step', others))}: "
-            "pass others=fs.torch_optimizer(torch.optim.AdamW, lr=...)"
-        )
     check_optimizer(others, plan)
+    if not isinstance(others, TorchOptimizer):
+        step = PairStep(others, plan, ParamGroupLayout(other_paths, 1, mesh.shard.rank))
+        return TorchOptimizer(step.init, step)
+    if not isinstance(others.step, TorchStep):
+        raise TypeError(
+            "others must be an optimizer that updates each element by itself; found "
+            f"{type(others.step).__name__}, which has owners too: pass torch_optimizer(...)"
+        )
     return TorchOptimizer(others.init, without_leaves(others.step, matrix_paths, plan, mesh))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PairStep:
+    """The step of an elementwise pair ``(init, update)`` on some of the leaves.
+
+    Attributes:
+        pair: the pair. It gets trees like the shards, with the elements of these leaves alone.
+        plan: the plan of the shards.
+        layout: the ranges of this rank's shards that these leaves occupy.
+    """
+
+    pair: Any
+    plan: Plan
+    layout: ParamGroupLayout
+
+    def init(self, params: Any) -> Any:
+        """Return the state before the first step."""
+        return self.pair[0](self._pick(params))
+
+    def __call__(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        """Update ``params``, which are donated, and return them with the new state."""
+        picked, state = apply_optimizer(self.pair, self._pick(grads), state, self._pick(params))
+        leaves, unflatten = tree.flatten(params)
+        params = unflatten(donate(leaves))
+        for unit, buffer in trainable_buffers(self.plan):
+            ranges = self.layout.ranges(buffer)
+            parts = picked[unit.name][buffer.key].split([part.numel for part in ranges])
+            for (_, start, stop), part in zip(ranges, parts, strict=True):
+                params[unit.name][buffer.key][start:stop] = part
+        return params, state
+
+    def _pick(self, shards: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        picked: dict[str, dict[str, Any]] = {unit.name: {} for unit in self.plan.unit_list}
+        for unit, buffer in trainable_buffers(self.plan):
+            shard = shards[unit.name][buffer.key]
+            picked[unit.name][buffer.key] = (
+                None if shard is None else self.layout.pick(shard, buffer)
+            )
+        return picked
 
 
 # --- whole matrices on their owners ---------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 
 from funcshard._utils.options import outline
 from funcshard.comm import text_of
-from funcshard.train.matrix_step import PerMatrixStep
+from funcshard.train.matrix_step import PairStep, PerMatrixStep
 from funcshard.train.muon_step import MuonStep
 from funcshard.train.optimizers import TorchStep
 from funcshard.train.scaler import GradScaler
@@ -38,6 +38,8 @@ def texts_of_optimizer(optimizer: Any) -> dict[str, str]:
         for name, text in texts_of_optimizer((None, step.adamw)).items():
             setting_texts[f"{name}, for other leaves"] = text
         return setting_texts
+    if isinstance(step, PairStep):
+        step = step.pair[1]
     if not isinstance(step, TorchStep):
         return {"the optimizer": text_of(step)}
     setting_texts = {"the optimizer": text_of(step.cls)}

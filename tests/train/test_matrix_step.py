@@ -30,6 +30,15 @@ def without_matrix(grad, state):
     return update(grad, state, torch.zeros_like(grad))
 
 
+def momentum(params):
+    return {"trace": tree.map(torch.zeros_like, params), "count": 0}
+
+
+def heavy_ball(grads, state, params=None):
+    trace = tree.map(lambda old, grad: 0.9 * old + grad, state["trace"], grads)
+    return tree.map(lambda leaf: -0.1 * leaf, trace), {"trace": trace, "count": state["count"] + 1}
+
+
 @dataclass(frozen=True)
 class Case:
     """A mesh, and the options of plan and optimizer."""
@@ -38,6 +47,7 @@ class Case:
     plan: dict[str, Any] = field(default_factory=dict)
     cuts: dict[str, dict[str, int]] = field(default_factory=dict)
     update: Any = update
+    pair: bool = False
     matrices: list[str] | None = None
     half: bool = False
 
@@ -56,6 +66,8 @@ class Case:
         return tensors
 
     def others(self, **options: Any) -> Any:
+        if self.pair:
+            return momentum, heavy_ball
         return fs.torch_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, **options)
 
 
@@ -108,14 +120,14 @@ CASES = {
     "hybrid": Case({"replicate": 2, "shard": 2}),
     "gradients alone": Case({"shard": 3}, update=without_matrix),
     "chosen nodes": Case({"shard": 2}, matrices=["blocks"]),
-    "two dtypes": Case({"shard": 3}, half=True),
+    "a pair for others, two dtypes": Case({"shard": 3}, pair=True, half=True),
     "no_shard": Case({"shard": 3}, {"strategy": "no_shard"}),
     "one unit": Case({"shard": 3}, {"units": []}),
     "cut rows": Case(GRID, cuts={"blocks.0.w": {"tensor": 0}, "experts": {"tensor": 2}}),
     "experts on their ranks": Case({"expert": 2, "shard": 2}, cuts={"experts": {"expert": 0}}),
     "cut experts": Case({**EXPERTS, "shard": 2}, cuts=CUTS),
 }  # fmt: skip
-BY_DAY = ("3 ranks", "two dtypes", "cut rows", "cut experts")
+BY_DAY = ("3 ranks", "a pair for others, two dtypes", "cut rows", "cut experts")
 RUNS = [
     pytest.param(run_simulated, name, id=name, marks=[] if name in BY_DAY else pytest.mark.nightly) for name in CASES
 ] + [pytest.param(run_ranks, "cut rows", id="on processes", marks=pytest.mark.nightly(one_in=2))]
