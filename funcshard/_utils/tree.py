@@ -110,6 +110,21 @@ def map(function: Callable[..., Any], tree: Any, *rest: Any, of_none: bool = Fal
     return optree.tree_map(function, tree, *rest, none_is_leaf=of_none)
 
 
+def map_with_path(
+    function: Callable[[str, Any], Any], tree: Any, is_leaf: Callable[[Any], bool]
+) -> Any:
+    """Return a tree of ``function(path, leaf)``; paths have the fields of namedtuples.
+
+    Nodes for which ``is_leaf`` is true are leaves too.
+    """
+
+    def at(accessor: Any, leaf: Any) -> Any:
+        keys = [str(getattr(entry, "field", entry.entry)) for entry in accessor]
+        return function(".".join(keys), leaf)
+
+    return optree.tree_map_with_accessor(at, tree, is_leaf=is_leaf)
+
+
 def describe(
     tree: Any,
     check: Callable[[str, Any, Sequence[Any], str], None] | None = None,

@@ -8,8 +8,8 @@ Read the files in this order:
 - ``optimizer_state``: ``optimizer_to_state_dict``, optimizer state by name.
 - ``matrix_states``: the states that owners keep of whole matrices, by name.
 - ``optimizer_loading``: its inverse, ``optimizer_from_state_dict``.
-- ``optimizer_message``: the state dict of one rank, described to all other ranks.
-- ``functional_optimizer``: the state of an ``(init, update)`` pair.
+- ``state_nodes``: where an optimizer's state has a value for each shard, for both directions.
+- ``optimizer_message``: values of one rank as a text for all other ranks.
 - ``save_restore``: ``save``, ``Saving`` and ``restore``, which call the files below.
 - ``stored_state``: the parts of a flattened state, as plain data; ``PerRank``.
 - ``flatten_state``: from any state to these parts.

@@ -1,78 +1,61 @@
-"""The optimizer state of one rank as a text for all others: names, dtypes, shapes, and scalars.
+"""Values of one rank as a text for all others: numbers, strings, and the form of tensors.
 
-The elements of leaves follow as broadcasts of flat tensors.
+The elements of tensors follow as broadcasts.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from funcshard._utils.tensors import byte_view
-from funcshard.checkpoint.optimizer_state import LeafState
 from funcshard.checkpoint.state_dict import is_full
 from funcshard.comm import Mesh
 from funcshard.core import broadcast
-from funcshard.plan import Plan, dtype_name, dtype_of
+from funcshard.plan import dtype_name, dtype_of
+
+_TENSOR = "<tensor>"  # the key of a tensor's facts, which is no name of an entry
 
 
-def encode_state(by_path: Mapping[str, LeafState], others: Mapping[str, Any], plan: Plan) -> str:
-    """Return the state of each leaf, and further values, as a text.
+def to_text(values: Any, *, with_elements: bool = False) -> str:
+    """Return nested dictionaries as JSON; of a tensor its dtype and shape.
 
-    Raises:
-        ValueError: a value is neither a full tensor nor a number.
+    A tensor of one element, or ``with_elements`` any, comes with its elements.
     """
-    leaf_shapes = {leaf.path: leaf.whole_shape for leaf in plan.leaves}
-    state = {
-        path: {
-            name: _encode(value, f"{name!r} of leaf {path!r}", leaf_shapes[path])
-            for name, value in leaf_state.items()
-        }
-        for path, leaf_state in by_path.items()
-    }
-    return json.dumps(
-        [state, {name: _encode(value, repr(name), None) for name, value in others.items()}]
-    )
+
+    def encode(value: Any) -> dict[str, Any]:
+        if not is_full(value):
+            raise TypeError(
+                "a rank can send full tensors, numbers and strings to others; found a "
+                f"{type(value).__name__}: convert it"
+            )
+        elements = None
+        if with_elements or value.numel() == 1:
+            # Why bytes: they are exact for every dtype.
+            elements = byte_view(value.cpu()).tolist()
+        on_cpu = value.device.type == "cpu"
+        return {_TENSOR: [dtype_name(value.dtype), list(value.shape), elements, on_cpu]}
+
+    return json.dumps(values, default=encode)
 
 
-def decode_state(text: str, device: torch.device) -> tuple[dict[str, LeafState], dict[str, Any]]:
-    """Return what ``encode_state`` wrote, with tensors of leaves on the meta device."""
-    state, others = json.loads(text)
-    by_path = {
-        path: {name: _decode(value, device) for name, value in leaf_state.items()}
-        for path, leaf_state in state.items()
-    }
-    return by_path, {name: _decode(value, device) for name, value in others.items()}
+def from_text(text: str, device: torch.device) -> Any:
+    """Return what ``to_text`` wrote; a tensor without elements is on the meta device."""
 
+    def decode(data: dict[str, Any]) -> Any:
+        if _TENSOR not in data:
+            return data
+        dtype_text, shape, elements, on_cpu = data[_TENSOR]
+        dtype = dtype_of(dtype_text)
+        if elements is None:
+            return torch.empty(shape, dtype=dtype, device="meta")
+        element_bytes = torch.tensor(elements, dtype=torch.uint8, device="cpu")
+        value = element_bytes.view(dtype).reshape(shape)
+        return value if on_cpu else value.to(device)
 
-def _encode(value: Any, what: str, shape: tuple[int, ...] | None) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if not is_full(value):
-        raise ValueError(
-            "with src the optimizer's state dict must hold full tensors and numbers; found "
-            f"{type(value).__name__} for {what}: leave src out, and pass every rank's state dict"
-        )
-    # Why bytes: they are exact for every dtype. All tensors of a leaf without dimensions are sent,
-    # because nothing tells their scalars from values of elements.
-    scalar_bytes = None
-    if shape is None or shape == () or not value.ndim:
-        scalar_bytes = byte_view(value.reshape(-1).cpu()).tolist()
-    return [dtype_name(value.dtype), list(value.shape), scalar_bytes, value.device.type == "cpu"]
-
-
-def _decode(encoded: Any, device: torch.device) -> Any:
-    if not isinstance(encoded, list):
-        return encoded
-    dtype, shape, scalar_bytes, on_cpu = dtype_of(encoded[0]), *encoded[1:]
-    if scalar_bytes is None:
-        # Note: its rank broadcasts the elements, buffer after buffer; here the shape is enough.
-        return torch.empty(shape, dtype=dtype, device="meta")
-    device = torch.device("cpu") if on_cpu else device
-    return torch.tensor(scalar_bytes, dtype=torch.uint8, device=device).view(dtype).reshape(shape)
+    return json.loads(text, object_hook=decode)
 
 
 def broadcast_text(text: str, src: int, mesh: Mesh) -> str:

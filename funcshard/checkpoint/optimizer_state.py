@@ -7,13 +7,10 @@ once for each flat buffer and parameter group. By name, each parameter has a dic
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from funcshard._utils.donation import check_not_donated
-from funcshard.checkpoint.functional_optimizer import ByBuffer, partition_state
 from funcshard.checkpoint.matrix_states import matrix_states_by_path
 from funcshard.checkpoint.state_dict import (
     check_flags,
@@ -21,16 +18,21 @@ from funcshard.checkpoint.state_dict import (
     kept_copy,
     leaves_for_this_rank,
 )
+from funcshard.checkpoint.state_nodes import (
+    StateNode,
+    layout_of,
+    nodes_of,
+    partition_state,
+    trainable_paths,
+)
 from funcshard.checkpoint.stored_state import fits_shard
 from funcshard.comm import Mesh
 from funcshard.core import check_mesh
-from funcshard.plan import BufferPlan, Plan, UnitPlan
+from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan
 from funcshard.train import (
     MuonStep,
-    PairStep,
-    ParamGroupLayout,
     PerMatrixStep,
-    TorchOptimizer,
+    TorchStep,
     check_optimizer,
     trainable_buffers,
 )
@@ -101,40 +103,33 @@ def optimizer_to_state_dict(
     if rank0_only:
         check_no_local_leaf(plan)
     check_optimizer(optimizer, plan)
-    # Note: the three kinds of optimizers differ only in where they keep their entries.
-    shard_entries, param_groups = _entries_and_groups(opt_state, optimizer, plan, mesh)
+    step = getattr(optimizer, "step", None)
+    flat_state, flat_optimizer = opt_state, optimizer
+    if isinstance(step, PerMatrixStep):
+        step.check_state(opt_state)
+        flat_state, flat_optimizer = opt_state["others"], step.others
+    per_shard, other_values = partition_state(flat_state, plan)
+    nodes = nodes_of(flat_state, per_shard.keys(), flat_optimizer, plan, mesh)
     states_by_path: dict[str, LeafState] = {path: {} for path in trainable_paths(plan)}
-    # Leaves of groups that take their first step next, and have no state yet.
-    new_paths: set[str] = set()
-    for entry in shard_entries:
-        # Note: every rank has the same entries in the same order, because flat ones are gathered.
-        unit, buffer, value, group_of = entry.unit, entry.buffer, entry.value, entry.layout.group_of
-        if isinstance(value, torch.Tensor) and entry.is_flat(value):
-            flat_tensor = entry.layout.spread(value, buffer)
-            for leaf, leaf_value in leaves_for_this_rank(
-                flat_tensor, unit, buffer, mesh, rank0_only, offload, sharded
-            ):
-                if leaf.path in group_of:
-                    states_by_path[leaf.path][entry.name] = leaf_value
-            continue
-        if isinstance(value, torch.Tensor) and value.ndim == 1 and value.numel() > 1:
-            raise ValueError(
-                f"the entry {entry.name!r} of unit {unit.title!r} must have {buffer.shard_numel} "
-                f"elements, as the shard has under the plan; found {value.numel()}: pass the plan "
-                "that the state was made with"
-            )
-        # Note: with several parameter groups, the leaves of each have their own scalar.
-        group_scalars = value if isinstance(value, tuple) else (value,) * entry.layout.count
-        for leaf in buffer.leaves:
-            if value is None or leaf.path not in group_of:
-                continue
-            group_scalar = group_scalars[group_of[leaf.path]]
-            if group_scalar is None and any(other is not None for other in group_scalars):
-                new_paths.add(leaf.path)
-            if isinstance(group_scalar, torch.Tensor):
-                group_scalar = kept_copy(group_scalar, offload)
-            states_by_path[leaf.path][entry.name] = group_scalar
-    if isinstance(step := getattr(optimizer, "step", None), PerMatrixStep):
+    for path, node in nodes.items():
+        for unit, buffer in trainable_buffers(plan):
+            shard_value = per_shard[path][unit.name][buffer.key]
+            entries = {node.name: shard_value} if node.name else shard_value
+            # Note: every rank has the same entries in the same order, because flat ones are
+            # gathered.
+            for name, value in entries.items():
+                if fits_shard(value, buffer, node.layout.numel(buffer)):
+                    flat_tensor = node.layout.spread(value, buffer)
+                    leaf_values = leaves_for_this_rank(
+                        flat_tensor, unit, buffer, mesh, rank0_only, offload, sharded
+                    )
+                else:
+                    leaf_values = _scalars(name, value, node, unit, buffer, offload)
+                for leaf, leaf_value in leaf_values:
+                    if leaf.path in node.layout.group_of:
+                        states_by_path[leaf.path][name] = leaf_value
+    param_groups = _param_groups(flat_optimizer, other_values, plan, mesh)
+    if isinstance(step, PerMatrixStep):
         matrix_states = matrix_states_by_path(
             opt_state["matrices"],
             step,
@@ -144,119 +139,57 @@ def optimizer_to_state_dict(
             sharded=sharded,
         )
         states_by_path |= matrix_states
+        param_groups.append({"params": list(matrix_states)})
     if rank0_only and mesh.rank:
         return {}
     # Note: torch has no entry for a parameter that has taken no step, so neither have we.
     leaf_states = {
         path: leaf_state
         for path, leaf_state in states_by_path.items()
-        if leaf_state and path not in new_paths
+        if leaf_state and not any(value is None for value in leaf_state.values())
     }
     state_dict = {"state": plan.in_order(leaf_states), "param_groups": param_groups}
     return _flattened(state_dict) if flatten else state_dict
 
 
-# --- from an optimizer's state --------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
-    """A named entry of the state of one shard, such as ``exp_avg`` or ``step``.
-
-    Attributes:
-        name: its name.
-        unit: the unit of the shard.
-        buffer: the buffer of the shard.
-        value: a flat tensor that's cut like the shard, a scalar, a tuple with a scalar for each
-            parameter group, or ``None``.
-        layout: where the parameter groups lie in the shards.
-    """
-
-    name: str
-    unit: UnitPlan
-    buffer: BufferPlan
-    value: Any
-    layout: ParamGroupLayout
-
-    def is_flat(self, value: torch.Tensor) -> bool:
-        """Return whether ``value`` is a flat tensor, and no scalar."""
-        return fits_shard(value, self.buffer, self.layout.numel(self.buffer))
-
-
-def _entries_and_groups(
-    opt_state: Any, optimizer: Any, plan: Plan, mesh: Mesh
-) -> tuple[list[_Entry], list[dict[str, Any]]]:
-    leaf_paths = trainable_paths(plan)
-    step: Any = getattr(optimizer, "step", None)
-    if not isinstance(optimizer, TorchOptimizer) or isinstance(step, PairStep):
-        per_shard, other_values = partition_state(opt_state, plan)
-        layout = group_layout(step and step.layout, plan, mesh)
-        pair_paths = [path for path in leaf_paths if path in layout.group_of]
-        return _entries(per_shard, layout, plan), [{**other_values, "params": pair_paths}]
-    _check_opt_state(opt_state, step, plan)
-    if isinstance(step, PerMatrixStep):
-        matrix_group = {"params": [*dict.fromkeys(m.holder.path for m in step.owners.matrices)]}
-        if step.others is None:
-            return [], [matrix_group]
-        shard_entries, param_groups = _entries_and_groups(
-            opt_state["others"], step.others, plan, mesh
-        )
-        return shard_entries, [*param_groups, matrix_group]
-    step_count = opt_state["steps"]
-    shard_entries, param_groups = [], []
-    # Note: Muon's step holds a whole AdamW for the leaves that are no matrices.
-    if isinstance(step, MuonStep):
-        shard_entries = _entries({"momentum_buffer": opt_state["momentum"]}, step.layout, plan)
-        param_groups = step.param_groups(step_count)
-        step, opt_state = step.adamw, opt_state["adamw"]
-    by_name: dict[str, dict[str, dict[str, Any]]] = {}
-    for unit, buffer in trainable_buffers(plan):
-        # Note: shards keep their entries; a state dict wants each entry of all shards.
-        for name, value in opt_state["leaves"][unit.name][buffer.key].items():
-            shard_values = by_name.setdefault(name, {name: {} for name in plan.units})
-            shard_values[unit.name][buffer.key] = value
-    shard_entries += _entries(by_name, group_layout(step.layout, plan, mesh), plan)
-    return shard_entries, param_groups + step.param_groups(step_count, leaf_paths)
-
-
-def _entries(by_name: Mapping[str, ByBuffer], layout: ParamGroupLayout, plan: Plan) -> list[_Entry]:
-    return [
-        _Entry(
-            name=name,
-            unit=unit,
-            buffer=buffer,
-            value=shard_values[unit.name].get(buffer.key),
-            layout=layout,
-        )
-        for name, shard_values in by_name.items()
-        for unit, buffer in trainable_buffers(plan)
-    ]
-
-
-def _check_opt_state(opt_state: Any, step: Any, plan: Plan) -> None:
-    """Raise unless ``opt_state`` is a state of a ``torch.optim`` optimizer under the plan."""
-    if not isinstance(opt_state, Mapping):
-        raise TypeError(
-            f"opt_state must be the optimizer's own state; found {type(opt_state).__name__}: pass "
-            "state.opt_state of a TrainState"
-        )
-    required_keys = {"steps", "leaves"}
-    if isinstance(step, MuonStep):
-        required_keys = {"steps", "momentum", "adamw"}
-    elif isinstance(step, PerMatrixStep):
-        required_keys = {"matrices", "others"}
-    if missing_keys := required_keys - opt_state.keys():
+def _scalars(
+    name: str, value: Any, node: StateNode, unit: UnitPlan, buffer: BufferPlan, offload: bool
+) -> list[tuple[LeafSpec, Any]]:
+    """Return an entry's scalar of each leaf; ``None`` for one that takes its first step next."""
+    if isinstance(value, torch.Tensor) and value.ndim == 1 and value.numel() > 1:
         raise ValueError(
-            f"opt_state must be a state of the optimizer, which has {sorted(required_keys)}; found "
-            f"no {sorted(missing_keys)}: pass state.opt_state, or what optimizer.init returned"
+            f"the entry {name!r} of unit {unit.title!r} must have {buffer.shard_numel} elements, "
+            f"as the shard has under the plan; found {value.numel()}: pass the plan that the state "
+            "was made with"
         )
-    shard_states = opt_state.get("leaves", opt_state.get("momentum"))
-    check_not_donated(opt_state.get("matrices", shard_states))
-    if isinstance(shard_states, Mapping) and not shard_states.keys() <= plan.units.keys():
-        raise ValueError(
-            f"opt_state must hold the units of the plan, {list(plan.units)[:6]}; found "
-            f"{list(shard_states)[:6]}: pass the plan that the state was made with"
-        )
+    # Note: with several parameter groups, the leaves of each have their own scalar.
+    group_scalars = value if isinstance(value, tuple) else (value,) * node.layout.count
+    if all(scalar is None for scalar in group_scalars):
+        return []
+    group_of, leaf_scalars = node.layout.group_of, []
+    for leaf in buffer.leaves:
+        if leaf.path in group_of:
+            scalar = group_scalars[group_of[leaf.path]]
+            if isinstance(scalar, torch.Tensor):
+                scalar = kept_copy(scalar, offload)
+            leaf_scalars.append((leaf, scalar))
+    return leaf_scalars
+
+
+def _param_groups(
+    optimizer: Any, other_values: Mapping[str, Any], plan: Plan, mesh: Mesh
+) -> list[dict[str, Any]]:
+    if optimizer is None:
+        return []
+    step, paths = getattr(optimizer, "step", None), trainable_paths(plan)
+    param_groups = []
+    if isinstance(step, MuonStep):
+        param_groups = step.param_groups(other_values["steps"])
+        step = step.adamw
+    if isinstance(step, TorchStep):
+        return param_groups + step.param_groups(other_values["steps"], paths)
+    group_of = layout_of(step, plan, mesh).group_of
+    return [{**other_values, "params": [path for path in paths if path in group_of]}]
 
 
 def _flattened(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -272,16 +205,3 @@ def _flattened(state_dict: dict[str, Any]) -> dict[str, Any]:
                 (f"param_groups.{path}.{key}", value) for key, value in options.items()
             )
     return flat_dict
-
-
-def trainable_paths(plan: Plan) -> list[str]:
-    """Return the paths of the trainable leaves, in the order of the tree."""
-    leaves = [leaf for _, buffer in trainable_buffers(plan) for leaf in buffer.leaves]
-    return [leaf.path for leaf in sorted(leaves, key=lambda leaf: leaf.index)]
-
-
-def group_layout(layout: ParamGroupLayout | None, plan: Plan, mesh: Mesh) -> ParamGroupLayout:
-    """Return where parameter groups lie in this rank's shards; by default all in one group."""
-    # Note: with it, a state without groups needs no code of its own.
-    one_group = dict.fromkeys(trainable_paths(plan), 0)
-    return layout or ParamGroupLayout(one_group, 1, mesh.shard.rank)

@@ -28,7 +28,7 @@ from funcshard.train.attempting import attempt
 from funcshard.train.clipping import clip_by_global_norm, global_norm
 from funcshard.train.learning_rate import torch_schedule
 from funcshard.train.matrix_owners import Matrix, Owners, assign_owners
-from funcshard.train.matrix_step import PairStep, PerMatrixStep, per_matrix
+from funcshard.train.matrix_step import PerMatrixStep, per_matrix
 from funcshard.train.metering import make_meter
 from funcshard.train.muon_step import MuonStep, muon
 from funcshard.train.optimizer_pair import TorchOptimizer, check_optimizer
@@ -38,17 +38,14 @@ from funcshard.train.per_sample import per_sample_grad
 from funcshard.train.quasi_newton import lbfgs
 from funcshard.train.sample_norms import per_sample_norms
 from funcshard.train.scaler import GradScaler, ScalerState
-from funcshard.train.state_checks import KnownEntries, learn_entries
 from funcshard.train.train_state import TrainState, copy
 from funcshard.train.train_step import TrainStep, make_train_step
 
 __all__ = [
     "GradScaler",
-    "KnownEntries",
     "Matrix",
     "MuonStep",
     "Owners",
-    "PairStep",
     "ParamGroupLayout",
     "PerMatrixStep",
     "ScalerState",
@@ -63,7 +60,6 @@ __all__ = [
     "copy",
     "global_norm",
     "lbfgs",
-    "learn_entries",
     "make_meter",
     "make_train_step",
     "muon",

@@ -164,7 +164,7 @@ class PerMatrixStep:
     def __call__(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """Update ``params`` and ``state``, which are donated, by one step."""
         check_shards(self.plan, params)
-        self._check_state(state)
+        self.check_state(state)
         if self.others is None:
             leaves, unflatten = tree.flatten(params)
             params, others_state = unflatten(donate(leaves)), None
@@ -211,7 +211,8 @@ class PerMatrixStep:
             parts[matrix.leaf.path] = stack
         return parts
 
-    def _check_state(self, state: Any) -> None:
+    def check_state(self, state: Any) -> None:
+        """Raise unless ``state`` is one of this optimizer, with the matrices that the rank owns."""
         check_form(state, {"matrices", "others"}, "per_matrix")
         check_not_donated(state["matrices"])
         owned_paths = {matrix.leaf.path for matrix in self.transport.owned}

@@ -253,7 +253,7 @@ UNFIT: dict[str, tuple[Any, Any, str]] = {  # a change of AdamW's state, which o
     ),
     "of a class, for a pair": (
         lambda s: s, lambda plan, mesh: optax_momentum(0.1),
-        r"must hold 'mu'; found \['exp_avg', 'exp_avg_sq', 'step'\]: the state dict is of another",
+        r"must hold \['mu'\] of leaf .*; found \['exp_avg', 'exp_avg_sq', 'step'\]: it is of another",
     ),
 }  # fmt: skip
 

@@ -1,0 +1,134 @@
+"""Where an optimizer's state has a value for each shard, and what these values are.
+
+The state is any nest of tuples, namedtuples, lists and dictionaries. Some nodes hold one value for
+each shard; other leaves, such as a count of steps, belong to no parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from typing import Any, NamedTuple
+
+import torch
+
+from funcshard._utils import tree
+from funcshard._utils.donation import check_not_donated
+from funcshard.checkpoint.stored_state import buffers_in_tree_order
+from funcshard.comm import Mesh
+from funcshard.plan import Plan
+from funcshard.train import MuonStep, ParamGroupLayout, TorchStep, trainable_buffers
+
+ByBuffer = Mapping[str, Mapping[str, Any]]
+"""One value for each trainable shard: ``{unit: {buffer key: value}}``."""
+
+
+class StateNode(NamedTuple):
+    """What a node with a value for each shard holds.
+
+    Attributes:
+        name: the name of the values in a state dict; ``""`` for dictionaries of named entries.
+        layout: the elements of shards that they belong to, by parameter group.
+        step: the step of a class of ``torch.optim`` that keeps these entries.
+    """
+
+    name: str
+    layout: ParamGroupLayout
+    step: TorchStep | None = None
+
+
+def nodes_of(opt_state: Any, paths: Set[str], optimizer: Any, plan: Plan, mesh: Mesh) -> Any:
+    """Return what each node of an optimizer's state holds: ``{path: StateNode}``.
+
+    Arguments:
+        paths: the paths of the nodes of ``opt_state`` with a value for each shard.
+
+    Raises:
+        TypeError: ``opt_state`` is no dictionary, as the optimizer's state is.
+        ValueError: it has other nodes than the optimizer's state.
+    """
+    step = getattr(optimizer, "step", None)
+    layout = layout_of(step, plan, mesh)
+    nodes = {path: StateNode(path, layout) for path in paths}
+    if isinstance(step, TorchStep):
+        nodes = {"leaves": StateNode("", layout, step)}
+    elif isinstance(step, MuonStep):
+        # Note: Muon's step holds a whole AdamW for the leaves that are no matrices.
+        adamw_node = StateNode("", layout_of(step.adamw, plan, mesh), step.adamw)
+        nodes = {"momentum": StateNode("momentum_buffer", layout), "adamw.leaves": adamw_node}
+    if nodes.keys() != paths:
+        error_type = ValueError if isinstance(opt_state, Mapping) else TypeError
+        raise error_type(
+            f"opt_state must be the optimizer's own state, with a value for each shard of the plan "
+            f"at {sorted(nodes)}; found {sorted(paths)}: pass state.opt_state of a TrainState, or "
+            "what optimizer.init returned, and the plan that the state was made with"
+        )
+    return nodes
+
+
+def layout_of(step: Any, plan: Plan, mesh: Mesh) -> ParamGroupLayout:
+    """Return where an optimizer's parameter groups lie in the shards; by default one has all."""
+    one_group = dict.fromkeys(trainable_paths(plan), 0)
+    return getattr(step, "layout", None) or ParamGroupLayout(one_group, 1, mesh.shard.rank)
+
+
+def trainable_paths(plan: Plan) -> list[str]:
+    """Return the paths of the trainable leaves, in the order of the tree."""
+    leaves = [leaf for _, buffer in trainable_buffers(plan) for leaf in buffer.leaves]
+    return [leaf.path for leaf in sorted(leaves, key=lambda leaf: leaf.index)]
+
+
+def partition_state(state: Any, plan: Plan) -> tuple[dict[str, ByBuffer], dict[str, Any]]:
+    """Return a state's nodes with a value for each shard, and all other leaves, both by path."""
+    per_shard: dict[str, ByBuffer] = {}
+    other_leaves: dict[str, Any] = {}
+    map_state(state, plan, per_shard.setdefault, other_leaves.setdefault)
+    for value in other_leaves.values():
+        check_not_donated(value)
+    return per_shard, other_leaves
+
+
+def map_state(
+    state: Any,
+    plan: Plan,
+    per_shard: Callable[[str, ByBuffer], ByBuffer],
+    other: Callable[[str, Any], Any],
+) -> Any:
+    """Return an optimizer's state with new values of shards and other leaves.
+
+    Arguments:
+        per_shard: from the path and the values of a node to the new values.
+        other: from the path and the value of another leaf to the new leaf.
+    """
+
+    def new_value(path: str, node: Any) -> Any:
+        shard_values = _by_buffer(node, plan)
+        if shard_values is None:
+            return other(path, node)
+        shard_values = per_shard(path, shard_values)
+        if not isinstance(node, list):
+            return shard_values
+        buffer_order = buffers_in_tree_order(plan, trainable_only=True)
+        return [shard_values[unit.name][buffer.key] for unit, buffer in buffer_order]
+
+    return tree.map_with_path(
+        new_value, state, is_leaf=lambda node: _by_buffer(node, plan) is not None
+    )
+
+
+def _by_buffer(node: Any, plan: Plan) -> ByBuffer | None:
+    """Return a node's values if it holds one for each trainable shard, else ``None``."""
+    if isinstance(node, Mapping):
+        # Note: such a state may lack the frozen shards.
+        like_shards = node and node.keys() == plan.units.keys()
+        buffers = trainable_buffers(plan)
+        if like_shards and all(buffer.key in node[unit.name] for unit, buffer in buffers):
+            return node
+    elif type(node) is list and node and all(isinstance(leaf, torch.Tensor) for leaf in node):
+        buffer_order = buffers_in_tree_order(plan, trainable_only=True)
+        # Note: TorchOpt flattens the tree of shards, so only the order tells which is whose.
+        if len(buffer_order) == len(node):
+            shard_values: dict[str, dict[str, Any]] = {name: {} for name in plan.units}
+            for (unit, buffer), leaf in zip(buffer_order, node, strict=True):
+                shard_values[unit.name][buffer.key] = leaf
+            return shard_values
+    return None
