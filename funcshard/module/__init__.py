@@ -6,12 +6,11 @@ Read in this order:
 - ``copying``, ``skeleton``: copies of module trees; every call gets its own.
 - ``changes``: changes of a module or its parameters that its function cannot keep.
 - ``functional``: ``make_functional``, which turns a module into a function.
-- ``placeholder``: the tensor that a module holds for a parameter outside its unit's forward.
-- ``unit_forward``, ``call_precision``: how units run during a call, and in which dtypes.
+- ``unit_forward``: how units run during a call, and the tensor that a module holds for a parameter
+  outside its unit's forward.
 - ``unit_setup``, ``fully_sharded``: ``fully_shard``, which turns that function into one of shards.
 - ``block_draws``: random numbers in blocks, of which a rank draws those that it keeps.
-- ``resets``: blank tensors, and which of them a reset wrote.
-- ``init``, ``partial_init``: initial values of all parameters, or of those that a file lacks.
+- ``init``, ``resets``: initial values of all parameters; of buffers, and of what a file lacks.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from __future__ import annotations
 from funcshard.module.fully_sharded import fully_shard
 from funcshard.module.functional import Functional, make_functional
 from funcshard.module.init import init_module, init_shards
-from funcshard.module.partial_init import init_buffers, init_missing
+from funcshard.module.resets import init_buffers, init_missing
 
 __all__ = [
     "Functional", "fully_shard", "init_buffers", "init_missing", "init_module", "init_shards", "make_functional"

@@ -30,16 +30,9 @@ from funcshard.core import (
     current_reducer,
     unit_comms,
 )
-from funcshard.module.call_precision import (
-    CallPrecision,
-    call_precision,
-    effective_unit,
-    forward_in_full_precision,
-)
 from funcshard.module.checks import absent_attribute, check_plan_names
 from funcshard.module.copying import NamedTensors, Tensors
 from funcshard.module.functional import Functional
-from funcshard.module.placeholder import placeholder
 from funcshard.module.skeleton import Skeleton
 from funcshard.module.unit_forward import (
     UnitCall,
@@ -47,12 +40,17 @@ from funcshard.module.unit_forward import (
     UnitMethods,
     UnitModule,
     check_order,
+    placeholder,
     unit_modules,
 )
 from funcshard.module.unit_setup import (
+    CallPrecision,
     Compiler,
+    call_precision,
     check_compiler,
+    effective_unit,
     entering_methods,
+    forward_in_full_precision,
     leave_fast_path,
     read_methods,
     take_ignored,

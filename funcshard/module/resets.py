@@ -1,17 +1,26 @@
-"""Blank tensors, and which of them a reset wrote."""
+"""Blank tensors, which of them a reset wrote, and resets of a part of a module on meta.
+
+Tables that a module computes, such as those of rotary embeddings, are in no file. ``init_buffers``
+resets the modules that hold such buffers, while all parameters stay on meta; ``init_missing`` does
+the same for parameters, one unit after another.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from funcshard._utils import tree
 from funcshard._utils.torch_private import version
-from funcshard.core import LeafChecksums
+from funcshard.comm import Mesh
+from funcshard.core import LeafChecksums, Shards, put_whole
 from funcshard.module.copying import NamedTensors, Tensors
+from funcshard.plan import Plan, own_axes
 
 Reset = Callable[[nn.Module], object]
 
@@ -105,3 +114,157 @@ def compared(checksums: LeafChecksums) -> Iterator[None]:
     except Exception as error:  # of any kind, because other ranks wait
         fault = error
     checksums.compare(fault)
+
+
+# --- parts of a module ----------------------------------------------------------------------------
+
+
+def init_buffers(module: nn.Module, mesh: Mesh, *, reset: Reset | None = None) -> Tensors:
+    """Compute the buffers of a module on meta, such as the tables of rotary embeddings.
+
+    Each module that holds a buffer on meta is reset, and so are the modules around it, children
+    first. Parameters on meta stay there. Call this where your parameters come from a file, and
+    ``init_module`` where they do not.
+
+    Arguments:
+        module: a module; it is not changed. Buffers that have values are copied.
+        mesh: the ranks; the buffers are on its device.
+        reset: your ``reset(module)`` writes the module's own buffers. By default it is the
+            ``_init_weights(module)`` of the module or of the nearest one around it, as in Hugging
+            Face's models, and then, for buffers that are still unwritten, ``reset_parameters``.
+
+    Returns:
+        The buffers by name, as from ``make_functional``.
+
+    Raises:
+        TypeError: ``module`` is not an ``nn.Module``.
+        ValueError: no reset wrote a buffer.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> class Table(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.register_buffer("table", torch.empty(3), persistent=False)
+        ...         self.reset_parameters()
+        ...     def reset_parameters(self):
+        ...         self.table.copy_(torch.arange(3.0))
+        >>> with torch.device("meta"):
+        ...     net = torch.nn.Sequential(torch.nn.Linear(2, 3), Table())
+        >>> fs.init_buffers(net, fs.Mesh())
+        {'1.table': tensor([0., 1., 2.])}
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"init_buffers takes a torch.nn.Module; found {type(module).__name__}")
+    return _reset_buffers(copy.deepcopy(module), mesh, reset)
+
+
+def init_missing(
+    module: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    shards: Shards,
+    missing: Collection[str],
+    reset: Reset | None = None,
+) -> None:
+    """Write initial values of some leaves into shards, one flat buffer's at a time.
+
+    Every rank has to call, seeded alike; the values are compared.
+
+    Arguments:
+        module: a module on meta; it is not changed.
+        plan: the plan of its parameters.
+        mesh: the ranks.
+        shards: the shards to write to.
+        missing: paths of the leaves.
+        reset: as in ``init_buffers``, for the modules that hold the leaves and those around them.
+    """
+    new_module = copy.deepcopy(module)
+    remedy = "call torch.manual_seed(0) on every rank before"
+    checksums = LeafChecksums(mesh, "the parameters that the files lack", remedy)
+    with compared(checksums):
+        _reset_buffers(new_module, mesh, None)  # because a reset may read them
+        # Why buffer by buffer: only these leaves are in memory at a time.
+        for unit in plan.unit_list:
+            for buffer in unit.buffers:
+                leaves = [leaf for leaf in buffer.leaves if leaf.path in missing]
+                if not leaves:
+                    continue
+                leaf_values = _reset_parameters(new_module, mesh, [x.path for x in leaves], reset)
+                for leaf in leaves:
+                    value = leaf_values[leaf.path]
+                    put_whole(shards[unit.name][buffer.key], value, leaf, buffer, mesh)
+                    checksums.add(leaf.path, value, own_axes(buffer.local, leaf.cuts))
+
+
+def _reset_parameters(
+    module: nn.Module, mesh: Mesh, names: Collection[str], reset: Reset | None
+) -> Tensors:
+    """Return initial values of some parameters, by name."""
+    meta_params = {name: module.get_parameter(name) for name in names}
+    blank_params: dict[str, Any] = {}
+    for name, old in meta_params.items():
+        blank = blank_tensor(old.shape, old.dtype, mesh.device)
+        blank_params[name] = nn.Parameter(blank, old.requires_grad)
+        _replace(module, old, blank_params[name])
+    _reset_around(module, blank_params, reset)
+    new_values = {name: module.get_parameter(name) for name in names}
+    check_written([n for n in names if not was_written(new_values[n], blank_params[n], n)])
+    # Why on meta again: the next leaves take the memory of these.
+    for name, value in new_values.items():
+        _replace(module, value, meta_params[name])
+    return {name: value.detach() for name, value in new_values.items()}
+
+
+def _replace(module: nn.Module, old: Any, new: Any) -> None:
+    # Note: a tied parameter is in several tables.
+    for m in module.modules():
+        m._parameters.update(
+            {key: new for key, parameter in m._parameters.items() if parameter is old}
+        )
+
+
+def _reset_buffers(module: nn.Module, mesh: Mesh, reset: Reset | None) -> Tensors:
+    blanks = allocate_buffers(module, mesh.device)
+    _reset_around(module, blanks, reset)
+    check_written(unwritten_buffers(module, blanks))
+    return dict(module.named_buffers())
+
+
+@torch.no_grad()
+def _reset_around(module: nn.Module, blanks: NamedTensors, reset: Reset | None) -> None:
+    """Reset the modules that hold the tensors named in ``blanks``, and those around."""
+    holder_paths = dict.fromkeys(name.rpartition(".")[0] for name in blanks)
+    around_paths = {outer for path in holder_paths for outer in tree.upwards(path)}
+    for path, m in in_apply_order(module):
+        if path in around_paths:
+            init_weights = reset or _init_weights_around(module, path)
+            if init_weights is not None:
+                init_weights(m)
+    # Why as well: Hugging Face's _init_weights leaves out what a module computes by itself.
+    if reset is None:
+        for path in holder_paths:
+            _reset_rest(module.get_submodule(path), blanks.values())
+
+
+def _reset_rest(module: nn.Module, blanks: Collection[torch.Tensor]) -> None:
+    """Call the module's own reset for the tensors that ``_init_weights`` left blank."""
+    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    real_tensors = [tensor for tensor in tensors if not tensor.is_meta]
+    blank_ids = {id(tensor) for tensor in real_tensors if is_blank(tensor)}
+    reset_method = own_reset(module)
+    if reset_method is None or blank_ids.isdisjoint(map(id, blanks)):
+        return
+    # Why: ``_init_weights`` has decided on the values of the other tensors.
+    decided_tensors = [tensor for tensor in real_tensors if id(tensor) not in blank_ids]
+    decided_values = [tensor.detach().clone() for tensor in decided_tensors]
+    reset_method()
+    for tensor, value in zip(decided_tensors, decided_values, strict=True):
+        tensor.copy_(value)
+
+
+def _init_weights_around(module: nn.Module, path: str) -> Reset | None:
+    """Return the ``_init_weights`` of the innermost module that has one."""
+    inside_out = (module.get_submodule(outer) for outer in tree.upwards(path))
+    init_methods = (getattr(m, "_init_weights", None) for m in inside_out)
+    return next(filter(None, init_methods), None)

@@ -25,11 +25,14 @@ from funcshard._utils.tensors import tensors_in
 from funcshard._utils.torch_modules import forget_parametrized
 from funcshard._utils.torch_private import (
     address,
+    graph_task_id,
     is_transformed,
+    no_torch_function,
     transform_level,
     transforms_active,
     untraced,
     version,
+    wrapper_subclass,
 )
 from funcshard.comm import Mesh, check_same
 from funcshard.core import (
@@ -50,7 +53,7 @@ from funcshard.core import (
 from funcshard.core import remat as rematerialised
 from funcshard.module.copying import NamedTensors, Tensors
 from funcshard.module.skeleton import Skeleton
-from funcshard.plan import UnitPlan
+from funcshard.plan import BufferPlan, LeafSpec, UnitPlan
 
 Forward = Callable[[Any, Any], Any]  # of args and kwargs
 Args = tuple[Any, ...]
@@ -460,3 +463,64 @@ def forward_with_leaves(
         # Why reversed: a module at two paths is filled twice, the second time over its leaves.
         for table, key, value in reversed(afterwards):
             table[key] = value
+
+
+# --- the tensor outside of the unit ---------------------------------------------------------------
+
+
+def placeholder(
+    leaf: LeafSpec, buffer: BufferPlan, unit: UnitPlan, device: torch.device
+) -> torch.Tensor:
+    """Return a tensor with the shape, dtype and device of the gathered leaf, but without values.
+
+    Code that computes with it gets an error with the parameter's path and its unit.
+    """
+    tensor: Any = wrapper_subclass(
+        _Placeholder,
+        leaf.shape_in_module,
+        unit.computed_dtype(buffer),
+        device,
+        requires_grad=buffer.trainable,
+    )
+    tensor.leaf, tensor.unit = leaf.path, unit.title
+    return tensor
+
+
+class _Placeholder(torch.Tensor):
+    leaf: str
+    unit: str
+    funcshard_placeholder = True  # a plan may be made from placeholders
+
+    __torch_function__ = no_torch_function
+
+    def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:
+        if requires_grad == self.requires_grad:
+            return self
+        raise ValueError(
+            f"forward set requires_grad={requires_grad} of parameter {self.leaf!r}, and the plan "
+            "decides which parameters are trained: freeze it before make_functional, or use its "
+            "detach() in forward"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"placeholder of {self.leaf!r} in unit {self.unit!r}"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # Why an error: the alternatives are to compute with garbage, or to gather the unit in a
+        # collective that the plan does not predict.
+        tensor = next(x for x in tree.leaves((args, kwargs)) if isinstance(x, cls))
+        if graph_task_id() != -1:
+            raise ValueError(
+                f"parameter {tensor.leaf!r} was read (by {func}) outside the forward of unit "
+                f"{tensor.unit!r}, in backward: torch.utils.checkpoint inside a unit works with "
+                "use_reentrant=False and outside of torch.func transforms; let fully_shard(..., "
+                "remat=True) compute the unit again"
+            )
+        raise ValueError(
+            f"parameter {tensor.leaf!r} was read (by {func}) outside the forward of unit "
+            f"{tensor.unit!r}, which owns it, and is gathered only during that forward (hooks of "
+            "the unit's own module run before or after it); call the unit's module, choose units "
+            "so that one unit contains every use of the parameter, or, if another method of the "
+            f"unit's module read it, name that in fully_shard(..., methods={{unit: [name]}})"
+        )

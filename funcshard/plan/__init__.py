@@ -8,21 +8,17 @@
 - ``mesh_axes``: the axes of a mesh, and the position of each rank.
 - ``planner``: ``make_plan``. ``leaves``: the leaves of a tree, and their ties. ``globs``: the nodes
   that globs name. ``unit_options``: the units that the user names, and their options.
-  ``local_leaves``: leaves whose values differ along mesh axes. ``layout``: which unit owns each
-  leaf, and where the leaf lies in its buffers. ``small_units``: which small units become one group.
+  ``leaf_options``: leaves whose values differ along mesh axes, and those that are stored small.
+  ``layout``: which unit owns each leaf, and where the leaf lies in its buffers.
 - ``stacked``: ``stack`` and ``unstack``, layers whose leaves have the shape ``[L, ...]``.
-- ``parameter_reads``: modules whose parameters other code reads, which cannot be units.
 - ``wrap``: policies that choose the units of a module.
 - ``precision``: ``MixedPrecision``, and dtypes by name.
 - ``storage``: ``Storage``, ``nf4``, ``int8``, ``fp8``: pairs of functions that store leaves small.
-  ``packed_leaves``: the option ``storage``.
 - ``cast``: ``Cast``, a pair of functions around an all-gather.
 - ``events``: ``Event``, ``record_events``: the collectives that ran.
-- ``schedule``: ``Schedule``: when units are gathered ahead of their use.
-- ``execution_order``: the gathers of a call, in order, for prediction and runtime.
-- ``step_options``: the options ``reduce`` and ``remat``.
-- ``predict_derivative``: the collectives of ``fs.hvp`` and other operators.
-- ``predict``: ``predict_events``: the collectives of a step.
+- ``schedule``: ``Schedule``: when units are gathered ahead of their use, and the gathers of a call
+  in order, for prediction and runtime. The options ``reduce`` and ``remat``.
+- ``predict``: ``predict_events``: the collectives of a step, or of ``fs.hvp`` and other operators.
 """
 
 from __future__ import annotations
@@ -37,7 +33,6 @@ from funcshard.plan.equal_units import (
     unit_class,
 )
 from funcshard.plan.events import Event, emit, record_events, record_events_apart, recording
-from funcshard.plan.execution_order import BackwardOrder, ForwardOrder
 from funcshard.plan.globs import last_match, list_of_globs, match, matches
 from funcshard.plan.leaf_slices import Box, boxes, own_axes, slice_offsets
 from funcshard.plan.mesh_axes import (
@@ -53,17 +48,21 @@ from funcshard.plan.plan import Plan, check_plan, plan_from_data, plan_to_data
 from funcshard.plan.planner import make_plan
 from funcshard.plan.precision import MixedPrecision, is_one_of
 from funcshard.plan.predict import Reached, predict_events, predict_step
-from funcshard.plan.schedule import Schedule, check_schedule, make_schedule
-from funcshard.plan.stacked import stack, unstack
-from funcshard.plan.step_options import (
+from funcshard.plan.schedule import (
+    BackwardOrder,
+    ForwardOrder,
     Reduce,
+    Schedule,
     buffer_mode,
     check_reduce,
     check_reduce_units,
+    check_schedule,
+    make_schedule,
     read_remat,
     recomputed_modules,
     unit_mode,
 )
+from funcshard.plan.stacked import stack, unstack
 from funcshard.plan.storage import Packing, Storage, fp8, int8, nf4, step_numel
 from funcshard.plan.unit_plan import (
     STRATEGIES,

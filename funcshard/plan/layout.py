@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from funcshard._utils import tree
@@ -29,21 +29,15 @@ class Layout(NamedTuple):
     buffers: tuple[BufferPlan, ...]
 
 
-def lay_out(
-    structure: tree.Structure, leaves: Sequence[Leaf], paths: Mapping[str, tuple[str, ...]]
-) -> dict[str, Layout]:
-    """Return the layout of each unit that owns a leaf, by name."""
-    return dict(_laid_out(structure, tuple(leaves), tuple(paths.items())))
-
-
 # Why few: a layout holds every leaf of its model.
 # Why a cache: plans for other meshes and strategies share a layout, so a sweep works it out once.
 @functools.lru_cache(maxsize=4)
-def _laid_out(
+def lay_out(
     structure: tree.Structure,
     leaves: tuple[Leaf, ...],
     named_paths: tuple[tuple[str, tuple[str, ...]], ...],
 ) -> tuple[tuple[str, Layout], ...]:
+    """Return name and layout of each unit that owns a leaf."""
     paths = dict(named_paths)
     path_owners = owners_of(paths)
     unit_leaves: dict[str, list[Leaf]] = {unit_name: [] for unit_name in paths}

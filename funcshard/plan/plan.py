@@ -14,10 +14,9 @@ from funcshard._utils.codec import decode, encode
 from funcshard._utils.table import Shown, Table
 from funcshard._utils.tensors import dtype_name
 from funcshard.plan.equal_units import plan_table
+from funcshard.plan.leaf_options import storages_by_name
 from funcshard.plan.mesh_axes import AXES, Axes, model_axes_of, world_size_of
-from funcshard.plan.packed_leaves import storages_by_name
 from funcshard.plan.precision import MixedPrecision
-from funcshard.plan.small_units import joined_name
 from funcshard.plan.unit_plan import BufferPlan, LeafSpec, UnitPlan
 
 _FORMAT = "funcshard.plan/1"
@@ -65,16 +64,6 @@ class Plan(Shown):
     def units(self) -> dict[str, UnitPlan]:
         """The units by name, in plan order."""
         return {unit.name: unit for unit in self.unit_list}
-
-    @property
-    def buckets(self) -> tuple[tuple[str, ...], ...]:
-        """The groups that ``bucket_bytes`` made: the paths of the small units in each of them."""
-        return tuple(
-            unit.members
-            for unit in self.unit_list
-            # A group that the user wrote down has a name of another form.
-            if unit.members and unit.name.startswith(joined_name(unit.members))
-        )
 
     @property
     def leaves(self) -> tuple[LeafSpec, ...]:

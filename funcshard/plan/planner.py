@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -12,16 +13,22 @@ import torch
 
 from funcshard._utils import table, tree
 from funcshard._utils.garbage import without_collection
+from funcshard._utils.options import check_count
+from funcshard._utils.tensors import is_dtensor
 from funcshard._utils.torch_private import callers_level
 from funcshard.plan.globs import nodes_of, some
 from funcshard.plan.layout import lay_out
+from funcshard.plan.leaf_options import (
+    Local,
+    StorageByGlob,
+    with_local_axes,
+    with_packing,
+    with_placements,
+)
 from funcshard.plan.leaves import Leaf, module_classes, names_in_order, prefix_of, read_leaves
-from funcshard.plan.local_leaves import Local, with_local_axes, with_placements
 from funcshard.plan.mesh_axes import AXES, Axes, mesh_axes_of
-from funcshard.plan.packed_leaves import StorageByGlob, with_packing
 from funcshard.plan.plan import Plan
 from funcshard.plan.precision import MixedPrecision, is_one_of
-from funcshard.plan.small_units import check_bucket_bytes, joined_name, small_groups
 from funcshard.plan.unit_options import (
     UnitNames,
     check_options,
@@ -29,7 +36,7 @@ from funcshard.plan.unit_options import (
     free_name,
     read_units,
 )
-from funcshard.plan.unit_plan import BufferPlan, UnitPlan, innermost_in
+from funcshard.plan.unit_plan import UnitPlan, innermost_in
 
 _LARGE = 2**30  # bytes of a model that is better gathered in units
 
@@ -161,7 +168,10 @@ def make_plan(
     }
     defaults = {"strategy": strategy, "offload": offload, "precision": precision, **reshard_options}
     check_options(defaults, strategy)
-    group_bytes = check_bucket_bytes(bucket_bytes)
+    group_bytes = None
+    if not isinstance(bucket_bytes, str) or bucket_bytes != "auto":
+        remedy = 'pass 0 for no groups, or "auto"'
+        group_bytes = check_count("bucket_bytes", bucket_bytes, 0, of="bytes", remedy=remedy)
     mesh_axes = mesh_axes_of(mesh)
     # Why () for the usual axes: plans were stored before there were others, and stay equal.
     axes: Axes = ()
@@ -169,9 +179,12 @@ def make_plan(
         axes = tuple(mesh_axes.items())
     with without_collection():
         structure, leaves, tensors = read_leaves(params)
-        leaves = with_local_axes(leaves, local, mesh_axes)
-        leaves = with_placements(leaves, tensors, mesh, mesh_axes)
-        leaves = with_packing(leaves, storage)
+        if local:
+            leaves = with_local_axes(leaves, local, mesh_axes)
+        if any(map(is_dtensor, tensors)):
+            leaves = with_placements(leaves, tensors, mesh, mesh_axes)
+        if storage:
+            leaves = with_packing(leaves, storage)
         leaf_uses = [leaf.paths for leaf in leaves]
         paths, overrides = read_units(units, leaf_uses, strategy)
         # Note: the options of all units by name; units that the planner makes are added below.
@@ -242,11 +255,18 @@ def _plan_units(
     """Lay the units out, and cut their buffers into shards."""
     shards = mesh_axes["shard"]
     unit_plans = []
-    for unit_name, (members, unit_structure, buffers) in lay_out(structure, leaves, paths).items():
+    unit_layouts = lay_out(structure, tuple(leaves), tuple(paths.items()))
+    for unit_name, (members, unit_structure, buffers) in unit_layouts:
         unit_options = decided_options(unit_name, options[unit_name], shards)
         # Layouts hold buffers of one shard, because plans for other meshes share them.
         if shards > 1 and unit_options["strategy"] != "no_shard":
-            buffers = tuple([_cut(buffer, shards) for buffer in buffers])
+            # Why not all: each rank of the shard axis has values of its own in a local one.
+            buffers = tuple(
+                [
+                    buffer if "shard" in buffer.local else replace(buffer, shards=shards)
+                    for buffer in buffers
+                ]
+            )
         unit_plans.append(
             UnitPlan(
                 name=unit_name,
@@ -259,11 +279,6 @@ def _plan_units(
             )
         )
     return tuple(unit_plans)
-
-
-def _cut(buffer: BufferPlan, shards: int) -> BufferPlan:
-    # Why not: each rank of the shard axis has values of its own there.
-    return buffer if "shard" in buffer.local else replace(buffer, shards=shards)
 
 
 def _warn_of_one_large_unit(plan: Plan) -> None:
@@ -315,7 +330,7 @@ def _with_groups(
             joined[unit_name] = unit_paths
         elif unit_name == group_names[0]:
             # The group takes the place of its first unit, whose options are those of all.
-            group_name = free_name(joined_name(group_names), nodes, paths)
+            group_name = free_name(f"{group_names[0]}{_TO}{group_names[-1]}", nodes, paths)
             joined[group_name] = group_names
             options[group_name] = dict(options[unit_name])
             if groups[group_names]:
@@ -401,3 +416,114 @@ def _with_modules(
             placed_units.append((first_leaves[module_path], module_path, (module_path,)))
     placed_units.sort(key=lambda placed: placed[0])
     return {unit_name: unit_paths for _, unit_name, unit_paths in placed_units}
+
+
+# --- small units ----------------------------------------------------------------------------------
+
+
+_TO = "…"  # between the first and the last unit in the name of a group
+
+# The rule of "auto": at least so many adjacent units of at most so many gathered bytes form
+# groups, of at most so many bytes.
+# Why sizes and options alone: every rank and every process has to make the same groups.
+_LEAST_UNITS = 32
+_GROUP_BYTES = 1 << 20
+_SMALL_UNIT = _GROUP_BYTES // _LEAST_UNITS
+
+
+def ends_of(name: str) -> list[str]:
+    """Return the ends of a group of small units; for another unit, its name."""
+    return name.split(_TO)
+
+
+def small_groups(
+    units: Sequence[UnitPlan],
+    limit: int | None,
+    undecided: Collection[str],
+    modules: Collection[int],
+) -> dict[tuple[str, ...], bool]:
+    """Return the groups that small units of a plan form.
+
+    Arguments:
+        units: the units in plan order.
+        limit: the most gathered bytes of a group, 0 for no groups, ``None`` for the rule.
+        undecided: the units whose ``reshard_after_forward`` no option sets.
+        modules: the indices of the leaves that ``make_functional`` returned.
+
+    Returns:
+        For the names of each group, whether it stays gathered until backward although its strategy
+        frees it.
+    """
+    if limit == 0:
+        return {}
+    # Note: gathered bytes, with padding and in the dtype that travels.
+    unit_bytes = [
+        sum(buffer.model_numel * unit.computed_dtype(buffer).itemsize for buffer in unit.buffers)
+        for unit in units
+    ]
+    unit_keys = [_key(unit, undecided) for unit in units]
+    if limit is not None:
+        return dict.fromkeys(_filled(units, unit_bytes, unit_keys, limit), False)
+    for i, unit in enumerate(units):
+        # Why only modules: programs by hand look their units up by name.
+        if unit_bytes[i] > _SMALL_UNIT or any(leaf.index not in modules for leaf in unit.leaves):
+            unit_keys[i] = None
+    key_runs = [list(run) for _, run in itertools.groupby(unit_keys)]
+    # Why a least number: the names of a few units are worth more than the microseconds.
+    unit_keys = [
+        unit_key if len(run) >= _LEAST_UNITS else None for run in key_runs for unit_key in run
+    ]
+    total_bytes = sum(
+        unit_size
+        for unit_size, unit_key in zip(unit_bytes, unit_keys, strict=True)
+        if unit_key is not None
+    )
+    freed_units = {unit.name for unit in units if unit.reshard_after_forward}
+    return {
+        names: total_bytes <= _GROUP_BYTES and names[0] in freed_units.intersection(undecided)
+        for names in _filled(units, unit_bytes, unit_keys, _GROUP_BYTES)
+    }
+
+
+def _key(unit: UnitPlan, undecided: Collection[str]) -> tuple[Any, ...] | None:
+    """Return all in which the units of a group agree; ``None`` for a unit that joins none."""
+    # The root is gathered first anyway, and a group has its name from the user.
+    if unit.name == "" or unit.members:
+        return None
+    buffers = [(buffer.key, buffer.local) for buffer in unit.buffers]
+    reshard_options = (
+        unit.reshard_after_forward,
+        unit.name in undecided,
+        unit.reshard_after_backward,
+    )
+    return (
+        unit.strategy,
+        reshard_options,
+        unit.offload,
+        unit.precision,
+        unit.full_precision,
+        buffers,
+    )
+
+
+def _filled(
+    units: Sequence[UnitPlan], sizes: Sequence[int], keys: Sequence[Any], limit: int
+) -> list[tuple[str, ...]]:
+    """Return groups of adjacent units whose gathered buffers take at most ``limit`` bytes."""
+    groups: list[dict[str, None]] = [{}]
+    nodes_around: set[str] = set()  # the nodes that hold a unit of the last group
+    last_key, total_bytes = None, 0
+    for unit, unit_size, unit_key in zip(units, sizes, keys, strict=True):
+        if unit_key is None or unit_size > limit:
+            last_key = None
+            continue
+        nodes_above = [*tree.upwards(unit.name)]
+        # Why: a unit and one inside it run at the same time, so they cannot be one.
+        is_nested = unit.name in nodes_around or not groups[-1].keys().isdisjoint(nodes_above)
+        if unit_key != last_key or total_bytes + unit_size > limit or is_nested:
+            groups.append({})
+            nodes_around, last_key, total_bytes = set(), unit_key, 0
+        groups[-1][unit.name] = None
+        nodes_around.update(nodes_above)
+        total_bytes += unit_size
+    return [tuple(unit_group) for unit_group in groups if len(unit_group) > 1]

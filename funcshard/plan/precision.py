@@ -1,7 +1,7 @@
 """``MixedPrecision``: the dtypes in which units compute and communicate.
 
 The casts happen elsewhere: of parameters and gradients in core's ``buffer_comm``, of inputs and
-outputs in core's ``unit``, of buffers in module's ``unit_forward``.
+outputs in core's ``unit``, of buffers in module's ``unit_setup``.
 """
 
 from __future__ import annotations

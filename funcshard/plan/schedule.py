@@ -1,15 +1,24 @@
-"""The schedule: the order of the units, and when they are gathered ahead of their use, as data."""
+"""When units are gathered, reduced and computed again.
+
+``Schedule`` says it as data. ``ForwardOrder`` and ``BackwardOrder`` are two small state machines
+without tensors. The prefetcher of ``core`` drives them with the calls of a real program,
+``predict_events`` with those of the schedule. So a run and its prediction share each rule, and a
+program may leave the schedule. The options ``reduce`` and ``remat`` name units.
+"""
 
 from __future__ import annotations
 
+import bisect
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from funcshard._utils.options import check_choice, check_count, check_flag
 from funcshard._utils.table import Shown, Table
+from funcshard.plan.globs import matches, some
 from funcshard.plan.plan import Plan, check_plan
+from funcshard.plan.planner import ends_of
 
 BACKWARD = ("pre", "post", None)
 
@@ -170,3 +179,259 @@ def _check_known(option: str, names: Iterable[str], units: Collection[str]) -> N
                 f"{[known_unit for known_unit in units if known_unit][:6]}: list(plan.units) names "
                 "them in order"
             )
+
+
+# --- the order of a call --------------------------------------------------------------------------
+
+
+class ForwardOrder:
+    """Decide which units forward gathers, and when.
+
+    Arguments:
+        schedule: the expected order of calls, and how far to gather ahead.
+        known: whether the order of the schedule is more than a guess.
+
+    Attributes:
+        ran: the units that forward has called so far.
+    """
+
+    def __init__(self, schedule: Schedule, *, known: bool = True) -> None:
+        self.ran: list[str] = []
+        self._schedule = schedule
+        self._follows = known  # whether forward has followed the schedule so far
+        self._gathered: set[str] = set()  # not called since their gather, or kept for the next call
+        # A unit that comes again later can stay gathered until then.
+        self._last = {name: order_position for order_position, name in enumerate(schedule.order)}
+
+    def gather(self, name: str) -> bool:
+        """Return whether to gather a unit now that forward calls it."""
+        if name in self._gathered:
+            return False
+        self._gathered.add(name)
+        return True
+
+    def call(self, name: str, *, stays: bool) -> bool:
+        """Note that forward calls a unit; return whether it stays gathered for its next call.
+
+        Arguments:
+            name: the unit.
+            stays: whether the unit stays gathered after forward.
+        """
+        schedule_order, order_position = self._schedule.order, len(self.ran)
+        # Once forward has left the schedule, it gathers on demand for the rest of the call.
+        self._follows = (
+            self._follows
+            and order_position < len(schedule_order)
+            and schedule_order[order_position] == name
+        )
+        # Why ran: without a known order, a unit that forward calls a second time may be called a
+        # third time.
+        keeps = stays and (self._last[name] > order_position if self._follows else name in self.ran)
+        if not keeps:
+            self._gathered.discard(name)
+        self.ran.append(name)
+        return keeps
+
+    def prefetch(self) -> list[str]:
+        """Return the units to gather ahead now."""
+        schedule, order_position = self._schedule, len(self.ran)
+        if not self._follows or not schedule.forward_prefetch:
+            return []
+        if schedule.limit == 1 and (
+            order_position == len(schedule.order)
+            or schedule.order[order_position] in self._gathered
+        ):
+            return []  # only for speed
+        return [
+            name
+            for name in schedule.order[order_position : order_position + schedule.limit]
+            if name not in schedule.on_demand and self.gather(name)
+        ]
+
+
+class BackwardOrder:
+    """Decide which units backward gathers again, and when.
+
+    A *use* is one call of a unit whose gathered leaves backward needs. Uses are numbered, and each
+    has a moment: an integer that grows as backward proceeds.
+
+    Arguments:
+        schedule: how far to gather ahead.
+        units: the name of the unit of each use, by number.
+        reaches: whether the backward that runs may reach a use, by number.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        units: Mapping[int, str] | Sequence[str],
+        reaches: Callable[[int], bool] = lambda number: True,
+    ) -> None:
+        self._schedule = schedule
+        self._units = units
+        # Note: every rank has to give the same answer, or gathers would differ; so it must not
+        # depend on what is in a rank's memory.
+        self._reaches = reaches
+        self._uses: Sequence[tuple[int, int]] = ()
+        self._started: set[int] = set()
+        self._gathered: set[int] = set()
+
+    def expect(self, uses: Sequence[tuple[int, int]]) -> None:
+        """Set the uses that backward will reach: ``(moment, number)``, by moment."""
+        self._uses = uses
+
+    def gather(self, number: int) -> bool:
+        """Return whether to gather a use now that backward needs it."""
+        if number in self._started:
+            return False
+        self._started.add(number)
+        return True
+
+    def reach(self, number: int) -> None:
+        """Note that backward computes with a use's gathered buffers; inverse of ``release``."""
+        self._started.discard(number)
+        self._gathered.add(number)
+
+    def release(self, number: int) -> None:
+        """Note that the gathered buffers of a use are free again."""
+        self._gathered.discard(number)
+
+    def prefetch(self, moment: int, *, most: int | None = None) -> list[int]:
+        """Return the uses after ``moment`` to gather ahead now, at most ``most`` or the limit."""
+        ahead_uses = []
+        uses_left = self._schedule.limit if most is None else most
+        for order_position in range(
+            bisect.bisect_left(self._uses, (moment + 1, 0)), len(self._uses)
+        ):
+            use_index = self._uses[order_position][1]
+            # What is in memory, or is never reached, takes no part of the limit.
+            if use_index in self._gathered or not self._reaches(use_index):
+                continue
+            if self._units[use_index] not in self._schedule.on_demand and self.gather(use_index):
+                ahead_uses.append(use_index)
+            # A use on demand counts too: the limit is a distance, not a number of gathers.
+            uses_left -= 1
+            if not uses_left:
+                break
+        return ahead_uses
+
+
+# --- options of a step that name units ------------------------------------------------------------
+
+
+# One of _MODES for all units, or by globs of unit names.
+Reduce = str | Mapping[str, str]
+
+_MODES = ("each", "once", "shard_each")
+
+
+def check_reduce(micro_batches: Any, reduce: Any, name: str = "micro_batches") -> int:
+    """Return the number of micro-batches; raise unless it and ``reduce`` are valid."""
+    if isinstance(reduce, Mapping):
+        for glob, reduce_mode in reduce.items():
+            if not isinstance(glob, str):
+                raise TypeError(
+                    f"reduce must map names or globs of units to {', '.join(map(repr, _MODES))}; "
+                    f"found the key {glob!r}: write {{'blocks.*': 'once'}}, with '' for the root"
+                )
+            check_choice(f"reduce[{glob!r}]", reduce_mode, _MODES)
+    else:
+        check_choice("reduce", reduce, _MODES)
+    remedy = "pass 1 for the whole batch at once"
+    return check_count(name, micro_batches, of="micro-batches", remedy=remedy)
+
+
+def check_reduce_units(reduce: Reduce, units: Iterable[str]) -> None:
+    """Raise ``ValueError`` unless every glob of ``reduce`` matches a unit."""
+    if isinstance(reduce, str):
+        return
+    unit_names = list(units)
+    for glob in reduce:
+        if not any(_chooses(glob, unit_name) for unit_name in unit_names):
+            raise ValueError(
+                f"reduce must name units; found {glob!r}, which matches none of "
+                f"{some(unit_names)}: write the names of units, or globs of them"
+            )
+
+
+def unit_mode(reduce: Reduce, unit: str) -> str:
+    """Return the value for a unit, ``"each"`` by default; a name counts before the last glob."""
+    if isinstance(reduce, str):
+        return reduce
+    # A name that is written out counts before all globs.
+    if unit in reduce:
+        return reduce[unit]
+    for glob in reversed(list(reduce)):
+        if _chooses(glob, unit):
+            return reduce[glob]
+    return "each"
+
+
+def buffer_mode(mode: str, *, cut: bool, repeated: bool) -> str:
+    """Return when a buffer's gradient is reduced; a run and its prediction both ask here.
+
+    Arguments:
+        mode: the value for the unit.
+        cut: whether the reduction begins with a reduce-scatter.
+        repeated: whether all-reduces follow.
+    """
+    # Why: "shard_each" only makes the all-reduces wait. A buffer that is not cut has nothing else,
+    # and one that is not repeated has none.
+    if mode != "shard_each" or (cut and repeated):
+        return mode
+    return "each" if cut else "once"
+
+
+def _chooses(glob: str, unit: str) -> bool:
+    # Why: "*" is one component of a path, and the path of the root has none.
+    if unit == "":
+        return glob in ("", "**")
+    # A group of small units is named after the first and the last of them.
+    return matches(glob, unit) or all(matches(glob, end) for end in ends_of(unit))
+
+
+def read_remat(remat: Iterable[str] | bool) -> tuple[str, ...] | bool:
+    """Return the names and globs of ``remat`` as a tuple, and a flag unchanged."""
+    if isinstance(remat, bool):
+        return remat
+    unit_names: tuple[Any, ...] = (None,)
+    if isinstance(remat, Iterable) and not isinstance(remat, str):
+        unit_names = tuple(remat)
+    if not all(isinstance(unit_name, str) for unit_name in unit_names):
+        remedy = [remat] if isinstance(remat, str) else True
+        raise TypeError(
+            f"remat must be a list of names or globs of units, True or False; found {remat!r}: "
+            f"write {remedy!r}"
+        )
+    return unit_names
+
+
+def recomputed_modules(plan: Plan, remat: Iterable[str] | bool) -> list[str]:
+    """Return the paths of the modules that ``remat`` names, in plan order.
+
+    Arguments:
+        plan: the plan.
+        remat: names or globs of units, or of modules of groups; ``True`` for all but the root.
+
+    Raises:
+        TypeError: ``remat`` is neither a list of texts nor a flag.
+        ValueError: a name or glob matches no unit, or names the root.
+    """
+    unit_names = read_remat(remat)
+    # Why without the root: to compute it again is to run all of forward again.
+    units = {unit.name: unit for unit in plan.unit_list if unit.name}
+    paths = [module_path for unit in units.values() for module_path in unit.paths]
+    if isinstance(unit_names, bool):
+        return paths * unit_names
+    chosen_paths: set[str] = set()
+    for unit_name in unit_names:
+        module_paths = [module_path for module_path in paths if matches(unit_name, module_path)]
+        if unit_name in units:
+            module_paths = list(units[unit_name].paths)
+        if not module_paths:
+            raise ValueError(
+                f"remat must name units of the plan, not the root; found {unit_name!r}; its units "
+                f"are {list(units)[:6]}: write names or globs of these, or remat=True for all"
+            )
+        chosen_paths.update(module_paths)
+    return [module_path for module_path in paths if module_path in chosen_paths]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from funcshard.plan.execution_order import BackwardOrder, ForwardOrder
-from funcshard.plan.schedule import Schedule
+from funcshard.plan.schedule import BackwardOrder, ForwardOrder, Schedule
 
 
 def forward(order: str, calls: str, *, ahead: bool = True, limit: int = 1, stays: str = "", **options) -> list[str]:
