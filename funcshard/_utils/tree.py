@@ -130,7 +130,6 @@ def describe(
     check: Callable[[str, Any, Sequence[Any], str], None] | None = None,
     *,
     above: str = "",
-    depth: int = 0,
 ) -> tuple[Structure, list[Any], list[str]]:
     """Split ``tree`` into ``(structure, leaves, paths)``; ``build`` is the inverse.
 
@@ -138,7 +137,6 @@ def describe(
         tree: the tree.
         check: ``check(kind, meta, entries, path)``, called for each container; it may raise.
         above: the path of ``tree`` in a larger tree.
-        depth: the number of containers around it there.
 
     Raises:
         TypeError: a container can't be data, such as a ``defaultdict`` or a custom node with
@@ -146,7 +144,7 @@ def describe(
         ValueError: two leaves have one path, or containers are nested too deeply.
     """
     walk = _Walk(check)
-    structure = walk.visit(tree, above, depth)
+    structure = walk.visit(tree, above, 0)
     paths = walk.paths
     if len(set(paths)) != len(paths):
         path_twice = next(p for p, uses in Counter(paths).items() if uses > 1)

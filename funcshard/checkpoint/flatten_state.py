@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -60,73 +59,57 @@ def flatten_state(state: Any, plans: Plans, rank: int, device: str = "cpu") -> F
         ValueError: a tree of shards doesn't match the plan, or two tensors have one name.
     """
     structure, leaves = _described(state)
+    flat, turns = FlatState(None), itertools.count()
     # Note: with one plan for each entry, the root is walked here, one level above the entries.
-    flat, root_depth = FlatState(None), 0 if isinstance(plans, Plan) else 1
-    shard_turns = itertools.count()
     entry_specs = [
-        _Flattener(plan, rank, device, flat, shard_turns, leaves).node(node, path, root_depth)
+        _Flattener(plan, rank, device, flat, turns, leaves).node(node, path, path)
         for path, node, plan in by_entry(structure, plans)
     ]
-    if not isinstance(plans, Plan):
-        root_kind, keys, children = structure
-        entry_specs = [
-            _container(root_kind, _entries(root_kind, keys, len(children), ""), keys, entry_specs)
-        ]
-    return dataclasses.replace(flat, spec=entry_specs[0])
+    if isinstance(plans, Plan):
+        return dataclasses.replace(flat, spec=entry_specs[0])
+    return dataclasses.replace(
+        flat, spec=_container(structure, _entries(structure, ""), entry_specs)
+    )
 
 
 Order = list[tuple[UnitPlan, BufferPlan]]
 """The buffers, with their units, that the items of a list of shards belong to."""
 
+Zone = str | tuple[UnitPlan, BufferPlan]
+"""What a node belongs to: the ``"state"``, the state of an ``"optimizer"``, a ``"PerRank"``, or the
+place of a buffer in a tree of shards."""
+
 # Dtypes below a byte and quantized ones, which torch can hold and neither copy nor write.
 _UNWRITABLE = re.compile(r"u?int[1-7]|qu?int\w+")
-_MOST_BITS = 13_000  # Python reads and writes no whole number of more than 4300 digits
 
 
-def _described(state: Any, above: str = "", depth: int = 0) -> tuple[tree.Structure, list[Any]]:
+def _described(
+    state: Any, above: str = "", leaf_types: tuple[type, ...] = (PerRank,)
+) -> tuple[tree.Structure, list[Any]]:
     """Return structure and leaves of a state that can be stored."""
-    structure, leaves, paths = tree.describe(state, above=above, depth=depth)
-    leaves = [_plain(leaf) for leaf in leaves]
-    for leaf, path in zip(leaves, paths, strict=True):
-        if isinstance(leaf, PerRank):
-            continue
+    structure, leaves, paths = tree.describe(state, above=above)
+    for index, path in enumerate(paths):
+        leaf = leaves[index]
         check_not_donated(leaf)
-        obstacle_text, remedy = _obstacle(leaf), "convert it"
-        if isinstance(leaf, torch.Tensor) and _UNWRITABLE.fullmatch(dtype_name(leaf.dtype)):
-            remedy = "hold its bytes, tensor.view(torch.uint8)"
-            obstacle_text = obstacle_text or f"a tensor of {leaf.dtype}"
-        if obstacle_text:
+        # Note: a number of NumPy, which this library doesn't need.
+        if type(leaf).__module__ == "numpy" and getattr(leaf, "shape", None) == ():
+            leaf = leaves[index] = leaf.item()
+        leaf_text = f"a {type(leaf).__name__}"
+        is_storable = type(leaf) in (int, float, bool, str, *leaf_types)
+        if isinstance(leaf, torch.Tensor):
+            # Why hasattr: it tells a DTensor without importing torch.distributed.tensor.
+            is_special = leaf.is_nested or leaf.is_quantized or hasattr(leaf, "full_tensor")
+            is_dense = leaf.layout == torch.strided and not (is_special or leaf.is_meta)
+            is_storable = is_dense and not _UNWRITABLE.fullmatch(dtype_name(leaf.dtype))
+            leaf_text += f" of {leaf.dtype} and {leaf.layout} on {leaf.device}"
+        if not is_storable:
             raise TypeError(
-                f"leaf {path!r} of the state cannot be stored; it must be a dense tensor, an int, "
-                f"float, bool, str or None; found {obstacle_text}: {remedy}, or leave it out of the "
-                "state"
+                f"leaf {path!r} of the state cannot be stored; it must be a number, a str, or a "
+                "tensor with a value for each element, in whole bytes, not nested and not "
+                f"quantized; found {leaf_text}: convert it, hold its bytes, "
+                "tensor.view(torch.uint8), or leave it out of the state"
             )
     return structure, leaves
-
-
-def _plain(value: Any) -> Any:
-    """Return a number of NumPy as one of Python."""
-    # Note: if nobody has imported NumPy, no leaf is of it.
-    numpy = sys.modules.get("numpy")  # which this library doesn't need
-    return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
-
-
-def _obstacle(leaf: Any) -> str:
-    """Return why a leaf isn't its elements alone, or ``""``."""
-    if type(leaf) is int and leaf.bit_length() > _MOST_BITS:
-        return "an int of more than 4,000 digits"
-    if type(leaf) in (int, float, bool, str):
-        return ""
-    # Why hasattr: it tells a DTensor without importing torch.distributed.tensor.
-    if not isinstance(leaf, torch.Tensor) or hasattr(leaf, "full_tensor"):
-        return f"a {type(leaf).__name__}"
-    if leaf.is_nested:
-        return "a nested tensor"
-    if leaf.is_quantized:
-        return "a quantized tensor"
-    if leaf.is_meta:
-        return "a tensor on the meta device"
-    return "" if leaf.layout == torch.strided else f"a tensor of layout {leaf.layout}"
 
 
 @dataclass(slots=True)
@@ -138,58 +121,56 @@ class _Flattener:
     device: str
     flat: FlatState
     turns: Iterator[int]
-    leaves: Sequence[Any] = ()
-    in_per_rank: bool = False
+    leaves: Sequence[Any]
 
     def node(
-        self, structure: tree.Structure, path: str, depth: int = 0, *, in_optimizer: bool = False
+        self, structure: tree.Structure, name: str, label: str, zone: Zone = "state"
     ) -> TreeSpec:
-        """Return the spec of the node at ``path``, and add its tensors to ``flat``.
+        """Return the spec of a node, and add its tensors to ``flat``.
 
         Arguments:
             structure: the node.
-            path: its path.
-            depth: number of containers and ``PerRank`` values around it.
-            in_optimizer: whether it belongs to an optimizer's state.
+            name: its path.
+            label: the same, with ``*`` in place of the unit and the buffer of a tree of shards.
+            zone: what it belongs to.
         """
         if structure is None:
             return None
         if isinstance(structure, int):
-            leaf = self.leaves[structure]
-            if isinstance(leaf, PerRank):
-                return self._per_rank(leaf, path, depth)
-            return self._leaf(leaf, path)
+            return self._leaf(self.leaves[structure], name, label, zone)
         node_kind, meta, children = structure
-        listed_shards: dict[int, Order] = {}
-        if not self.in_per_rank:
+        orders: dict[int, Order] = {}
+        if zone in ("state", "optimizer"):
             if node_kind == "dict" and self._are_shards(meta, children):
-                return self._shards(structure, path)
+                return self._shards(structure, name)
             if node_kind == "dict" and _look_like_shards(children):
-                raise self._unplanned(path, meta)
-            listed_shards = self._lists_of_shards(children)
-        entries = _entries(node_kind, meta, len(children), path)
+                raise self._unplanned(name, meta)
+            orders = self._orders(children)
+        entries = _entries(structure, name)
         # Note: TorchOpt's own classes and the opt_state of a TrainState are optimizers for sure.
-        in_optimizer |= node_kind == "namedtuple" and meta.startswith("torchopt.")
+        is_state = False
+        if zone == "state" and node_kind == "namedtuple":
+            zone = "optimizer" if meta.startswith("torchopt.") else zone
+            is_state = find_class(meta) is TrainState
         # Why an error: stored as shards, a list that is the same on every rank would be cut.
-        if listed_shards and not in_optimizer:
-            raise _undecided(join(path, entries[min(listed_shards)]))
-        is_state = node_kind == "namedtuple" and find_class(meta) is TrainState
+        if orders and zone == "state":
+            raise _undecided(join(name, entries[min(orders)]))
         child_specs = []
-        for i, (child, entry) in enumerate(zip(children, entries, strict=True)):
-            child_path = join(path, entry)
-            if i in listed_shards:
-                child_specs.append(self._listed_shards(child, child_path, listed_shards[i]))
-            else:
-                inside_optimizer = in_optimizer or (is_state and entry == "opt_state")
-                child_specs.append(
-                    self.node(child, child_path, depth + 1, in_optimizer=inside_optimizer)
-                )
+        for index, (child, entry) in enumerate(zip(children, entries, strict=True)):
+            path = join(name, entry)
+            if index in orders:
+                nodes = zip(orders[index], child[2], strict=True)
+                buffer_specs = [self._buffer(path, *place, node) for place, node in nodes]
+                child_specs.append(["shards", child[0], buffer_specs])
+                continue
+            child_zone = "optimizer" if is_state and entry == "opt_state" else zone
+            child_specs.append(self.node(child, path, join(label, entry), child_zone))
         if node_kind == "custom" and not is_json(meta[1]):
             raise TypeError(
-                f"the {meta[0]} at {path!r} of the state cannot be stored: its metadata "
+                f"the {meta[0]} at {name!r} of the state cannot be stored: its metadata "
                 f"{meta[1]!r} cannot be written as JSON; convert it to a dictionary"
             )
-        return _container(node_kind, entries, meta, child_specs)
+        return _container(structure, entries, child_specs)
 
     def _unplanned(self, path: str, unit_names: Sequence[Any]) -> ValueError:
         if not self.plan.unit_list:
@@ -205,183 +186,122 @@ class _Flattener:
 
     # --- leaves -----------------------------------------------------------------------------------
 
-    def _leaf(self, value: Any, path: str) -> TreeSpec:
-        if isinstance(value, torch.Tensor):
-            return self._whole(value, path, path)
-        return ["value", value]
-
-    def _per_rank(self, value: PerRank, path: str, depth: int) -> TreeSpec:
-        # Why they count as containers: a PerRank in a PerRank is walked by recursion too.
-        if depth == tree.DEEPEST:
-            raise ValueError(tree.too_deep(path, "containers and PerRank values inside each other"))
-        inner_walk = dataclasses.replace(self, in_per_rank=True)
-        structure, inner_walk.leaves = _described(value.value, path, depth + 1)
-        self.flat.rank_specs.append(inner_walk.node(structure, path, depth + 1))
-        return ["rank", len(self.flat.rank_specs) - 1]
-
-    def _whole(self, value: torch.Tensor, name: str, label: str) -> TreeSpec:
-        """Add a tensor that all ranks share or, in a ``PerRank``, this rank's own."""
-        if self.in_per_rank:
-            return self._add(value, name, "rank", label)
-        # Note: ranks compare these, so a value that one rank has changed alone is found.
-        self.flat.checksums[name] = _checksum(value.detach().reshape(-1))
-        return self._add(value, name, "whole", label, stores=self.rank == 0)
-
-    # --- trees of shards --------------------------------------------------------------------------
-
-    def _are_shards(self, keys: Sequence[Any], children: Sequence[tree.Structure]) -> bool:
-        """Return whether a dictionary has units as keys, and buffers below them."""
-        units = self.plan.units
-        if not set(keys) <= units.keys():
-            return False
-        filled_units = [(units[name], child) for name, child in zip(keys, children, strict=True)]
-        filled_units = [(unit, child) for unit, child in filled_units if child is not None]
-        for unit, child in filled_units:
-            # Note: below a unit lie buffers alone; a tensor there is no tree of shards.
-            if isinstance(child, int) or child[0] != "dict":
-                return False
-            if not set(child[1]) <= {buffer.key for buffer in unit.buffers}:
-                return False
-        # Why not some units without buffers: that may be any dictionary, which would lose its keys.
-        has_buffers = any(child[2] for _, child in filled_units)
-        return has_buffers or (bool(filled_units) and len(keys) == len(units))
-
-    def _shards(self, structure: tree.Structure, path: str) -> TreeSpec:
-        buffer_nodes, units = [], self.plan.units
-        for name, child in zip(structure[1], structure[2], strict=True):
-            unit = units[name]
-            if child is None:
-                # Note: None for a unit has no buffers, so each of its buffers stands for it.
-                buffer_nodes += [[name, buffer.key, NO_UNIT] for buffer in unit.buffers]
-                continue
-            buffers = {buffer.key: buffer for buffer in unit.buffers}
-            buffer_nodes += [
-                [name, key, self._below(buffer_structure, path, "", unit, buffers[key])]
-                for key, buffer_structure in zip(child[1], child[2], strict=True)
-            ]
-        every_unit = len(structure[1]) == len(self.plan.unit_list)
-        return ["shards", "every unit" if every_unit else "some units", buffer_nodes]
-
-    def _lists_of_shards(self, children: Sequence[tree.Structure]) -> dict[int, Order]:
-        """Return the children that are lists of shards, by index, with their buffers."""
-        tensor_lists: dict[int, list[torch.Tensor | None]] = {}
-        for index, child in enumerate(children):
-            if isinstance(child, tuple) and child[0] in ("list", "tuple"):
-                items = [self.leaves[i] if isinstance(i, int) else i for i in child[2]]
-                if items and all(item is None or isinstance(item, torch.Tensor) for item in items):
-                    tensor_lists[index] = items
-        order_of_list: dict[int, Order] = {}
-        for trainable_only in (True, False):
-            # Note: an optimizer's lists cover trainable shards alone; one of parameters covers all.
-            buffer_order = buffers_in_tree_order(self.plan, trainable_only=trainable_only)
-            of_length = [
-                index for index, items in tensor_lists.items() if len(items) == len(buffer_order)
-            ]
-            # Note: a list of that length beside it counts too, because TorchOpt keeps a counter for
-            # each shard there.
-            if any(_all_fit(tensor_lists[index], buffer_order) for index in of_length):
-                for index in of_length:
-                    order_of_list.setdefault(index, buffer_order)
-        return order_of_list
-
-    def _listed_shards(self, structure: tree.Structure, path: str, order: Order) -> TreeSpec:
-        buffer_nodes = [
-            [unit.name, buffer.key, self._below(inner, path, "", unit, buffer)]
-            for (unit, buffer), inner in zip(order, structure[2], strict=True)
-        ]
-        return ["shards", structure[0], buffer_nodes]
-
-    def _below(
-        self, structure: tree.Structure, top: str, suffix: str, unit: UnitPlan, buffer: BufferPlan
-    ) -> TreeSpec:
-        """Return the spec of the node at ``suffix`` below a buffer of the shards at ``top``."""
-        if structure is None:
-            return None
-        if not isinstance(structure, int):
-            node_kind, meta, children = structure
-            entries = _entries(
-                node_kind, meta, len(children), join(top, unit.name, buffer.key, suffix)
-            )
-            child_specs = [
-                self._below(child, top, join(suffix, entry), unit, buffer)
-                for child, entry in zip(children, entries, strict=True)
-            ]
-            return _container(node_kind, entries, meta, child_specs)
-        leaf_value, stored_name = self.leaves[structure], join(top, unit.name, buffer.key, suffix)
-        if isinstance(leaf_value, PerRank):
-            raise TypeError(
-                f"{stored_name!r} of the state is a PerRank inside a tree of shards, which no other plan "
-                "could cut: store the shard itself, because every rank stores its own, or put the "
-                "PerRank beside the tree"
-            )
-        if not isinstance(leaf_value, torch.Tensor):
-            return self._leaf(leaf_value, stored_name)
-        # Note: anything else below a buffer, such as a count of steps, is the same on every rank.
-        if fits_shard(leaf_value, buffer):
-            return self._shard(leaf_value, stored_name, join(top, "*", suffix), unit, buffer)
-        if (
-            leaf_value.ndim == 1
-            and not suffix
-            and not (leaf_value.numel() == 1 and not leaf_value.is_floating_point())
-        ):
-            raise ValueError(
-                f"shard {buffer.key!r} of unit {unit.title!r} at {top!r} of the state must have "
-                f"{buffer.shard_numel} elements under the plan; found {leaf_value.numel()}: pass the "
-                "plan that made it. For a state of muon or per_matrix, which is kept by name, save "
-                "optimizer_to_state_dict(opt_state, optimizer, plan, mesh) instead"
-            )
-        if (
-            buffer.shards > 1
-            and leaf_value.ndim > 1
-            and leaf_value.shape[-1] == buffer.shard_numel
-            and not suffix
-        ):
-            raise ValueError(
-                f"shard {buffer.key!r} of unit {unit.title!r} at {top!r} of the state must have "
-                f"the shape ({buffer.shard_numel},); found {tuple(leaf_value.shape)}, a stack of the "
-                "shards of several models: save a list of trees of shards, one for each model, "
-                f"{{unit: {{buffer: stack[i]}}}}"
-            )
-        return self._whole(leaf_value, stored_name, join(top, "*", suffix))
-
-    def _shard(
-        self, value: torch.Tensor, name: str, label: str, unit: UnitPlan, buffer: BufferPlan
-    ) -> TreeSpec:
-        """Add a shard, which one of the ranks with copies of it stores."""
-        mesh_axes, turn = self.plan.mesh_axes, next(self.turns)
-        position = position_of(self.rank, mesh_axes)
-        # Note: a rank that doesn't store the shard still lists it, because ranks agree on the list.
-        stores = all(position[axis] == at for axis, at in turn_of(turn, buffer, mesh_axes).items())
-        return self._add(value, name, "shard", label, stores, turn, offload=unit.offload)
-
-    # --- tensors ----------------------------------------------------------------------------------
-
-    def _add(
-        self,
-        value: torch.Tensor,
-        name: str,
-        kind: str,
-        label: str,
-        stores: bool = True,
-        turn: int = 0,
-        *,
-        offload: bool = False,
-    ) -> TreeSpec:
+    def _leaf(self, value: Any, name: str, label: str, zone: Zone) -> TreeSpec:
+        if isinstance(value, PerRank):
+            if isinstance(zone, tuple):
+                raise TypeError(
+                    f"{name!r} of the state is a PerRank inside a tree of shards, which no other "
+                    "plan could cut: store the shard itself, because every rank stores its own, or "
+                    "put the PerRank beside the tree"
+                )
+            structure, inner_leaves = _described(value.value, name, leaf_types=())
+            inner_walk = dataclasses.replace(self, leaves=inner_leaves)
+            self.flat.rank_specs.append(inner_walk.node(structure, name, label, "PerRank"))
+            return ["rank", len(self.flat.rank_specs) - 1]
+        if not isinstance(value, torch.Tensor):
+            return ["value", value]
         # Note: keys may have dots, so two paths may join to one name.
         if name in self.flat.stored:
             raise ValueError(
                 f"two tensors of the state would be stored as {name!r}; rename one of the keys "
                 "above them"
             )
-        # Why a PerRank on a CPU mesh counts as a CPU tensor: its random state must stay on the CPU
-        # when it is restored on a CUDA mesh.
-        on_cpu_mesh = self.in_per_rank and self.device == "cpu"
-        on_mesh = offload or (value.device.type == self.device and not on_cpu_mesh)
+        kind, stores, turn = "whole", self.rank == 0, 0
+        on_mesh = value.device.type == self.device
+        if zone == "PerRank":
+            kind, stores = "rank", True
+            # Why a CPU mesh does not count: a random state on the CPU must stay there when it is
+            # restored on a CUDA mesh.
+            on_mesh = on_mesh and self.device != "cpu"
+        elif isinstance(zone, tuple) and fits_shard(value, zone[1]):
+            # Note: a rank that doesn't store the shard still lists it, because ranks agree on the
+            # list.
+            (unit, buffer), mesh_axes = zone, self.plan.mesh_axes
+            kind, turn, on_mesh = "shard", next(self.turns), on_mesh or unit.offload
+            turn_position = turn_of(turn, buffer, mesh_axes)
+            stores = turn_position.items() <= position_of(self.rank, mesh_axes).items()
+        else:
+            # Note: ranks compare these, so a value that one rank has changed alone is found. What
+            # isn't a shard below a buffer, such as a count of steps, is the same on every rank.
+            self.flat.checksums[name] = _checksum(value.detach().reshape(-1))
         shape, dtype = tuple(value.shape), dtype_name(value.dtype)
         self.flat.stored[name] = Stored(kind, dtype, shape, on_mesh, label, turn)
         if stores:
             self.flat.tensors[name] = value.detach().reshape(-1)
         return ["tensor", name]
+
+    # --- trees of shards --------------------------------------------------------------------------
+
+    def _are_shards(self, names: Sequence[Any], children: Sequence[tree.Structure]) -> bool:
+        """Return whether a dictionary has units as keys, and buffers below them."""
+        units = self.plan.units
+        if not set(names) <= units.keys():
+            return False
+        filled_units = [pair for pair in zip(names, children, strict=True) if pair[1] is not None]
+        for name, child in filled_units:
+            # Note: below a unit lie buffers alone; a tensor there is no tree of shards.
+            if isinstance(child, int) or child[0] != "dict":
+                return False
+            if not set(child[1]) <= {buffer.key for buffer in units[name].buffers}:
+                return False
+        # Why not some units without buffers: that may be any dictionary, which would lose its keys.
+        has_buffers = any(child[2] for _, child in filled_units)
+        return has_buffers or (bool(filled_units) and len(names) == len(units))
+
+    def _shards(self, structure: tree.Structure, top: str) -> TreeSpec:
+        buffer_specs: list[TreeSpec] = []
+        for unit_name, child in zip(structure[1], structure[2], strict=True):
+            unit = self.plan.units[unit_name]
+            if child is None:
+                # Note: None for a unit has no buffers, so each of its buffers stands for it.
+                buffer_specs += [[unit_name, buffer.key, NO_UNIT] for buffer in unit.buffers]
+                continue
+            buffers = {buffer.key: buffer for buffer in unit.buffers}
+            for key, node in zip(child[1], child[2], strict=True):
+                buffer_specs.append(self._buffer(top, unit, buffers[key], node))
+        every_unit = len(structure[1]) == len(self.plan.unit_list)
+        return ["shards", "every unit" if every_unit else "some units", buffer_specs]
+
+    def _buffer(
+        self, top: str, unit: UnitPlan, buffer: BufferPlan, structure: tree.Structure
+    ) -> TreeSpec:
+        """Return what the shards at ``top`` hold in place of a buffer."""
+        value = self.leaves[structure] if isinstance(structure, int) else None
+        if isinstance(value, torch.Tensor) and value.ndim and not fits_shard(value, buffer):
+            # Note: TorchOpt's counters have one element; without shards, a stack is whole.
+            is_counter = value.numel() == 1 and not value.is_floating_point()
+            if not is_counter and (value.ndim == 1 or buffer.shards > 1):
+                raise ValueError(
+                    f"shard {buffer.key!r} of unit {unit.title!r} at {top!r} of the state must have "
+                    f"the shape ({buffer.shard_numel},) under the plan; found "
+                    f"{tuple(value.shape)}: pass the plan that made it; save a stack of the shards "
+                    "of several models as a list of trees, and a state of muon or per_matrix by "
+                    "name, as optimizer_to_state_dict(opt_state, optimizer, plan, mesh) returns it"
+                )
+        name = join(top, unit.name, buffer.key)
+        spec = self.node(structure, name, join(top, "*"), (unit, buffer))
+        return [unit.name, buffer.key, spec]
+
+    def _orders(self, children: Sequence[tree.Structure]) -> dict[int, Order]:
+        """Return the order of buffers of each child that is a list of shards, by index."""
+        tensor_lists: dict[int, list[torch.Tensor | None]] = {}
+        for index, child in enumerate(children):
+            if isinstance(child, tuple) and child[0] in ("list", "tuple"):
+                items = [self.leaves[i] if isinstance(i, int) else i for i in child[2]]
+                if items and all(item is None or isinstance(item, torch.Tensor) for item in items):
+                    tensor_lists[index] = items
+        orders: dict[int, Order] = {}
+        # Note: an optimizer's lists cover trainable shards alone; one of parameters covers all.
+        for trainable_only in (False, True):
+            order = buffers_in_tree_order(self.plan, trainable_only=trainable_only)
+            same_length = {
+                i: items for i, items in tensor_lists.items() if len(items) == len(order)
+            }
+            # Note: a list of that length beside it counts too, because TorchOpt keeps a counter for
+            # each shard there.
+            if any(_all_fit(items, order) for items in same_length.values()):
+                orders |= dict.fromkeys(same_length, order)
+        return orders
 
 
 def _undecided(path: str) -> ValueError:
@@ -398,50 +318,47 @@ def _look_like_shards(children: Sequence[tree.Structure]) -> bool:
         isinstance(child, tuple)
         and child[0] == "dict"
         and child[1]
-        and all(_is_buffer_key(key) for key in child[1])
+        and all(_begins_with_dtype(key) for key in child[1])
         for child in children
     )
 
 
-def _is_buffer_key(key: Any) -> bool:
+def _begins_with_dtype(key: Any) -> bool:
     """Return whether ``key`` looks like that of a buffer: ``float32``, ``bfloat16.frozen``."""
-    name, *key_marks = key.split(".") if isinstance(key, str) else ("",)
-    # Note: the marks are those of the planner, for frozen buffers and local axes.
-    known_marks = all(
-        mark in ("frozen", "local") or mark.startswith("local_") for mark in key_marks
-    )
-    return isinstance(getattr(torch, name or "-", None), torch.dtype) and known_marks
+    return isinstance(getattr(torch, str(key).partition(".")[0], None), torch.dtype)
 
 
-def _all_fit(values: Sequence[Any], order: Order) -> bool:
-    """Return whether values are shards of buffers or ``None``, but not all ``None``."""
+def _all_fit(items: Sequence[Any], order: Order) -> bool:
+    """Return whether the items are shards of buffers or ``None``, but not all ``None``."""
     fit = [
-        fits_shard(value, buffer)
-        for value, (_, buffer) in zip(values, order, strict=True)
-        if value is not None
+        fits_shard(item, buffer)
+        for item, (_, buffer) in zip(items, order, strict=True)
+        if item is not None
     ]
     return bool(fit) and all(fit)
 
 
-def _entries(kind: str, meta: Any, number: int, path: str) -> list[Any]:
+def _entries(structure: tree.Structure, path: str) -> list[Any]:
     """Return the keys, field names or indices of a container's children."""
-    if kind in ("dict", "ordered_dict"):
-        for key in meta:
-            # Note: JSON has no other keys, and the index has to tell 1 from "1".
-            if type(key) not in (str, int):
-                raise TypeError(
-                    f"the keys of a dictionary in a state must be str or int; found {key!r} at "
-                    f"{path!r} of the state: convert it to a str"
-                )
-        return list(meta)
-    if kind == "namedtuple":
+    node_kind, meta, children = structure
+    if node_kind == "namedtuple":
         cls: Any = find_class(meta)
         return list(cls._fields)
-    return list(range(number))
+    if node_kind not in ("dict", "ordered_dict"):
+        return list(range(len(children)))
+    # Note: JSON has no other keys, and the index has to tell 1 from "1".
+    for key in meta:
+        if type(key) not in (str, int):
+            raise TypeError(
+                f"the keys of a dictionary in a state must be str or int; found {key!r} at "
+                f"{path!r} of the state: convert it to a str"
+            )
+    return list(meta)
 
 
-def _container(kind: str, entries: list[Any], meta: Any, children: list[TreeSpec]) -> TreeSpec:
-    return [kind, entries if kind == "namedtuple" else None, meta, children]
+def _container(structure: tree.Structure, entries: list[Any], specs: list[TreeSpec]) -> TreeSpec:
+    node_kind, meta, _ = structure
+    return [node_kind, entries if node_kind == "namedtuple" else None, meta, specs]
 
 
 def _checksum(flat: torch.Tensor) -> int:
