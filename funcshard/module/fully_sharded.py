@@ -145,11 +145,6 @@ def fully_shard(
 
     Source: ``torch.distributed.fsdp.fully_shard``.
     """
-    if isinstance(apply, FullyShard):
-        raise TypeError(
-            "fully_shard was given a function that is sharded already; pass make_functional's "
-            "apply itself"
-        )
     if not isinstance(apply, Functional):
         raise TypeError(
             f"fully_shard takes the apply that make_functional returned; found {_misfit(apply)}"
@@ -379,11 +374,10 @@ def _begin_backward_with(out: Any, prefetcher: Prefetcher) -> None:
 
 
 def _misfit(apply: Any) -> str:
+    if isinstance(apply, FullyShard):
+        return "a function that is sharded already: pass make_functional's apply itself"
     if hasattr(apply, "_torchdynamo_orig_callable"):
-        return (
-            f"{type(apply).__name__}, compiled: pass apply itself, and compiler=torch.compile, "
-            "which compiles the forward of each unit"
-        )
+        return "a compiled function: pass apply itself, and compiler=torch.compile"
     if isinstance(apply, nn.Module):
         return f"a module, {type(apply).__name__}: {module_remedy(apply, 'apply')}"
     if isinstance(apply, tuple) and apply and isinstance(apply[0], Functional):
@@ -393,9 +387,9 @@ def _misfit(apply: Any) -> str:
         )
     if isinstance(getattr(apply, "__self__", None), Functional):
         return f"the method {apply.__name__}: call it, as in apply.{apply.__name__}()"
-    function_name = getattr(apply, "__qualname__", None) or type(apply).__name__
     return (
-        f"{function_name}: for a function written by hand, use unshard and reshard around its units"
+        f"{getattr(apply, '__qualname__', type(apply).__name__)}: for a function written by hand, "
+        "use unshard and reshard around its units"
     )
 
 

@@ -135,7 +135,8 @@ class Functional:
     ) -> Any:
         # Note: only a state dict, with all names of tied parameters, has more names.
         if isinstance(params, Mapping) and len(params) > len(self.skeleton.parameters):
-            params = self.without_ties(params)
+            tied_names = {name for names in self.ties for name in names[1:]}
+            params = {name: value for name, value in params.items() if name not in tied_names}
         self.check_names("params", params, self.skeleton.parameters)
         call_buffers = self.copies(buffers)
         modules = self.skeleton.instantiate(params, call_buffers, training=self.training)
@@ -209,28 +210,6 @@ class Functional:
     def ties(self) -> tuple[tuple[str, ...], ...]:
         """All names of each tied parameter."""
         return tuple(names for names in self.skeleton.parameters.values() if len(names) > 1)
-
-    def without_ties(self, params: NamedTensors) -> NamedTensors:
-        """Return the parameters of a state dict with each tied parameter once.
-
-        Raises:
-            ValueError: there are different values under two of its names.
-        """
-        first_names = {
-            alias: first_name
-            for first_name, *aliases in self.ties
-            for alias in aliases
-            if alias in params and first_name in params
-        }
-        for alias, first_name in first_names.items():
-            if params[alias] is not params[first_name] and not torch.equal(
-                params[alias], params[first_name]
-            ):
-                raise ValueError(
-                    f"params hold different values of {first_name!r} and {alias!r}, which the "
-                    f"module ties: pass one of them, under the name {first_name!r}"
-                )
-        return {name: value for name, value in params.items() if name not in first_names}
 
     def persistent(self, buffers: NamedTensors) -> Tensors:
         """Return the buffers in the module's state dict, under all of their names there."""

@@ -98,31 +98,22 @@ def representatives(units: Iterable[UnitPlan]) -> dict[str, UnitPlan]:
         buffer_classes = tuple(
             [(b.key, b.dtype, b.numel, b.trainable, b.shards, b.local) for b in unit.buffers]
         )
-        unit_options = (unit.strategy, unit.reshard_after_forward, unit.reshard_after_backward)
         # Why id: the units of a plan share their precision, and its hash takes long.
-        key = (
-            buffer_classes,
-            unit_options,
-            unit.offload,
-            unit.mesh_shape,
-            unit.axes,
-            id(unit.precision),
-        )
+        key = buffer_classes, _options_of(unit), id(unit.precision)
         first_units[unit.name] = first_units_by_key.setdefault(key, unit)
     return first_units
 
 
 def unit_class(unit: UnitPlan) -> Hashable:
     """Return what equal units agree in: all but the numbers in names, and the places of leaves."""
-    unit_options: tuple[Hashable, ...] = (
-        unit.strategy,
-        unit.reshard_after_forward,
-        unit.reshard_after_backward,
-        unit.offload,
-    )
-    unit_options += (unit.precision, unit.full_precision, unit.mesh_shape, unit.axes)
+    precisions = unit.precision, unit.full_precision
     buffer_classes = tuple([_buffer_class(unit, buffer) for buffer in unit.buffers])
-    return _pattern(unit.name), len(unit.members), unit_options, buffer_classes
+    return _pattern(unit.name), len(unit.members), _options_of(unit), precisions, buffer_classes
+
+
+def _options_of(unit: UnitPlan) -> Hashable:
+    freed = unit.reshard_after_forward, unit.reshard_after_backward
+    return unit.strategy, freed, unit.offload, unit.mesh_shape, unit.axes
 
 
 def _buffer_class(unit: UnitPlan, buffer: BufferPlan) -> Hashable:

@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from funcshard._utils import tree
 from funcshard._utils.cutting import cutter
@@ -15,29 +14,20 @@ from funcshard.plan.mesh_axes import AXES
 from funcshard.plan.unit_plan import BufferPlan, LeafSpec, owners_of
 
 
-class Layout(NamedTuple):
-    """The leaves of one unit.
-
-    Attributes:
-        members: the paths of a group; ``()`` for a unit of one path.
-        structure: structure of the unit's part of the tree.
-        buffers: the flat buffers, not cut into shards.
-    """
-
-    members: tuple[str, ...]
-    structure: tree.Structure
-    buffers: tuple[BufferPlan, ...]
-
-
-# Why few: a layout holds every leaf of its model.
+# Why few: this holds every leaf of its model.
 # Why a cache: plans for other meshes and strategies share a layout, so a sweep works it out once.
 @functools.lru_cache(maxsize=4)
 def lay_out(
     structure: tree.Structure,
     leaves: tuple[Leaf, ...],
     named_paths: tuple[tuple[str, tuple[str, ...]], ...],
-) -> tuple[tuple[str, Layout], ...]:
-    """Return name and layout of each unit that owns a leaf."""
+) -> tuple[tuple[str, tuple[str, ...], tree.Structure, tuple[BufferPlan, ...]], ...]:
+    """Return the leaves of each unit that owns one.
+
+    Returns:
+        For each of them its name, the paths of a group or ``()``, the structure of its part of the
+        tree, and its flat buffers, which aren't cut into shards.
+    """
     paths = dict(named_paths)
     path_owners = owners_of(paths)
     unit_leaves: dict[str, list[Leaf]] = {unit_name: [] for unit_name in paths}
@@ -76,7 +66,7 @@ def lay_out(
                 leaf_path for leaf_path in paths[unit_name] if leaf_path in owned_nodes
             )
         unit_layouts.append(
-            (unit_name, Layout(member_paths, cut(member_paths or unit_name, positions), buffers))
+            (unit_name, member_paths, cut(member_paths or unit_name, positions), buffers)
         )
     return tuple(unit_layouts)
 

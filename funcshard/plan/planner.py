@@ -256,7 +256,7 @@ def _plan_units(
     shards = mesh_axes["shard"]
     unit_plans = []
     unit_layouts = lay_out(structure, tuple(leaves), tuple(paths.items()))
-    for unit_name, (members, unit_structure, buffers) in unit_layouts:
+    for unit_name, members, unit_structure, buffers in unit_layouts:
         unit_options = decided_options(unit_name, options[unit_name], shards)
         # Layouts hold buffers of one shard, because plans for other meshes share them.
         if shards > 1 and unit_options["strategy"] != "no_shard":

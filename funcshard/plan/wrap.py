@@ -80,20 +80,17 @@ def by_class(*classes: type[nn.Module]) -> Policy:
 
     Source: ``torch.distributed.fsdp.wrap.ModuleWrapPolicy``.
     """
-    wrong_classes = [
-        cls for cls in classes if not isinstance(cls, type) or not issubclass(cls, nn.Module)
+    # Why the class: a module prints its whole tree.
+    wrong_names = [
+        getattr(cls, "__name__", type(cls).__name__)
+        for cls in classes
+        if not isinstance(cls, type) or not issubclass(cls, nn.Module)
     ]
-    if wrong_classes or not classes:
-        found_text = "none"
-        if wrong_classes:
-            # A module prints its whole tree; its class is enough.
-            shown_value = wrong_classes[0]
-            if not isinstance(shown_value, type | str | list):
-                shown_value = type(shown_value)
-            found_text = getattr(shown_value, "__name__", repr(shown_value))
+    if wrong_names or not classes:
         raise TypeError(
-            f"by_class takes one or more subclasses of torch.nn.Module; found {found_text}: write "
-            "by_class(A, B)(module), with the classes themselves"
+            "by_class takes one or more subclasses of torch.nn.Module; found "
+            f"{', '.join(wrong_names) or 'none'}: write by_class(A, B)(module), with the classes "
+            "themselves"
         )
 
     def policy(module: nn.Module) -> Units:

@@ -184,8 +184,6 @@ def test_a_state_dict_has_all_names_of_a_tied_parameter() -> None:
     assert "1.weight" in state_dict
     for given in (state_dict, module.state_dict(), {name: value.clone() for name, value in state_dict.items()}):
         assert torch.equal(apply(given, buffers, x), module(x))
-    with pytest.raises(ValueError, match=r"different values of '0.weight' and '1.weight', which the module ties"):
-        apply({**state_dict, "1.weight": torch.zeros(3, 3)}, buffers, x)
     with pytest.raises(ValueError, match=r"unexpected: \['2.weight'\]"):
         apply({**state_dict, "2.weight": torch.zeros(3, 3)}, buffers, x)
 

@@ -354,5 +354,5 @@ def test_where_torch_would_crash_a_compiler_is_refused(monkeypatch):
 
 def test_a_compiled_function_of_a_module_is_refused():
     apply, params, _ = fs.make_functional(made())
-    with pytest.raises(TypeError, match=r"found function, compiled: pass apply itself, and compiler=torch.compile"):
+    with pytest.raises(TypeError, match=r"found a compiled function: pass apply itself, and compiler=torch.compile"):
         fs.fully_shard(torch.compile(apply), fs.make_plan(params, 1), fs.Mesh())

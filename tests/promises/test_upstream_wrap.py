@@ -211,7 +211,7 @@ def test_what_is_ignored_stays_whole_on_every_rank_and_is_not_communicated(ignor
 def test_an_apply_that_is_sharded_already_is_refused() -> None:
     apply, params, _ = fs.make_functional(nn.Sequential(linear()))
     plan = fs.make_plan(params, 1, units=["0"])
-    words = r"was given a function that is sharded already; pass make_functional's apply itself"
+    words = r"found a function that is sharded already: pass make_functional's apply itself"
     with pytest.raises(TypeError, match=words):
         fs.fully_shard(fs.fully_shard(apply, plan, fs.Mesh()), plan, fs.Mesh())
 
