@@ -25,7 +25,7 @@ order:
   numbers of which a rank draws those that it keeps. ``vectors``: inner products and random vectors.
 - ``objects``: ``broadcast_object`` and ``agree``, a small value for all ranks.
 - ``gradients``: ``value_and_grad`` and ``accumulate``, which take the mean over ranks.
-  ``accumulation``: how a batch is split. ``gradient_options``: their options and hooks.
+  ``accumulation``: how a batch is split.
   ``recompute``: ``remat``.
 - ``derivatives``: ``grad``, ``hvp`` and others by ``torch.func``, with the same mean.
 """
@@ -70,17 +70,18 @@ from funcshard.core.flat_buffer import (
     views,
 )
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
-from funcshard.core.gradient_options import GradientOptions, OnGrads, OnReduceScattered
 from funcshard.core.gradients import (
     CONSTANT,
     GradientFunction,
+    GradientKeywords,
+    GradientOptions,
     accumulate,
-    accumulating_function,
     check_callable,
     check_weight,
     detached,
-    gradient_function,
+    evaluate,
     loss_value,
+    named_results,
     value_and_grad,
 )
 from funcshard.core.leaf_blocks import LeafBlocks, block_count
@@ -120,17 +121,17 @@ from funcshard.core.vectors import axpy, norm, randn_like, vdot
 
 __all__ = [
     "AllGatherHandle", "BufferComm", "CONSTANT", "Gathered", "GradReducer", "GradientFunction",
-    "GradientOptions", "LeafBlocks", "LeafChecksums", "Leaves", "OnGrads", "OnReduceScattered", "Prefetcher",
+    "GradientKeywords", "GradientOptions", "LeafBlocks", "LeafChecksums", "Leaves", "Prefetcher",
     "RecomputeParams", "ScheduleLearner", "Shards", "Unshard", "accumulate",
-    "accumulating_function", "activate", "agree", "all_gather", "all_gather_flat",
+    "activate", "agree", "all_gather", "all_gather_flat",
     "all_reduce_flat", "all_to_all", "any_order", "any_order_active", "axis_index", "axpy",
     "block_count", "broadcast", "broadcast_object", "broadcast_to_shards", "can_cast",
     "cast_inputs", "cast_outputs", "check_callable", "check_cut", "check_derivatives", "check_fits", "check_leaf",
     "check_mesh", "check_shards", "check_source", "check_tie", "check_weight", "current_reducer",
-    "current_unit", "cut", "cut_from_rank", "decoded_views", "detached", "empty_shard", "gather", "gnvp", "grad",
-    "grad_mode", "gradient_function", "hooks_allowed", "hvp", "join_slices", "jvp", "linearize",
-    "loss_value", "modified_leaf", "norm", "pmax", "pmean", "ppermute", "psum", "psum_scatter",
-    "psum_world", "put_whole", "raise_on_every_rank", "randn_like", "remat", "reshard",
+    "current_unit", "cut", "cut_from_rank", "decoded_views", "detached", "empty_shard", "evaluate", "gather", "gnvp", "grad",
+    "grad_mode", "hooks_allowed", "hvp", "join_slices", "jvp", "linearize",
+    "loss_value", "modified_leaf", "named_results", "norm", "pmax", "pmean",
+    "ppermute", "psum", "psum_scatter", "psum_world", "put_whole", "raise_on_every_rank", "randn_like", "remat", "reshard",
     "run_in_full_precision", "shard", "slice_from_rank", "start_gather",
     "start_gather_flat", "start_reduce", "start_unit", "unit_comms", "unshard", "unshard_with",
     "value_and_grad", "vdot", "views", "vjp", "zero_shard",

@@ -24,7 +24,7 @@ from funcshard.plan import AXES, LeafSpec, position_of
 # A block of 8-byte words has this shape. Its rows are added up, and only their sum is multiplied by
 # weights: torch adds integers at the speed of memory, and multiplies them at half of it. Why a
 # prime number of columns: rows of a leaf that change places then land in other columns.
-_ROWS, _COLUMNS = 16, 2039
+_ROWS, _COLUMNS = 64, 2039
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,12 +180,13 @@ def checksum(values: torch.Tensor) -> torch.Tensor:
 
     NaN equals NaN, 0.0 differs from -0.0, and neither strides nor the device count.
     """
-    weights = _weights(_COLUMNS, values.device)
+    weights, row_bytes = _weights(_COLUMNS, values.device), 8 * _COLUMNS
     block_sums = []
-    for block in byte_view(values).split(8 * _ROWS * _COLUMNS):
-        # Note: the copy of a block stays in the processor's cache; the last row ends in zeros.
-        block = torch.nn.functional.pad(block, (0, -len(block) % (8 * _COLUMNS)))
-        words = block.view(torch.int64).unflatten(0, (len(block) // (8 * _COLUMNS), _COLUMNS))
+    for block in byte_view(values).split(row_bytes * _ROWS):
+        # Note: the copy ends in zeros, and begins where words may begin.
+        if len(block) % row_bytes or block.data_ptr() % 8 or block.storage_offset() % 8:
+            block = torch.nn.functional.pad(block, (0, -len(block) % row_bytes))
+        words = block.view(torch.int64).view(len(block) // row_bytes, _COLUMNS)
         # Why wide elements are folded: the sum is taken modulo 2**64, so the upper bits of a word
         # count for little. Of several narrow elements in a word, the lower ones count in full.
         if values.dtype.itemsize >= 8:

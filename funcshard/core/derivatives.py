@@ -20,12 +20,13 @@ from funcshard._utils.options import check_flag, outline
 from funcshard._utils.torch_private import untraced
 from funcshard.comm import Mesh
 from funcshard.core.grad_reducer import ShardUse, note_collective
-from funcshard.core.gradient_options import GradientOptions
 from funcshard.core.gradients import (
     CONSTANT,
+    GradientOptions,
     check_callable,
-    check_result,
+    check_loss,
     local_divisor,
+    named_results,
     world_of,
 )
 from funcshard.core.replaced_attention import any_order
@@ -78,16 +79,16 @@ def grad(
     Source: ``jax.grad``; ``torch.func.grad``, which adds up the ranks' gradients.
     """
     check_callable("grad", loss_fn)
-    options = GradientOptions(mesh=mesh, has_aux=has_aux)
-    options.compare("grad")
+    GradientOptions(mesh=mesh, has_aux=has_aux).compare("grad")
 
     @untraced
     def run(shards: Any, /, *rest: Any, **kwargs: Any) -> Any:
         def loss_and_aux(shards: Any) -> Any:
-            loss, _, aux = check_result(loss_fn(shards, *rest, **kwargs), options)
+            result = named_results(loss_fn(shards, *rest, **kwargs), has_aux=has_aux)
+            loss = check_loss(result["loss"])
             if not loss.requires_grad:
                 raise ValueError(CONSTANT)
-            return loss.reshape(()), aux
+            return loss.reshape(()), result.get("aux")
 
         of_leaves = _Leaves(loss_and_aux, (shards,), has_aux=True, use=ShardUse(mesh))
         sums, aux_tensors = torch.func.grad(of_leaves.scalar, has_aux=True)(of_leaves.leaves)
@@ -332,7 +333,7 @@ def gnvp(
     outs, pull, out_tangents = _vjp(pushed, *of_leaves.leaves, has_aux=True)
 
     def loss_of(outputs: Any) -> Any:
-        return check_result(loss_fn(outputs), GradientOptions())[0].reshape(()), None
+        return check_loss(loss_fn(outputs)).reshape(()), None
 
     outputs = of_leaves.build_outputs(outs)
     of_outputs = _Leaves(loss_of, (outputs,), has_aux=True, use=of_leaves.use)

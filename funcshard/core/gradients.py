@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import nn
 
 from funcshard._utils import tree
 from funcshard._utils.compiled_outside import Warned, untraced_with_warning
-from funcshard._utils.options import outline
+from funcshard._utils.options import check_flag, check_number, outline
 from funcshard._utils.tensors import is_dtensor
 from funcshard._utils.torch_private import transforms_active, untraced
-from funcshard.comm import Mesh, current_recording, ranks_of_job
+from funcshard.comm import Mesh, check_once, current_recording, ranks_of_job, text_of
 from funcshard.core.accumulation import micro_batch_calls
 from funcshard.core.collectives import psum_world
-from funcshard.core.flat_buffer import all_reduce_flat
+from funcshard.core.flat_buffer import all_reduce_flat, views
 from funcshard.core.grad_reducer import (
     GradReducer,
     LeafGradient,
@@ -33,15 +32,23 @@ from funcshard.core.grad_reducer import (
     activate,
     note_collective,
 )
-from funcshard.core.gradient_options import (
-    GradientOptions,
-    OnGrads,
-    OnReduceScattered,
-    gradient_hook,
-    scattered_hook,
-)
 from funcshard.core.replaced_attention import check_derivatives
-from funcshard.plan import AXES, Reduce, check_reduce
+from funcshard.plan import AXES, BufferPlan, Reduce, check_reduce
+
+# on_grads(unit, {path: gradient}) -> {path: gradient} of those to replace, or None.
+OnGrads = Callable[[str, dict[str, torch.Tensor]], Mapping[str, torch.Tensor] | None]
+# on_reduce_scattered(unit, buffer key, sum) -> the tensor to reduce in its place, or None.
+OnReduceScattered = Callable[[str, str, torch.Tensor], torch.Tensor | None]
+
+
+class GradientKeywords(TypedDict, total=False):
+    """The options that ``value_and_grad``, ``accumulate`` and ``make_train_step`` share."""
+
+    weighted: bool
+    on_grads: OnGrads | None
+    on_reduce_scattered: OnReduceScattered | None
+    divisor: float | None
+    allow_constant: bool
 
 
 def value_and_grad(
@@ -49,11 +56,7 @@ def value_and_grad(
     has_aux: bool = False,
     *,
     mesh: Mesh | None = None,
-    weighted: bool = False,
-    on_grads: OnGrads | None = None,
-    on_reduce_scattered: OnReduceScattered | None = None,
-    divisor: float | None = None,
-    allow_constant: bool = False,
+    **gradient: Unpack[GradientKeywords],
 ) -> Callable[..., tuple[Any, Any]]:
     """Turn a loss function of shards into one that also returns the gradient, averaged over ranks.
 
@@ -70,23 +73,26 @@ def value_and_grad(
             default, those of the collectives inside ``loss_fn``; pass ``fs.Mesh()`` for a loss of
             this rank alone, without collectives. A tensor that is no shard is a separate variable
             on each rank.
-        weighted: whether ``loss_fn`` also returns the weight of this rank's loss in the mean,
-            usually the number of samples or tokens: finite and not negative. If a rank has no data,
-            pass any batch of the right shape and return weight zero: its loss and gradients then
-            have no effect, even if they are infinite or NaN.
-        on_grads: your ``on_grads(unit, grads)``, called before each reduction of a flat buffer.
-            ``grads`` maps the path of each leaf to this rank's gradient, multiplied by the weight
-            of the loss. Change these views in place, or return ``{path: gradient}`` with those to
-            replace.
-        on_reduce_scattered: your ``on_reduce_scattered(unit, buffer_key, partial)``, called after
-            the reduce-scatter over the shard axis, and before the all-reduces along other axes.
-            ``partial`` is this rank's slice of the sum over the shard axis, 1-D and in
-            ``reduce_dtype``; of a buffer that is not cut, it is the unreduced gradient. Change it
-            in place, or return a tensor of the same shape.
-        divisor: the number by which the sum of the ranks' gradients is divided, in place of the
-            number of ranks or the sum of the weights. ``divisor=1`` gives the sum. It counts for
-            local leaves too, and changes no loss.
-        allow_constant: whether a loss that depends on no trainable shard gives zeros, and no error.
+        gradient: further options:
+
+            - ``weighted``: whether ``loss_fn`` also returns the weight of this rank's loss in the
+              mean, usually the number of samples or tokens: finite and not negative. If a rank has
+              no data, pass any batch of the right shape and return weight zero: its loss and
+              gradients then have no effect, even if they are infinite or NaN.
+            - ``on_grads``: your ``on_grads(unit, grads)``, called before each reduction of a flat
+              buffer. ``grads`` maps the path of each leaf to this rank's gradient, multiplied by
+              the weight of the loss. Change these views in place, or return ``{path: gradient}``
+              with those to replace.
+            - ``on_reduce_scattered``: your ``on_reduce_scattered(unit, buffer_key, partial)``,
+              called after the reduce-scatter over the shard axis, and before the all-reduces along
+              other axes. ``partial`` is this rank's slice of the sum over the shard axis, 1-D and
+              in ``reduce_dtype``; of a buffer that is not cut, it is the unreduced gradient. Change
+              it in place, or return a tensor of the same shape.
+            - ``divisor``: the number by which the sum of the ranks' gradients is divided, in place
+              of the number of ranks or the sum of the weights. ``divisor=1`` gives the sum. It
+              counts for local leaves too, and changes no loss.
+            - ``allow_constant``: whether a loss that depends on no trainable shard gives zeros, and
+              no error.
 
     Returns:
         ``f(shards, *rest, **kwargs)`` -> ``(loss, grads)``, or ``((loss, aux), grads)`` with
@@ -124,15 +130,7 @@ def value_and_grad(
     Source: ``jax.value_and_grad``; the mean is that of DistributedDataParallel.
     """
     check_callable("value_and_grad", loss_fn)
-    options = GradientOptions(
-        mesh=mesh,
-        has_aux=has_aux,
-        weighted=weighted,
-        on_grads=on_grads,
-        on_reduce_scattered=on_reduce_scattered,
-        divisor=divisor,
-        allow_constant=allow_constant,
-    )
+    options = GradientOptions(mesh=mesh, has_aux=has_aux, **gradient)
     options.compare("value_and_grad")
     return GradientFunction(loss_fn, options)
 
@@ -144,11 +142,7 @@ def accumulate(
     *,
     mesh: Mesh | None = None,
     reduce: Reduce = "each",
-    weighted: bool = False,
-    on_grads: OnGrads | None = None,
-    on_reduce_scattered: OnReduceScattered | None = None,
-    divisor: float | None = None,
-    allow_constant: bool = False,
+    **gradient: Unpack[GradientKeywords],
 ) -> Callable[..., tuple[Any, Any]]:
     """Turn your loss function into one that returns loss and gradient of several micro-batches.
 
@@ -175,15 +169,10 @@ def accumulate(
             - ``"shard_each"`` reduce-scatters each micro-batch over the shard axis, and all-reduces
               the sums along the other axes in the last backward. A unit that is not cut is reduced
               as with ``"once"``.
-
-        weighted: as in ``value_and_grad``; each micro-batch has its own weight.
-        on_grads: as in ``value_and_grad``, with the gradients of the loss divided by the number of
-            micro-batches. With ``"once"`` they are sums over the micro-batches.
-        on_reduce_scattered: as in ``value_and_grad``; with ``"shard_each"`` called once, with the
-            sum over the micro-batches.
-        divisor: as in ``value_and_grad``. Without weights, the loss of each micro-batch is divided
-            by their number all the same.
-        allow_constant: as in ``value_and_grad``, for the loss of each micro-batch.
+        gradient: options of ``value_and_grad``. Each micro-batch has its own weight. ``on_grads``
+            gets gradients of the loss divided by the number of micro-batches, and with ``"once"``
+            their sums; with ``"shard_each"``, ``on_reduce_scattered`` gets the sums too. Without
+            weights, the loss of each micro-batch is divided by their number beside ``divisor``.
 
     Returns:
         ``f(shards, *rest, batch, **kwargs)``, which returns what that of ``value_and_grad`` does.
@@ -212,16 +201,7 @@ def accumulate(
     """
     check_callable("accumulate", loss_fn)
     micro_batches = check_reduce(micro_batches, reduce)
-    options = GradientOptions(
-        mesh=mesh,
-        has_aux=has_aux,
-        weighted=weighted,
-        reduce=reduce,
-        on_grads=on_grads,
-        on_reduce_scattered=on_reduce_scattered,
-        divisor=divisor,
-        allow_constant=allow_constant,
-    )
+    options = GradientOptions(mesh=mesh, has_aux=has_aux, reduce=reduce, **gradient)
     options.compare("accumulate", micro_batches=micro_batches)
     return GradientFunction(loss_fn, options, micro_batches)
 
@@ -243,16 +223,69 @@ def check_callable(
         raise TypeError(f"{call_rule}; found {type(loss_fn).__name__}: {remedy}")
 
 
-def gradient_function(loss_fn: Callable[..., Any], options: GradientOptions) -> GradientFunction:
-    """Return ``value_and_grad`` for options that ranks have compared."""
-    return GradientFunction(loss_fn, options)
+_HOOKS = {
+    "on_grads": "a unit's name and its gradients",
+    "on_reduce_scattered": "a unit's name, the key of a buffer and a 1-D tensor",
+}
+
+# Options that decide what a rank sends. Functions and flags for errors may differ.
+_COMPARED = ("has_aux", "weighted", "reduce", "divisor")
 
 
-def accumulating_function(
-    loss_fn: Callable[..., Any], micro_batches: int, options: GradientOptions
-) -> GradientFunction:
-    """Return ``accumulate`` for options that ranks have compared."""
-    return GradientFunction(loss_fn, options, micro_batches)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientOptions:
+    """How a loss and its gradient are computed.
+
+    Attributes:
+        mesh: the ranks that the mean runs over, if they are given.
+        has_aux: whether the loss function returns ``aux`` too.
+        weighted: whether it returns a weight.
+        reduce: when the gradients of micro-batches are reduced; see ``accumulate``.
+        on_grads: called before each reduction.
+        on_reduce_scattered: called between the stages of each reduction.
+        divisor: the divisor of all gradients, in place of the number of ranks or the weights.
+        allow_constant: whether a loss that depends on no trainable shard is no error.
+    """
+
+    mesh: Mesh | None = None
+    has_aux: bool = False
+    weighted: bool = False
+    reduce: Reduce = "each"
+    on_grads: OnGrads | None = None
+    on_reduce_scattered: OnReduceScattered | None = None
+    divisor: float | None = None
+    allow_constant: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mesh is not None and not isinstance(self.mesh, Mesh):
+            raise TypeError(
+                f"mesh must be a Mesh, or None; found {type(self.mesh).__name__}: pass the result "
+                "of init_mesh, by name"
+            )
+        for option_name in ("has_aux", "weighted", "allow_constant"):
+            check_flag(option_name, getattr(self, option_name))
+        for option_name, parameters in _HOOKS.items():
+            hook = getattr(self, option_name)
+            if hook is not None and not callable(hook):
+                raise TypeError(
+                    f"{option_name} must be a function of {parameters}, or None; found {hook!r}"
+                )
+        if self.divisor is not None:
+            check_number(
+                "divisor",
+                self.divisor,
+                above=0,
+                none="for the number of ranks",
+                remedy="pass 1 for the sum over ranks",
+            )
+            object.__setattr__(self, "divisor", float(self.divisor))
+
+    def compare(self, called: str, **others: Any) -> None:
+        """Raise if ranks differ in these options, or in ``others`` of the function ``called``."""
+        if self.mesh is not None:
+            own_options = {name: getattr(self, name) for name in _COMPARED}
+            texts = {name: text_of(value) for name, value in {**others, **own_options}.items()}
+            check_once(self.mesh, texts, called)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -278,51 +311,44 @@ class GradientFunction:
         "batch).compile()"
     )
     def __call__(self, shards: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
-        loss_fn, options = self.loss_fn, self.options
-        if self.micro_batches is None:
-            loss_calls = [lambda local: loss_fn(local, *rest, **kwargs)]
-            result, grads = evaluate(shards, loss_calls, options)
-            return result.value(result.aux[0], options), grads
-        loss_calls = micro_batch_calls(
-            loss_fn, self.micro_batches, options.reduce, shards, rest, kwargs
+        options = self.options
+        loss, weight, aux, grads = evaluate(
+            shards, self.calls(self.loss_fn, shards, rest, kwargs), options
         )
-        result, grads = evaluate(shards, loss_calls, options)
-        return result.value(result.aux, options), grads
+        if self.micro_batches is None:
+            (aux,) = aux
+        values = [loss, *[weight] * options.weighted, *[aux] * options.has_aux]
+        return tuple(values) if len(values) > 1 else loss, grads
+
+    def calls(
+        self, loss_fn: Callable[..., Any], shards: Any, rest: Any, kwargs: Any
+    ) -> list[Callable[[Any], Any]]:
+        """Return, for each micro-batch, a function of shards that calls ``loss_fn``."""
+        if self.micro_batches is None:
+            return [lambda local: loss_fn(local, *rest, **kwargs)]
+        return micro_batch_calls(
+            loss_fn, self.micro_batches, self.options.reduce, shards, rest, kwargs
+        )
 
 
 # --- forward, backward, and the mean --------------------------------------------------------------
 
 
-class Result(NamedTuple):
-    """What ``evaluate`` returns besides the gradients.
-
-    Attributes:
-        loss: the loss of the only micro-batch, or the mean over this rank's, in float32 or wider;
-            with weights, the weighted mean over the world.
-        weight: the sum of the weights over the world; ``None`` without weights.
-        aux: the aux of each micro-batch.
-    """
-
-    loss: torch.Tensor
-    weight: torch.Tensor | None
-    aux: list[Any]
-
-    def value(self, aux: Any, options: GradientOptions) -> Any:
-        """Return the loss, or a tuple of loss, weight and ``aux``, as the options say."""
-        values = [self.loss, *[self.weight] * options.weighted, *[aux] * options.has_aux]
-        return tuple(values) if len(values) > 1 else self.loss
-
-
 @untraced
 def evaluate(
     shards: Any, calls: Sequence[Callable[[Any], Any]], options: GradientOptions
-) -> tuple[Result, Any]:
+) -> tuple[torch.Tensor, torch.Tensor | None, Any, Any]:
     """Return the mean loss of several micro-batches, which run one after another, and its gradient.
 
     Arguments:
         shards: the pytree to differentiate with respect to.
         calls: for each micro-batch, a function of shards that returns what ``loss_fn`` does.
         options: the options of ``value_and_grad`` or ``accumulate``.
+
+    Returns:
+        The loss: of the only micro-batch, or the mean over this rank's, in float32 or wider; with
+        weights, the weighted mean over the world. The sum of the weights over the world, ``None``
+        without weights; a list with the aux of each micro-batch; and the gradient.
     """
     if transforms_active():
         raise RuntimeError(
@@ -334,27 +360,27 @@ def evaluate(
         leaf.detach().requires_grad_(leaf.is_floating_point() or leaf.is_complex())
         for leaf in shard_leaves
     ]
-    on_grad = on_scattered = None
-    if options.on_grads is not None:
-        on_grad = gradient_hook(options.on_grads)
-    if options.on_reduce_scattered is not None:
-        on_scattered = scattered_hook(options.on_reduce_scattered)
     reducer = GradReducer(
         local_leaves,
-        on_grad=on_grad,
-        on_scattered=on_scattered,
+        on_grad=options.on_grads and functools.partial(_change_grads, options.on_grads),
+        on_scattered=options.on_reduce_scattered
+        and functools.partial(_change_sum, options.on_reduce_scattered),
         reduce=options.reduce,
         mesh=options.mesh,
     )
     weighted = options.weighted
-    # The losses of this rank, multiplied by their factors, and the sum of its weights.
-    loss_values: list[torch.Tensor] = []
+    # The sums of this rank's losses, multiplied by their factors, and of its weights.
+    total_loss: Any = None
     aux_values, own_weight = [], 0.0
     with activate(reducer), torch.enable_grad():
         for batch_index, call in enumerate(calls):
-            loss, weight, aux = check_result(call(unflatten(local_leaves)), options)
+            result = named_results(
+                call(unflatten(local_leaves)), weighted=weighted, has_aux=options.has_aux
+            )
+            loss, factor = check_loss(result["loss"]), 1 / len(calls)
             # The loss is multiplied, and not the gradient, so that hooks see the weighted gradient.
-            factor = weight if weighted else 1 / len(calls)
+            if weighted:
+                factor = check_weight(result["weight"])
             reducer.pre_backward(accumulating=batch_index + 1 < len(calls), zero_weight=factor == 0)
             reached = _backward(loss if factor == 1 else loss * factor, local_leaves, reducer)
             # Zeros would hide that the loss uses other tensors than the shards.
@@ -366,11 +392,10 @@ def evaluate(
                 loss_term = loss_value(loss)
             if factor != 1:
                 loss_term = _clean(loss_term * factor, reducer)
-            loss_values.append(loss_term)
-            own_weight += weight
-            aux_values.append(tree.map(detached, aux))
-            del loss  # frees the graph before the next forward
-    total_loss = functools.reduce(operator.add, loss_values)
+            total_loss = loss_term if total_loss is None else total_loss + loss_term
+            own_weight += factor
+            aux_values.append(tree.map(detached, result.get("aux")))
+            del loss, result  # frees the graph before the next forward
     mesh = world_of(reducer.use)
     # A value_and_grad around this one differentiates a loss that is computed from this gradient.
     note_collective(mesh)
@@ -379,18 +404,17 @@ def evaluate(
     divisor: float | torch.Tensor = mesh.world_size
     world_weight = None
     if weighted:
-        world_sums = psum_world(
-            torch.stack(
-                [total_loss.double(), total_loss.new_full((), own_weight, dtype=torch.float64)]
-            ),
-            mesh,
-        )
+        own_total = total_loss.new_full((), own_weight, dtype=torch.float64)
+        world_loss, world_weight = psum_world(torch.stack([total_loss.double(), own_total]), mesh)
         # No rank has data: the loss and the gradients are zero.
-        divisor = torch.where(world_sums[1] > 0, world_sums[1], 1.0)
-        total_loss, world_weight = (world_sums[0] / divisor).to(total_loss.dtype), world_sums[1]
+        divisor = torch.where(world_weight > 0, world_weight, 1.0)
+        total_loss = (world_loss / divisor).to(total_loss.dtype)
+    # Along these axes of a mesh each rank has values of its own.
+    local_axes: list[Any] = []
     for shard, leaf in zip(local_leaves, reducer.leaves, strict=True):
-        leaf.comm = leaf.comm or reducer.use.comm(shard)
-    local_axes = [_local_axes(leaf) for leaf in reducer.leaves]
+        comm = leaf.comm = leaf.comm or reducer.use.comm(shard)
+        is_local = comm is not None and comm.plan.local
+        local_axes.append((comm.mesh, comm.plan.local) if comm and is_local else None)
     axes_divisors: dict[Any, float | torch.Tensor] = {}
     if options.divisor is not None:
         divisor = options.divisor
@@ -398,9 +422,9 @@ def evaluate(
         # Why sorted: the sums of weights are all-reduces, which every rank has to start in the same
         # order.
         axes_key = lambda axes: ([*axes[0].shape.items()], axes[1])  # noqa: E731
-        for axes in sorted({axes for axes in local_axes if axes is not None}, key=axes_key):
+        for axes in sorted({*local_axes} - {None}, key=axes_key):
             axes_divisors[axes] = local_divisor(
-                *axes, own_weight if weighted else None, total_loss.device
+                axes[0], axes[1], own_weight if weighted else None, total_loss.device
             )
 
     # Why a cache: shards of offloaded units lie on the CPU, and the host waits for each copy of a
@@ -408,15 +432,13 @@ def evaluate(
     @functools.cache
     def divisor_on(device: torch.device, axes: Any) -> float | torch.Tensor:
         own_divisor = axes_divisors.get(axes, divisor)
-        if isinstance(own_divisor, torch.Tensor):
-            return own_divisor.to(device)
-        return own_divisor
+        return own_divisor.to(device) if isinstance(own_divisor, torch.Tensor) else own_divisor
 
     grads = [
         _gradient(shard, leaf, divisor_on(shard.device, axes))
         for shard, leaf, axes in zip(local_leaves, reducer.leaves, local_axes, strict=True)
     ]
-    return Result(total_loss, world_weight, aux_values), unflatten(grads)
+    return total_loss, world_weight, aux_values, unflatten(grads)
 
 
 def _backward(loss: torch.Tensor, local: Sequence[torch.Tensor], reducer: GradReducer) -> bool:
@@ -471,6 +493,14 @@ CONSTANT = (
 )
 
 
+CONSTANT = (
+    "loss_fn must return a loss that depends on a trainable shard of its argument; found a loss "
+    "that no gradient leaves: it was computed under no_grad, from detached tensors, from frozen "
+    "leaves only, or from a module or shards that are not in the argument; compute it from the "
+    "shards that loss_fn is called with"
+)
+
+
 def _gradient(
     shard: torch.Tensor, leaf: LeafGradient, divisor: float | torch.Tensor
 ) -> torch.Tensor | None:
@@ -478,26 +508,25 @@ def _gradient(
     reduced_grad, direct_grad = leaf.total, leaf.direct
     # Why: the graph of an output that the caller keeps refers to what the reducer knows.
     leaf.total = leaf.direct = None
-    divisor_before = leaf.divisor
     is_frozen = leaf.comm is not None and not leaf.comm.plan.trainable
     if is_frozen or not shard.requires_grad:
         return None
     if direct_grad is None and reduced_grad is None:
         return torch.zeros_like(shard, requires_grad=False)
-    # The unit divided before its reduction, so the rest of the divisor is left.
-    if divisor_before != 1 and direct_grad is None:
-        divisor = divisor / divisor_before
-    # The direct gradient was not divided, so the reduced one is made like it.
-    elif divisor_before != 1 and reduced_grad is not None:
-        reduced_grad = reduced_grad * divisor_before
-    is_undivided = isinstance(divisor, float | int) and divisor == 1
-    if direct_grad is not None:
-        if reduced_grad is not None:
-            direct_grad = reduced_grad + direct_grad
-        return direct_grad if is_undivided else direct_grad / divisor
-    assert reduced_grad is not None
-    # The reducer made this tensor, so nobody else sees that it changes.
-    return reduced_grad if is_undivided else reduced_grad.div_(divisor)
+    if leaf.divisor != 1 and direct_grad is None:
+        # The unit divided before its reduction, so the rest of the divisor is left.
+        divisor = divisor / leaf.divisor
+    elif leaf.divisor != 1 and reduced_grad is not None:
+        # The direct gradient was not divided, so the reduced one is made like it.
+        reduced_grad = reduced_grad * leaf.divisor
+    if direct_grad is not None and reduced_grad is not None:
+        direct_grad = reduced_grad + direct_grad
+    grad = reduced_grad if direct_grad is None else direct_grad
+    assert grad is not None
+    if isinstance(divisor, float | int) and divisor == 1:
+        return grad
+    # The reducer made the reduced gradient, so nobody else sees that it changes.
+    return grad.div_(divisor) if direct_grad is None else grad / divisor
 
 
 def world_of(use: ShardUse, caller: str = "value_and_grad") -> Mesh:
@@ -527,13 +556,6 @@ def world_of(use: ShardUse, caller: str = "value_and_grad") -> Mesh:
     return next(iter(use.worlds.values()), Mesh())
 
 
-def _local_axes(leaf: LeafGradient) -> tuple[Mesh, tuple[str, ...]] | None:
-    """Return the mesh and the axes along which a leaf is local, if it is."""
-    if leaf.comm is None or not leaf.comm.plan.local:
-        return None
-    return leaf.comm.mesh, leaf.comm.plan.local
-
-
 def local_divisor(
     mesh: Mesh, local: tuple[str, ...], own_weight: float | None, device: torch.device
 ) -> float | torch.Tensor:
@@ -551,36 +573,43 @@ def local_divisor(
     return torch.where(world_weight > 0, world_weight, 1.0)
 
 
-# --- the values that loss_fn returns --------------------------------------------------------------
+# --- what functions of the user return ------------------------------------------------------------
+
+# What a loss function returns after the loss, by option, in this order.
+_RESULTS = {"weighted": "weight", "mutable": "new_buffers", "has_aux": "aux"}
 
 
-def check_result(result: Any, options: GradientOptions) -> tuple[torch.Tensor, float, Any]:
-    """Return the loss, the weight and the aux of a ``loss_fn`` result."""
-    value_names = ["loss", *["weight"] * options.weighted, *["aux"] * options.has_aux]
-    is_single = len(value_names) == 1
-    if not is_single and not (isinstance(result, tuple) and len(result) == len(value_names)):
+def named_results(result: Any, **options: bool) -> dict[str, Any]:
+    """Return the results of a loss function by name, as the options say."""
+    result_names = ["loss", *[name for option, name in _RESULTS.items() if options.get(option)]]
+    values = result if isinstance(result, tuple) else (result,)
+    if len(values) != len(result_names):
+        options_text = ", ".join(f"{option}={value}" for option, value in options.items())
+        remedies = [f"for (loss, {_RESULTS[option]}) pass {option}=True" for option in options]
         result_text = outline(result)
         if isinstance(result, tuple):
             result_text = f"a tuple of {len(result)}"
         raise TypeError(
-            f"with has_aux={options.has_aux} and weighted={options.weighted} loss_fn must return "
-            f"({', '.join(value_names)}); found {result_text}"
+            f"with {options_text} loss_fn must return ({', '.join(result_names)}); found "
+            f"{result_text}: {', '.join(remedies)}"
         )
-    values_by_name = {"loss": result} if is_single else dict(zip(value_names, result, strict=True))
-    loss = values_by_name["loss"]
+    return dict(zip(result_names, values, strict=True))
+
+
+def check_loss(loss: Any) -> torch.Tensor:
+    """Return a loss as a tensor of this rank, or raise."""
     if is_dtensor(loss):
         # Tensor parallelism may leave the loss as a DTensor, equal on all ranks.
         loss = loss.full_tensor()
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         raise TypeError(
             "loss_fn must return a floating-point scalar, the mean over this rank's batch; found "
-            f"{_found_as_loss(loss, alone=is_single)}"
+            f"{_found_as_loss(loss)}"
         )
-    weight = check_weight(values_by_name["weight"]) if options.weighted else 1.0
-    return loss, weight, values_by_name.get("aux")
+    return loss
 
 
-def _found_as_loss(loss: Any, alone: bool) -> str:
+def _found_as_loss(loss: Any) -> str:
     class_name = type(loss).__name__
     if isinstance(loss, torch.Tensor):
         return f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}: return its mean as a float"
@@ -590,10 +619,8 @@ def _found_as_loss(loss: Any, alone: bool) -> str:
         return f"{loss}, a number without a gradient: return the tensor, without .item()"
     if isinstance(getattr(loss, "loss", None), torch.Tensor):
         return f"{class_name}: return its .loss"
-    if alone and isinstance(loss, Mapping):
+    if isinstance(loss, Mapping):
         return f"{class_name}: return the loss alone, or (loss, aux) with has_aux=True"
-    if alone and isinstance(loss, tuple):
-        return f"{class_name}: for (loss, aux) pass has_aux=True"
     return class_name
 
 
@@ -638,3 +665,48 @@ def detached(x: Any) -> Any:
 def _clean(x: torch.Tensor, reducer: GradReducer) -> torch.Tensor:
     # Why: infinity times zero is NaN, and a loss with weight zero must have no effect.
     return x.nan_to_num(0.0, 0.0, 0.0) if reducer.zero_weight else x
+
+
+@torch.no_grad()
+def _change_grads(on_grads: OnGrads, unit: str, buffer: BufferPlan, full: torch.Tensor) -> None:
+    """Call ``on_grads`` with the views of an unreduced gradient, for a ``GradReducer``."""
+    leaf_paths = [leaf.path for leaf in buffer.leaves]
+    grad_views = dict(zip(leaf_paths, views(full, buffer), strict=True))
+    replaced_grads = on_grads(unit, dict(grad_views))
+    if replaced_grads is None:
+        return
+    unit_title = unit or "(root)"
+    unknown_paths: Any = outline(replaced_grads)
+    if isinstance(replaced_grads, Mapping):
+        unknown_paths = sorted(replaced_grads.keys() - grad_views.keys())
+    if unknown_paths:
+        raise ValueError(
+            f"on_grads must return None, or a dictionary from paths of unit {unit_title!r} to "
+            f"gradients; found {unknown_paths}, the paths are {leaf_paths[:6]}"
+        )
+    for path, grad in replaced_grads.items():
+        if grad.shape != grad_views[path].shape:
+            raise ValueError(
+                f"on_grads must return gradients of their leaves' shapes; for {path!r} of unit "
+                f"{unit_title!r} found {tuple(grad.shape)} instead of "
+                f"{tuple(grad_views[path].shape)}"
+            )
+        if grad is not grad_views[path]:
+            grad_views[path].copy_(grad)
+
+
+@torch.no_grad()
+def _change_sum(
+    on_reduce_scattered: OnReduceScattered, unit: str, buffer: BufferPlan, partial: torch.Tensor
+) -> None:
+    """Call ``on_reduce_scattered`` with a sum, for a ``GradReducer``."""
+    replaced_sum = on_reduce_scattered(unit, buffer.key, partial)
+    if replaced_sum is None or replaced_sum is partial:
+        return
+    if not isinstance(replaced_sum, torch.Tensor) or replaced_sum.shape != partial.shape:
+        raise ValueError(
+            "on_reduce_scattered must return None, or a tensor of the shape that it got; for "
+            f"buffer {buffer.key!r} of unit {unit or '(root)'!r} found {outline(replaced_sum)} "
+            f"instead of {tuple(partial.shape)}"
+        )
+    partial.copy_(replaced_sum)

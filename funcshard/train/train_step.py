@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
@@ -27,18 +27,17 @@ from funcshard.comm import (
 )
 from funcshard.core import (
     GradientFunction,
+    GradientKeywords,
     GradientOptions,
-    OnGrads,
-    OnReduceScattered,
     Shards,
-    accumulating_function,
     all_reduce_flat,
     check_cut,
     check_fits,
     check_weight,
     detached,
-    gradient_function,
+    evaluate,
     loss_value,
+    named_results,
 )
 from funcshard.plan import AXES, Plan, Reduce, check_reduce, check_reduce_units, position_of
 from funcshard.train.clipping import clip_by_global_norm, global_norm
@@ -67,16 +66,12 @@ _REMEDIES = {
 }
 
 
-class GradientKeywords(TypedDict, total=False):
+class StepKeywords(GradientKeywords, total=False):
     """Options of ``accumulate`` that ``make_train_step`` takes too."""
 
     has_aux: bool
-    weighted: bool
     accumulate: int
     reduce: Reduce
-    on_grads: OnGrads | None
-    on_reduce_scattered: OnReduceScattered | None
-    divisor: float | None
 
 
 def make_train_step(
@@ -89,7 +84,7 @@ def make_train_step(
     max_norm: float | None = None,
     scaler: GradScaler | None = None,
     donate: bool = True,
-    **gradient: Unpack[GradientKeywords],
+    **gradient: Unpack[StepKeywords],
 ) -> TrainStep:
     """Return a training step of loss and optimizer: ``step(state, batch) -> (state, metrics)``.
 
@@ -213,7 +208,7 @@ def make_train_step(
     )
 
 
-def _gradient_function(loss_fn: Any, mesh: Mesh, keywords: GradientKeywords) -> GradientFunction:
+def _gradient_function(loss_fn: Any, mesh: Mesh, keywords: StepKeywords) -> GradientFunction:
     if isinstance(loss_fn, GradientFunction):
         if keywords:
             raise TypeError(
@@ -231,9 +226,7 @@ def _gradient_function(loss_fn: Any, mesh: Mesh, keywords: GradientKeywords) -> 
     gradient_options = {name: value for name, value in keywords.items() if name != "accumulate"}
     options = GradientOptions(mesh=mesh, **gradient_options)  # type: ignore[arg-type]
     micro_batches = check_reduce(keywords.get("accumulate", 1), options.reduce, "accumulate")
-    if micro_batches == 1:
-        return gradient_function(loss_fn, options)
-    return accumulating_function(loss_fn, micro_batches, options)
+    return GradientFunction(loss_fn, options, None if micro_batches == 1 else micro_batches)
 
 
 def _check_names(new_buffers: Any, buffers: Any) -> None:
@@ -245,23 +238,6 @@ def _check_names(new_buffers: Any, buffers: Any) -> None:
             f"{sorted(buffers)[:4]}; found {outline(new_buffers)}: the order of its results is "
             "(loss, weight, new_buffers, aux)"
         )
-
-
-def _named_results(result: Any, has_aux: bool, mutable: bool, weighted: bool) -> dict[str, Any]:
-    """Return the results of a loss function by name."""
-    result_names = ["loss", *["weight"] * weighted, *["new_buffers"] * mutable, *["aux"] * has_aux]
-    if not isinstance(result, tuple) and result_names == ["loss"]:
-        return {"loss": result}
-    if not isinstance(result, tuple) or len(result) != len(result_names):
-        result_text = outline(result)
-        if isinstance(result, tuple):
-            result_text = f"a tuple of {len(result)}"
-        raise TypeError(
-            f"with has_aux={has_aux}, mutable={mutable} and weighted={weighted} loss_fn must "
-            f"return ({', '.join(result_names)}); found {result_text}: for (loss, aux) pass "
-            "has_aux=True, for (loss, new_buffers) mutable=True, for (loss, weight) weighted=True"
-        )
-    return dict(zip(result_names, result, strict=True))
 
 
 def _divides_all(plan: Plan) -> bool:
@@ -361,15 +337,19 @@ class TrainStep:
 
         def loss_and_rest(shards: Shards, batch: Any) -> Any:
             nonlocal buffers, local_weight, local_total
-            result = function.loss_fn(shards, buffers, batch)
-            named_results = _named_results(result, self.has_aux, self.mutable, weighted)
-            loss, aux, weight = named_results["loss"], named_results.get("aux"), 1.0
+            result = named_results(
+                function.loss_fn(shards, buffers, batch),
+                weighted=weighted,
+                mutable=self.mutable,
+                has_aux=self.has_aux,
+            )
+            loss, aux, weight = result["loss"], result.get("aux"), 1.0
             if weighted:
-                weight = check_weight(named_results["weight"])
+                weight = check_weight(result["weight"])
             # A batch of weight zero is no data, so running statistics must not see it either.
             if self.mutable and weight > 0:
-                _check_names(named_results["new_buffers"], buffers)
-                buffers = tree.map(detached, named_results["new_buffers"])
+                _check_names(result["new_buffers"], buffers)
+                buffers = tree.map(detached, result["new_buffers"])
             if self.scaler is not None and state.scaler is not None:
                 loss = self.scaler.scale(loss, state.scaler)
             if not weighted:
@@ -380,19 +360,13 @@ class TrainStep:
                 local_total = local_total + loss_value(loss) * weight
             return loss, weight, aux
 
+        calls = function.calls(loss_and_rest, state.shards, (batch,), {})
+        loss, weight, aux, grads = evaluate(state.shards, calls, self.options)
         if function.micro_batches is None:
-            run = gradient_function(loss_and_rest, self.options)
-        else:
-            run = accumulating_function(loss_and_rest, function.micro_batches, self.options)
-        result, grads = run(state.shards, batch)
-        # Without weights the loss is this rank's own, and __call__ averages it.
-        if not weighted:
-            loss, aux = result
-            return (loss, loss, None, local_weight, buffers, aux), grads
-        loss, weight, aux = result
-        local_loss = torch.zeros_like(loss)
-        if local_weight > 0:
-            local_loss = local_total / local_weight
+            (aux,) = aux
+        local_loss = loss
+        if weighted:
+            local_loss = local_total / local_weight if local_weight > 0 else torch.zeros_like(loss)
         return (loss, local_loss, weight, local_weight, buffers, aux), grads
 
     @untraced_with_warning(

@@ -80,7 +80,7 @@ RESULTS = {  # what a loss function returns, options, and the error
         ONE,
         {"has_aux": True},
         TypeError,
-        r"with has_aux=True and weighted=False loss_fn must return \(loss, aux\); found a tensor",
+        r"with weighted=False, has_aux=True loss_fn must return \(loss, aux\); found a tensor",
     ),
     "no weight": (ONE, {"weighted": True}, TypeError, r"must return \(loss, weight\); found a tensor"),
     "no aux": (

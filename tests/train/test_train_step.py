@@ -100,11 +100,11 @@ def test_a_step_is_re_entrant_and_survives_a_failure(mesh: fs.Mesh) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no aux beside buffers": (
         {"mutable": True, "has_aux": True},
-        r"with has_aux=True, mutable=True and weighted=False loss_fn must return \(loss, new_buffers, aux\); found a tensor",
+        r"with weighted=False, mutable=True, has_aux=True loss_fn must return \(loss, new_buffers, aux\); found a tensor",
     ),
     "no weight": (
         {"weighted": True},
-        r"weighted=True loss_fn must return \(loss, weight\); found a tensor of .* \(loss, weight\) weighted=True",
+        r"with weighted=True, .* loss_fn must return \(loss, weight\); found a tensor of .* pass weighted=True",
     ),
     "no function on gradients": (
         {"on_grads": 3}, "on_grads must be a function of a unit's name and its gradients, or None; found 3",
