@@ -42,7 +42,7 @@ OnReduceScattered = Callable[[str, str, torch.Tensor], torch.Tensor | None]
 
 
 class GradientKeywords(TypedDict, total=False):
-    """The options that ``value_and_grad``, ``accumulate`` and ``make_train_step`` share."""
+    """The options of ``value_and_grad`` that ``accumulate`` and ``make_train_step`` take too."""
 
     weighted: bool
     on_grads: OnGrads | None
@@ -56,7 +56,11 @@ def value_and_grad(
     has_aux: bool = False,
     *,
     mesh: Mesh | None = None,
-    **gradient: Unpack[GradientKeywords],
+    weighted: bool = False,
+    on_grads: OnGrads | None = None,
+    on_reduce_scattered: OnReduceScattered | None = None,
+    divisor: float | None = None,
+    allow_constant: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """Turn a loss function of shards into one that also returns the gradient, averaged over ranks.
 
@@ -73,26 +77,23 @@ def value_and_grad(
             default, those of the collectives inside ``loss_fn``; pass ``fs.Mesh()`` for a loss of
             this rank alone, without collectives. A tensor that is no shard is a separate variable
             on each rank.
-        gradient: further options:
-
-            - ``weighted``: whether ``loss_fn`` also returns the weight of this rank's loss in the
-              mean, usually the number of samples or tokens: finite and not negative. If a rank has
-              no data, pass any batch of the right shape and return weight zero: its loss and
-              gradients then have no effect, even if they are infinite or NaN.
-            - ``on_grads``: your ``on_grads(unit, grads)``, called before each reduction of a flat
-              buffer. ``grads`` maps the path of each leaf to this rank's gradient, multiplied by
-              the weight of the loss. Change these views in place, or return ``{path: gradient}``
-              with those to replace.
-            - ``on_reduce_scattered``: your ``on_reduce_scattered(unit, buffer_key, partial)``,
-              called after the reduce-scatter over the shard axis, and before the all-reduces along
-              other axes. ``partial`` is this rank's slice of the sum over the shard axis, 1-D and
-              in ``reduce_dtype``; of a buffer that is not cut, it is the unreduced gradient. Change
-              it in place, or return a tensor of the same shape.
-            - ``divisor``: the number by which the sum of the ranks' gradients is divided, in place
-              of the number of ranks or the sum of the weights. ``divisor=1`` gives the sum. It
-              counts for local leaves too, and changes no loss.
-            - ``allow_constant``: whether a loss that depends on no trainable shard gives zeros, and
-              no error.
+        weighted: whether ``loss_fn`` also returns the weight of this rank's loss in the mean,
+            usually the number of samples or tokens: finite and not negative. If a rank has no data,
+            pass any batch of the right shape and return weight zero: its loss and gradients then
+            have no effect, even if they are infinite or NaN.
+        on_grads: your ``on_grads(unit, grads)``, called before each reduction of a flat buffer.
+            ``grads`` maps the path of each leaf to this rank's gradient, multiplied by the weight
+            of the loss. Change these views in place, or return ``{path: gradient}`` with those to
+            replace.
+        on_reduce_scattered: your ``on_reduce_scattered(unit, buffer_key, partial)``, called after
+            the reduce-scatter over the shard axis, and before the all-reduces along other axes.
+            ``partial`` is this rank's slice of the sum over the shard axis, 1-D and in
+            ``reduce_dtype``; of a buffer that is not cut, it is the unreduced gradient. Change it
+            in place, or return a tensor of the same shape.
+        divisor: the number by which the sum of the ranks' gradients is divided, in place of the
+            number of ranks or the sum of the weights. ``divisor=1`` gives the sum. It counts for
+            local leaves too, and changes no loss.
+        allow_constant: whether a loss that depends on no trainable shard gives zeros, and no error.
 
     Returns:
         ``f(shards, *rest, **kwargs)`` -> ``(loss, grads)``, or ``((loss, aux), grads)`` with
@@ -130,7 +131,15 @@ def value_and_grad(
     Source: ``jax.value_and_grad``; the mean is that of DistributedDataParallel.
     """
     check_callable("value_and_grad", loss_fn)
-    options = GradientOptions(mesh=mesh, has_aux=has_aux, **gradient)
+    options = GradientOptions(
+        mesh=mesh,
+        has_aux=has_aux,
+        weighted=weighted,
+        on_grads=on_grads,
+        on_reduce_scattered=on_reduce_scattered,
+        divisor=divisor,
+        allow_constant=allow_constant,
+    )
     options.compare("value_and_grad")
     return GradientFunction(loss_fn, options)
 
