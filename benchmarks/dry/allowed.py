@@ -36,9 +36,7 @@ ALLOWED: dict[str, Allowed] = {
     "graph/traced.py:__call__": Allowed(_TO_CPU + _TO_CUDA + _ITEM, "the waits of the recorded step", answer=1.0),
     "graph/compiling/binding.py:__call__": Allowed(_TO_CPU + _TO_CUDA, "the waits of the recorded step"),
     "_utils/torch_compilers.py:boxed": Allowed(_TO_CPU + _TO_CUDA, "the waits of the recorded step"),
-    "checkpoint/unflatten_state.py:_check_equal": Allowed(
-        ("equal",), "leaves must agree on a value of their buffer", answer=1.0
-    ),
+    "checkpoint/unflatten_state.py:_tensor": Allowed(("equal",), "leaves must agree on a value of their buffer", answer=1.0),
     "checkpoint/flatten_state.py:_checksum": Allowed(_TO_CPU, "ranks compare checksums of a state, before they save it"),
     "checkpoint/rank_files.py:read": Allowed(_TO_CUDA, "a checkpoint is read to the CPU"),
     "checkpoint/unflatten_state.py:read": Allowed(_TO_CUDA + _TO_CPU, "replan moves what is offloaded"),

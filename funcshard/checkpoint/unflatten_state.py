@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from funcshard._utils import tree
+from funcshard._utils.options import outline
 from funcshard._utils.tensors import byte_view
 from funcshard.checkpoint.flatten_state import flatten_state
 from funcshard.checkpoint.resharding import (
@@ -32,11 +33,14 @@ from funcshard.checkpoint.stored_state import (
     Plans,
     Stored,
     TreeSpec,
+    buffers_in_tree_order,
     by_entry,
     check_replicated,
+    each_leaf,
     find_class,
     name_in,
     replicated_summary,
+    shortened,
 )
 from funcshard.core import can_cast
 from funcshard.plan import (
@@ -44,6 +48,7 @@ from funcshard.plan import (
     LeafSpec,
     Plan,
     UnitPlan,
+    check_plan,
     dtype_name,
     dtype_of,
     has_numbers,
@@ -92,7 +97,7 @@ def unflatten_state(
     new_entries, old_entries = by_entry(saved.spec, plans), by_entry(saved.spec, saved.plans)
     try:
         unflattened = [
-            _Unflattener(saved, plan, old_plan, rank, device, cast).node(node)
+            _Unflattener(saved, plan, old_plan, rank, device, cast).node([node])
             for (_, node, plan), (_, _, old_plan) in zip(new_entries, old_entries, strict=True)
         ]
     # A file whose PerRank values lie inside each other; flatten_state writes none.
@@ -107,23 +112,22 @@ class _Home(NamedTuple):
     """Leaves of a buffer that one old buffer holds.
 
     Attributes:
-        unit: the unit of the old buffer.
+        key: unit name and key of the old buffer.
         buffer: the old buffer.
         leaves: pairs of new and old leaf.
     """
 
-    unit: UnitPlan
+    key: tuple[str, str]
     buffer: BufferPlan
     leaves: list[tuple[LeafSpec, LeafSpec]]
 
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.unit.name, self.buffer.key
 
-    @property
-    def path(self) -> str:
-        """The path of the first leaf, for errors."""
-        return self.leaves[0][0].path
+class _Place(NamedTuple):
+    """A buffer of the new plan, and the old buffers that hold its leaves."""
+
+    unit: UnitPlan
+    buffer: BufferPlan
+    homes: list[_Home]
 
 
 class _Move(NamedTuple):
@@ -153,68 +157,66 @@ class _Unflattener:
     axes: ByAxis = field(init=False)
     old_axes: ByAxis = field(init=False)
     position: ByAxis = field(init=False)
-    old_buffers: dict[tuple[str, str], tuple[UnitPlan, BufferPlan]] = field(init=False)
     old_leaves: dict[str, tuple[UnitPlan, BufferPlan, LeafSpec]] = field(init=False)
     unplanned: dict[tuple[str, str], str] = field(init=False)
-    homes: dict[tuple[str, str], list[_Home]] = field(default_factory=dict)
+    places: dict[tuple[str, str], _Place] = field(default_factory=dict)
     moves: dict[tuple[int, ...], list[_Move]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.axes, self.old_axes = self.plan.mesh_axes, self.old_plan.mesh_axes
         self.position = position_of(self.rank, self.axes)
-        self.old_buffers = {
-            (unit.name, buffer.key): (unit, buffer)
-            for unit in self.old_plan.unit_list
-            for buffer in unit.buffers
-        }
-        by_name = {
-            name: (unit, buffer, old_leaf)
-            for unit, buffer in self.old_buffers.values()
-            for old_leaf in buffer.leaves
-            for name in (old_leaf.path, *old_leaf.aliases)
+        self.old_leaves = {
+            name: place
+            for place in each_leaf(self.old_plan)
+            for name in (place[2].path, *place[2].aliases)
         }
         # Note: a tied parameter may have been stored under any of its names.
-        old_names = {leaf.path: name_in(by_name, leaf) for leaf in self.plan.leaves}
-        self.old_leaves = {path: by_name[name] for path, name in old_names.items() if name}
+        found_names = [name_in(self.old_leaves, leaf) for leaf in self.plan.leaves]
+        planned_paths = {self.old_leaves[name][2].path for name in found_names if name}
         # Note: state of a leaf that the new plan lacks would be lost without a word.
-        planned_paths = {old_leaf.path for _, _, old_leaf in self.old_leaves.values()}
         self.unplanned = {
             (unit.name, buffer.key): old_leaf.path
-            for unit, buffer, old_leaf in by_name.values()
+            for unit, buffer, old_leaf in each_leaf(self.old_plan)
             if old_leaf.path not in planned_paths
         }
 
-    def node(self, spec: TreeSpec) -> Any:
+    def node(self, specs: Sequence[TreeSpec], place: _Place | None = None) -> Any:
+        """Return a node of the state.
+
+        Arguments:
+            specs: the node; below a buffer, that of each of the old buffers, all of one form.
+            place: the buffer.
+        """
+        spec = specs[0]
         if spec is None:
             return None
-        node_kind = spec[0]
-        if node_kind == "value":
+        if spec[0] == "value":
             return spec[1]
-        if node_kind == "tensor":
-            return self._whole(spec[1])
-        if node_kind == "rank":
+        if spec[0] == "tensor":
+            if place is None:
+                return self._whole(spec[1])
+            return self._tensor([name for _, name in specs], place)
+        if spec[0] == "rank":
             if spec[1] >= len(self.saved.rank_specs):
                 raise ValueError(
                     f"the state has {len(self.saved.rank_specs)} PerRank values of this rank; "
                     f"found number {spec[1]}"
                 )
             # Note: the value is this rank's own, and its tensors lie in the file of one old rank.
-            return PerRank(self.node(self.saved.rank_specs[spec[1]]))
-        if node_kind == "shards":
+            return PerRank(self.node([self.saved.rank_specs[spec[1]]]))
+        if spec[0] == "shards":
             return self._shards(spec[1], {(unit, key): node for unit, key, node in spec[2]})
-        return _container(spec, [self.node(child) for child in spec[3]])
+        children = zip(*[other_spec[3] for other_spec in specs], strict=True)
+        return _container(spec, [self.node(child_specs, place) for child_specs in children])
 
     def _whole(self, name: str) -> torch.Tensor:
         stored = self.saved.stored[name]
-        device = self._device_of(stored)
+        device = self.device if stored.on_mesh else "cpu"
         whole_tensor = torch.empty(stored.shape, dtype=dtype_of(stored.dtype), device=device)
         # Note: rank 0 has stored what is the same on every rank.
         source_rank = self.rank % self.old_plan.world_size if stored.kind == "rank" else 0
         self.saved.read(whole_tensor.view(-1), source_rank, name, 0)
         return whole_tensor
-
-    def _device_of(self, stored: Stored) -> torch.device:
-        return self.device if stored.on_mesh else torch.device("cpu")
 
     # --- trees of shards --------------------------------------------------------------------------
 
@@ -224,21 +226,25 @@ class _Unflattener:
         for unit in self.plan.unit_list:
             unit_shards, unit_specs = {}, []
             for buffer in unit.buffers:
-                homes = self._homes(unit, buffer)
+                place = self._place(unit, buffer)
                 # Why not every buffer: gradients and optimizer states lack the frozen ones.
-                absent_paths = [home.path for home in homes if home.key not in nodes]
-                if len(absent_paths) == len(homes):
+                old_specs = [nodes[home.key] for home in place.homes if home.key in nodes]
+                if not old_specs:
                     continue
-                if absent_paths:
-                    stored_path = next(home.path for home in homes if home.key in nodes)
+                if len(old_specs) < len(place.homes):
+                    paths = {home.key in nodes: home.leaves[0][0].path for home in place.homes}
                     raise ValueError(
-                        f"the plan puts leaves {stored_path!r} and {absent_paths[0]!r} into one "
+                        f"the plan puts leaves {paths[True]!r} and {paths[False]!r} into one "
                         "buffer, and a tree of shards in the state holds the first but not the "
                         "second: the state is of another model, or other leaves were trainable; "
                         "make the plan as it was made then"
                     )
-                old_specs = [nodes[home.key] for home in homes]
-                unit_shards[buffer.key] = self._below(old_specs, homes, unit, buffer)
+                forms = [self._form(spec) for spec in old_specs]
+                for home, other_form in zip(place.homes, forms, strict=True):
+                    # Why repr: NaN is equal to itself there, and 1 is not True.
+                    if repr(other_form) != repr(forms[0]):
+                        raise _disagreement(place, home, *shortened(forms[0], other_form))
+                unit_shards[buffer.key] = self.node(old_specs, place)
                 unit_specs += old_specs
             # Note: gradients have None for a unit without trainable leaves, and keep it.
             if unit_specs and all(spec == NO_UNIT for spec in unit_specs):
@@ -253,33 +259,39 @@ class _Unflattener:
         if form not in ("list", "tuple"):
             return shards
         shard_list = [
-            unit_shards[key]
-            for _, unit_shards in sorted(shards.items())
-            for key in sorted(unit_shards or ())
+            shards[unit.name][buffer.key]
+            for unit, buffer in buffers_in_tree_order(self.plan, trainable_only=False)
+            if buffer.key in (shards.get(unit.name) or ())
         ]
         return shard_list if form == "list" else tuple(shard_list)
 
-    def _homes(self, unit: UnitPlan, buffer: BufferPlan) -> list[_Home]:
-        """Return the old buffers that hold the leaves of a buffer."""
+    def _form(self, spec: TreeSpec) -> Any:
+        """Return what the leaves of one buffer must have in common: all but tensors' values."""
+        if spec is None or spec[0] == "value":
+            return spec
+        if spec[0] == "tensor":
+            stored = self.saved.stored[spec[1]]
+            return stored.kind, stored.dtype
+        if spec[0] == "rank":
+            return "rank"
+        return spec[0], spec[2], [self._form(child) for child in spec[3]]
+
+    def _place(self, unit: UnitPlan, buffer: BufferPlan) -> _Place:
+        """Return a buffer with the old buffers that hold its leaves."""
         buffer_key = (unit.name, buffer.key)
-        if buffer_key in self.homes:
-            return self.homes[buffer_key]
-        # Note: in most restores the plan is the same, or only the number of ranks differs.
-        old_unit, old_buffer = self.old_buffers.get(buffer_key, (unit, None))
-        if old_buffer is not None and self._is_same(buffer, old_buffer):
-            # Note: one run in place of one for each leaf.
+        if buffer_key in self.places:
+            return self.places[buffer_key]
+        homes: dict[tuple[str, str], _Home] = {}
+        old_unit, old_buffer, _ = self._old(buffer.leaves[0])
+        if self._is_same(buffer, old_buffer):
+            # Note: in most restores the plan is the same, or only the number of ranks differs. Then
+            # one run replaces one for each leaf.
             flat_leaf = as_leaf(buffer)
-            self.homes[buffer_key] = [_Home(old_unit, old_buffer, [(flat_leaf, flat_leaf)])]
-            return self.homes[buffer_key]
+            old_key = (old_unit.name, old_buffer.key)
+            homes[old_key] = _Home(old_key, old_buffer, [(flat_leaf, flat_leaf)])
         # Note: the leaves of one new buffer may come from several old ones.
-        by_buffer: dict[tuple[str, str], _Home] = {}
-        for leaf in buffer.leaves:
-            if leaf.path not in self.old_leaves:
-                raise ValueError(
-                    f"leaf {leaf.path!r} of the plan is not in {self.saved.title}: the plan is of "
-                    "another model"
-                )
-            old_unit, old_buffer, old_leaf = self.old_leaves[leaf.path]
+        for leaf in buffer.leaves if not homes else ():
+            old_unit, old_buffer, old_leaf = self._old(leaf)
             if _packed_as(buffer) != _packed_as(old_buffer):
                 raise ValueError(
                     f"leaf {leaf.path!r} is stored {_packed_as(old_buffer)} in {self.saved.title}, "
@@ -287,10 +299,20 @@ class _Unflattener:
                     "again: make the plan with the same storage, or take to_state_dict and "
                     "from_state_dict, which decode and encode"
                 )
-            home = _Home(old_unit, old_buffer, [])
-            by_buffer.setdefault(home.key, home).leaves.append((leaf, old_leaf))
-        self.homes[buffer_key] = list(by_buffer.values())
-        return self.homes[buffer_key]
+            old_key = (old_unit.name, old_buffer.key)
+            home = homes.setdefault(old_key, _Home(old_key, old_buffer, []))
+            home.leaves.append((leaf, old_leaf))
+        self.places[buffer_key] = _Place(unit, buffer, list(homes.values()))
+        return self.places[buffer_key]
+
+    def _old(self, leaf: LeafSpec) -> tuple[UnitPlan, BufferPlan, LeafSpec]:
+        name = name_in(self.old_leaves, leaf)
+        if name is None:
+            raise ValueError(
+                f"leaf {leaf.path!r} of the plan is not in {self.saved.title}: the plan is of "
+                "another model"
+            )
+        return self.old_leaves[name]
 
     def _is_same(self, buffer: BufferPlan, old: BufferPlan) -> bool:
         """Return whether two flat buffers have the same elements, maybe in other shards."""
@@ -299,62 +321,27 @@ class _Unflattener:
         same_values = _packed_as(old) == _packed_as(buffer) and same_axes
         return (old.leaves, old.local, same_values) == (buffer.leaves, buffer.local, True)
 
-    def _below(
-        self, specs: Sequence[TreeSpec], homes: list[_Home], unit: UnitPlan, buffer: BufferPlan
-    ) -> Any:
-        """Return the node below one buffer from those below its leaves' old buffers."""
-        first_spec, first_path = specs[0], homes[0].path
-        for home, other_spec in zip(homes[1:], specs[1:], strict=True):
-            if _form(other_spec) != _form(first_spec):
-                raise ValueError(
-                    f"the plan puts leaves {first_path!r} and {home.path!r} into one buffer of unit "
-                    f"{unit.title!r}, and the state holds values of different structure for them: "
-                    "keep them in separate units"
-                )
-            if other_spec is not None and other_spec[0] == "value" and other_spec != first_spec:
-                raise _disagreement(unit.title, first_path, home.path, first_spec[1], other_spec[1])
-        # Note: all agree on it, so the first stands for them.
-        if first_spec is None or first_spec[0] in ("value", "rank"):
-            return self.node(first_spec)
-        if first_spec[0] == "tensor":
-            return self._tensor([spec[1] for spec in specs], homes, unit, buffer)
-        children = [
-            self._below([spec[3][i] for spec in specs], homes, unit, buffer)
-            for i in range(len(first_spec[3]))
-        ]
-        return _container(first_spec, children)
-
-    def _tensor(
-        self, names: Sequence[str], homes: list[_Home], unit: UnitPlan, buffer: BufferPlan
-    ) -> torch.Tensor:
+    def _tensor(self, names: Sequence[str], place: _Place) -> torch.Tensor:
         """Return the tensor below one buffer from those below its leaves' old buffers."""
-        first_stored = self.saved.stored[names[0]]
-        # Note: merged leaves must agree on how they are kept, and not only on their values.
-        for name in names[1:]:
-            other = self.saved.stored[name]
-            if (other.dtype, other.kind) != (first_stored.dtype, first_stored.kind):
-                raise ValueError(
-                    f"the plan puts {names[0]!r} and {name!r} into one buffer of unit "
-                    f"{unit.title!r}, and they are stored as {first_stored.kind} {first_stored.dtype} and as "
-                    f"{other.kind} {other.dtype}: keep them in separate units"
-                )
+        stored, (unit, buffer, homes) = self.saved.stored[names[0]], place
         # Note: such as a count of steps, which each old buffer has once; merged ones must agree.
-        if first_stored.kind != "shard":
-            whole_values = [self._whole(name) for name in names]
-            for home, other_value in zip(homes[1:], whole_values[1:], strict=True):
-                _check_equal(unit, homes[0].path, home.path, whole_values[0], other_value)
-            return whole_values[0]
-        mesh_device = self._device_of(first_stored)
-        # Note: memory of offloaded shards is pinned, as shard makes it.
-        pinned = unit.offload and mesh_device.type == "cuda"
+        if stored.kind != "shard":
+            values = [self._whole(name) for name in names]
+            for home, other_value in zip(homes, values, strict=True):
+                # Why bytes: NaN is equal to no number, and torch compares no tensors of bits8.
+                if not torch.equal(byte_view(values[0]), byte_view(other_value)):
+                    raise _disagreement(place, home, *map(_shown, (values[0], other_value)))
+            return values[0]
+        mesh_device = self.device if stored.on_mesh else torch.device("cpu")
         shard = torch.empty(
             buffer.shard_numel,
-            dtype=dtype_of(first_stored.dtype),
+            dtype=dtype_of(stored.dtype),
             device="cpu" if unit.offload else mesh_device,
-            pin_memory=pinned,
+            # Note: memory of offloaded shards is pinned, as shard makes it.
+            pin_memory=unit.offload and mesh_device.type == "cuda",
         )
         dtype = self._dtype_of(shard, homes[0], buffer)
-        self._fill(shard, names, homes, buffer)
+        self._fill(shard, names, place)
         if (filled := buffer.filled(self.position["shard"])) < shard.numel():
             # Why bytes: torch cannot fill tensors of some dtypes.
             byte_view(shard[filled:]).zero_()
@@ -376,18 +363,16 @@ class _Unflattener:
             f"and it is of {buffer.dtype} in the plan: {remedy}"
         )
 
-    def _fill(
-        self, shard: torch.Tensor, names: Sequence[str], homes: list[_Home], buffer: BufferPlan
-    ) -> None:
+    def _fill(self, shard: torch.Tensor, names: Sequence[str], place: _Place) -> None:
         """Read the elements of all leaves in this rank's shard of a buffer."""
-        for name, home in zip(names, homes, strict=True):
+        for name, home in zip(names, place.homes, strict=True):
             turn = turn_of(self.saved.stored[name].turn, home.buffer, self.old_axes)
             # Note: all trees of a state have the same homes, whose ids stay unique because
-            # ``homes`` keeps them. A turn picks one of the copies.
+            # ``places`` keeps them. A turn picks one of the copies.
             move_key = (id(home), *turn.values())
             # Note: an optimizer's trees have the runs of the parameters.
             if move_key not in self.moves:
-                self.moves[move_key] = list(self._moves(name, turn, home, buffer))
+                self.moves[move_key] = list(self._moves(name, turn, home, place.buffer))
             for move in self.moves[move_key]:
                 shard_part = shard[move.in_shard]
                 copied_numel = read_run(
@@ -454,11 +439,6 @@ def _container(spec: TreeSpec, children: list[Any]) -> Any:
                 "define it again"
             )
         # Note: a class may have got fields with defaults, but may not have lost any.
-        if unknown_fields := set(fields) - set(cls._fields):
-            raise ValueError(
-                f"the stored {meta} has the field {sorted(unknown_fields)[0]!r}; found the fields "
-                f"{cls._fields} in the class: add the field to the class again"
-            )
         try:
             return cls(**dict(zip(fields, children, strict=True)))
         # Errors of any kind: it is the code of the class, which may have other fields now.
@@ -473,43 +453,16 @@ def _container(spec: TreeSpec, children: list[Any]) -> Any:
     return tree.build((node_kind, meta, tuple(range(len(children)))), children)
 
 
-def _form(spec: TreeSpec) -> Any:
-    """Return a node's structure, without values and names."""
-    if spec is None or spec[0] in ("value", "tensor", "rank"):
-        return spec and spec[0]
-    return (spec[0], repr(spec[2]), len(spec[3]))
+def _shown(value: torch.Tensor) -> str:
+    numbers = value if has_numbers(value.dtype) else byte_view(value)
+    return f"{numbers.tolist()!s:.80}"
 
 
-def _check_equal(
-    unit: UnitPlan, path: str, other_path: str, value: torch.Tensor, other: torch.Tensor
-) -> None:
-    """Raise ``ValueError`` if two leaves disagree on a value of their buffer, as a ``step``."""
-    if value.shape != other.shape:
-        value_texts = f"of shape {tuple(value.shape)}", f"of {tuple(other.shape)}"
-    # Why bytes: NaN is equal to no number, and torch compares no tensors of bits8.
-    elif not torch.equal(byte_view(value), byte_view(other)):
-        differing_bytes = (byte_view(value) != byte_view(other)).nonzero()
-        element_index = int(differing_bytes[0]) // value.element_size()
-        value_texts = _shown(value, element_index), _shown(other, element_index)
-    else:
-        return
-    raise _disagreement(unit.title, path, other_path, *value_texts)
-
-
-def _shown(tensor: torch.Tensor, at: int) -> str:
-    element = tensor.view(-1)[at : at + 1]
-    return (
-        str(element.item())
-        if has_numbers(tensor.dtype)
-        else f"the bytes {bytes(byte_view(element).tolist()).hex()}"
-    )
-
-
-def _disagreement(where: str, one: str, other: str, here: Any, there: Any) -> ValueError:
+def _disagreement(place: _Place, home: _Home, value: str, other: str) -> ValueError:
     return ValueError(
-        f"the plan puts leaves {one!r} and {other!r} into one buffer of unit {where!r}, and a "
-        f"value that the state keeps once per buffer is {here} for the first and {there} for the "
-        "second: keep them in separate units"
+        f"the plan puts leaves {place.homes[0].leaves[0][0].path!r} and {home.leaves[0][0].path!r} "
+        f"into one buffer of unit {place.unit.title!r}, and what the state keeps once per buffer is "
+        f"{value} for the first and {other} for the second: keep them in separate units"
     )
 
 
@@ -548,22 +501,17 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
         >>> fs.replan(states, old, new)[1]
         {'ema': {'': {'float32': tensor([2., 3.])}}, 'step': 7}
     """
-    for name, plan in (("old", old), ("new", new)):
-        if not isinstance(plan, Plan):
-            raise TypeError(
-                f"{name} must be a plan; found {type(plan).__name__}: pass what make_plan returned"
-            )
-    if isinstance(states, str | Mapping) or not isinstance(states, Sequence):
-        raise TypeError(
-            f"states must be a list of the states of all ranks; found {type(states).__name__}: put "
-            "them into a list, in order of ranks"
+    check_plan(old)
+    check_plan(new)
+    if not isinstance(states, list | tuple) or len(states) != old.world_size:
+        error_type = ValueError if isinstance(states, list | tuple) else TypeError
+        raise error_type(
+            f"states must be a list with the state of each rank of the old plan, {old.world_size}; "
+            f"found {outline(states)}: put them into a list, in order of ranks"
         )
-    if len(states) != old.world_size:
-        raise ValueError(
-            f"there must be one state per rank of the old plan, {old.world_size}; found "
-            f"{len(states)}"
-        )
-    device = _device_of(states)
+    devices = [leaf.device for leaf in tree.leaves(states) if isinstance(leaf, torch.Tensor)]
+    # Note: the first device but the CPU.
+    device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
     flat_states = [
         flatten_state(state, old, rank, device.type) for rank, state in enumerate(states)
     ]
@@ -585,14 +533,3 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
         return unflatten_state(saved, new, rank, device)
 
     return [replanned(rank) for rank in range(new.world_size)]
-
-
-def _device_of(states: Sequence[Any]) -> torch.device:
-    """Return the first device of tensors but the CPU, or the CPU."""
-    state_tensors = (
-        leaf for state in states for leaf in tree.leaves(state) if isinstance(leaf, torch.Tensor)
-    )
-    return next(
-        (tensor.device for tensor in state_tensors if tensor.device.type != "cpu"),
-        torch.device("cpu"),
-    )

@@ -95,7 +95,7 @@ def replanned(mesh, change=lambda states: states, old=None, new=None):
 
 
 CASES += [
-    ("replan", "the state of one rank", ValueError("there must be one state per rank"),
+    ("replan", "the state of one rank", ValueError("states must be a list with the state of each rank of the old plan"),
      lambda mesh: replanned(mesh, lambda states: states[:1])),
     ("replan", "the plan of another model", ValueError(OTHER_MODEL), lambda mesh: replanned(mesh, new=linear_plan(1))),
     ("replan", "states in another order", untold(MISTAKES, ORDER, values),

@@ -35,7 +35,7 @@ CASES += [
     ("torch_schedule", "options that the scheduler does not take", TypeError("unexpected keyword argument 'steps'"),
      lambda: fs.torch_schedule(torch.optim.lr_scheduler.StepLR, lr=0.1, steps=2)),
     ("replan", "a flag as states", TypeError("states must be a list"), lambda: fs.replan(True, PLAN, PLAN)),
-    ("replan", "a path as the old plan", TypeError("old must be a plan; found str"),
+    ("replan", "a path as the old plan", TypeError("plan must be the Plan that make_plan returned; found str"),
      lambda: fs.replan([SHARDS], "old", PLAN)),
     ("save", "a zero in the path", ValueError("no character of number zero"), lambda: fs.save("a\0b", SHARDS, PLAN, MESH)),
     ("restore", "a tensor as path", TypeError("path must be a path, as text"),

@@ -108,7 +108,7 @@ def test_each_allowed_wait_is_met_or_belongs_to_another_case(results: dict[str, 
     rest |= {"train/matrix_step.py:_parts", "train/matrix_step.py:__call__"}
     rest |= {"graph/compiling/binding.py:__call__", "_utils/torch_compilers.py:boxed"}
     rest |= {
-        "checkpoint/unflatten_state.py:_check_equal",
+        "checkpoint/unflatten_state.py:_tensor",
         "checkpoint/flatten_state.py:_checksum",
         "checkpoint/unflatten_state.py:read",
         "checkpoint/resharding.py:copy_run",
