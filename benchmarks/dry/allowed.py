@@ -41,7 +41,7 @@ ALLOWED: dict[str, Allowed] = {
     "checkpoint/rank_files.py:read": Allowed(_TO_CUDA, "a checkpoint is read to the CPU"),
     "checkpoint/unflatten_state.py:read": Allowed(_TO_CUDA + _TO_CPU, "replan moves what is offloaded"),
     "checkpoint/resharding.py:copy_run": Allowed(_TO_CUDA, "slices of other ranks are read to the CPU"),
-    "checkpoint/block_files.py:write_tensor": Allowed(_TO_CPU, "a checkpoint is written from the CPU, by another thread"),
+    "checkpoint/rank_files.py:_write_tensor": Allowed(_TO_CPU, "a checkpoint is written from the CPU, by another thread"),
     "checkpoint/save_restore.py:_copied": Allowed(_TO_CPU, "the state is copied before training goes on"),
     "checkpoint/save_restore.py:_agree": Allowed(_ITEM + _TO_CUDA, "ranks agree on the name of the folder that they write"),
     "checkpoint/state_dict.py:kept_copy": Allowed(_TO_CPU, "offload=True asks for a state dict on the CPU"),

@@ -23,7 +23,7 @@ from benchmarks.dry.mode import DryCuda, Wait, current_mode, dry_cuda, is_dry
 from benchmarks.dry.steps import BATCH, WIDTH, Made, Net, batch_of, check_placed, check_state, made, train
 from benchmarks.dry.stream_order import StreamOrder
 from funcshard.checkpoint import safetensors
-from funcshard.checkpoint.writer import WriterThread
+from funcshard.checkpoint.writer import Writer
 
 # Options of optimizer_to_state_dict.
 FORMS: tuple[dict[str, Any], ...] = ({}, {"rank0_only": True}, {"sharded": True}, {"flatten": True})
@@ -191,9 +191,9 @@ def written_as_zeros() -> Iterator[None]:
     if not is_dry():
         yield
         return
-    modes, run, start = _get_current_dispatch_mode_stack(), WriterThread.run, WriterThread.start
+    modes, run, start = _get_current_dispatch_mode_stack(), Writer.run, Writer.start
 
-    def inside(thread: WriterThread) -> None:
+    def inside(thread: Writer) -> None:
         with contextlib.ExitStack() as stack:
             for mode in modes:
                 stack.enter_context(mode)
@@ -201,11 +201,11 @@ def written_as_zeros() -> Iterator[None]:
                     stack.enter_context(mode.new_thread())
             run(thread)
 
-    def to_the_end(thread: WriterThread) -> None:
+    def to_the_end(thread: Writer) -> None:
         start(thread)
         thread.join()
 
-    threads = unittest.mock.patch.multiple(WriterThread, run=inside, start=to_the_end)
+    threads = unittest.mock.patch.multiple(Writer, run=inside, start=to_the_end)
     # Why zero: a broadcast moves no values, so it leaves the token of a save a zero.
     token = unittest.mock.patch.object(secrets, "randbits", return_value=0)
     # In place of a tensor that lies in a buffer, which keeps its zeros.

@@ -16,8 +16,7 @@ Read the files in this order:
 - ``resharding``: which elements of a leaf lie in which rank's shard, and copies between them.
 - ``unflatten_state``: from these parts to a state under any plan; ``replan``, both in memory.
 - ``folders``: a checkpoint's folder, its lock, and how a save becomes the checkpoint.
-- ``rank_files``: the tensors of each rank, and their table. ``block_files`` writes them past the
-  page cache.
+- ``rank_files``: the tensors of each rank, and their table.
 - ``contents``: the index of a checkpoint; ``Contents``, ``latest`` and ``read_values``.
 - ``writer``: the thread that writes one rank's part.
 - ``foreign_folders``: which other library wrote a folder, and how to read it.

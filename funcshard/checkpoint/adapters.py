@@ -6,10 +6,14 @@ of the model has the names without wrappers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+
+# What peft adds to the names of the model's own tensors.
+_WRAPPERS = re.compile(r"(?<![^.])(base_layer|original_module|modules_to_save\.[^.]+)\.")
 
 
 def base_model(module: nn.Module) -> nn.Module:
@@ -26,15 +30,19 @@ def file_names(module: nn.Module) -> dict[str, list[str]]:
     """Return the module's own names for each name in a folder of the model under its adapters."""
     base, module_state = base_model(module), module.state_dict(keep_vars=True)
     prefix = next(f"{path}." if path else "" for path, m in module.named_modules() if m is base)
+    # Note: names of adapters, such as lora_A, begin so.
+    adapter_prefix = getattr(getattr(module, "base_model", None), "prefix", None)
     names: dict[str, list[str]] = {}
     for name in module_state:
-        plain_name = (
-            _without_wrappers(base, name[len(prefix) :]) if name.startswith(prefix) else None
-        )
-        if plain_name is not None:
+        plain_name = name.removeprefix(prefix)
+        if base is not module:
+            is_adapter = adapter_prefix and f".{adapter_prefix}" in name
+            if is_adapter or not name.startswith(prefix):
+                continue
             # Note: a module that peft copies to train it, as for ``modules_to_save``, has the
             # original's values.
-            names.setdefault(plain_name, []).append(name)
+            plain_name = _WRAPPERS.sub("", plain_name)
+        names.setdefault(plain_name, []).append(name)
     # Why: of a tied parameter the folder may hold one name alone, and peft's copy is not tied.
     # So each name in the folder stands for all names of the tensors that it gives values to.
     names_of_parameter: dict[int, list[str]] = {}
@@ -47,25 +55,6 @@ def file_names(module: nn.Module) -> dict[str, list[str]]:
             all_names.update(dict.fromkeys(names_of_parameter[id(module_state[name])]))
         names[plain_name] = list(all_names)
     return names
-
-
-def _without_wrappers(module: nn.Module, name: str) -> str | None:
-    """Return a tensor's name without peft's wrappers; ``None`` if it's an adapter's."""
-    module_name, _, inner_name = name.partition(".")
-    child = module._modules.get(module_name)
-    # Note: every other module adds its own name to the path.
-    if not hasattr(type(module), "adapter_layer_names"):  # of all of peft's wrappers
-        inner_path = None if child is None else _without_wrappers(child, inner_name)
-        if child is None:
-            return name
-        return None if inner_path is None else f"{module_name}.{inner_path}"
-    # Note: below it lies a copy for each adapter, which has the original's values.
-    if child is not None and module_name == "modules_to_save":
-        adapter, _, inner_name = inner_name.partition(".")
-        child = child._modules[adapter]
-    elif module_name not in ("base_layer", "original_module"):
-        return None
-    return None if child is None else _without_wrappers(child, inner_name)
 
 
 def adapter_reset(module: nn.Module) -> Callable[[nn.Module], None]:

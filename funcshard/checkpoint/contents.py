@@ -25,13 +25,11 @@ from funcshard._utils.options import check_flag, check_path
 from funcshard._utils.regular_files import open_regular
 from funcshard._utils.table import Shown, Table
 from funcshard.checkpoint.folders import TRIES, StrPath, folders, has_our_index, pause
-from funcshard.checkpoint.foreign_folders import foreign_remedy
+from funcshard.checkpoint.foreign_folders import what_it_holds
 from funcshard.checkpoint.rank_files import (
     INDEX,
     RankReader,
     RankTable,
-    check_held,
-    check_spec,
     damaged,
     files_of,
     missing,
@@ -47,7 +45,6 @@ from funcshard.checkpoint.stored_state import (
     TreeSpec,
     any_plan,
     buffers_of_shards,
-    by_entry,
     replicated_values,
 )
 from funcshard.plan import (
@@ -63,6 +60,9 @@ from funcshard.plan import (
 _log = logging.getLogger("funcshard.checkpoint")
 
 T = TypeVar("T")
+
+# What readers of a tree raise if no version of this library wrote it.
+DAMAGE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 Watch = Callable[[int, int], object]
 """A function that is told how many bytes of how many are done."""
@@ -144,12 +144,6 @@ class Contents(Shown):
             for rank in range(self.world_size):
                 self.table(rank)  # which names a file that has changed
             raise damaged(self.path / INDEX)
-
-    def check_whole(self) -> None:
-        """Raise ``ValueError`` unless rank 0 has every byte that it stores for all ranks."""
-        # Why before they're read: memory is taken for them as the index says.
-        if any(stored.kind == "whole" for stored in self.shared.values()):
-            check_held(self.path, self.shared, self.table(0).places, "whole")
 
     def check(self, watch: Watch = unwatched) -> None:
         """Read every file, and compare its checksum.
@@ -305,20 +299,10 @@ def write_index(
             "stored": flat.shared,
             "bytes": size,
         }
+        # Why in small parts: json.dumps stops all threads of Python until it's done.
+        encoder = json.JSONEncoder(separators=(",", ":"), default=dtype_name)
         # Note: publish renames it, which is the moment at which the checkpoint exists.
-        write_text(path / f"{save}.part", _json(index_data))
-
-
-def _json(value: Any, depth: int = 6) -> str:
-    """Return JSON, made in small parts."""
-    # Why: ``json.dumps`` stops all threads of Python until it's done, and a plan may have a MiB.
-    # Six levels reach the leaves of a plan, which are short.
-    if depth and isinstance(value, dict):
-        items = (f"{json.dumps(key)}:{_json(item, depth - 1)}" for key, item in value.items())
-        return f"{{{','.join(items)}}}"
-    if depth and isinstance(value, list | tuple):
-        return f"[{','.join([_json(item, depth - 1) for item in value])}]"
-    return json.dumps(value, separators=(",", ":"), default=dtype_name)
+        write_text(path / f"{save}.part", "".join(encoder.iterencode(index_data)))
 
 
 def time_after(folder: Path) -> int:
@@ -388,37 +372,22 @@ def read_contents(path: StrPath) -> Contents:
         index_data = read_text(index_file, ("saved", "save", "plan", "outline", "stored", "bytes"))
     except FileNotFoundError:
         raise _incomplete(path) from None
-    except ValueError as error:
-        # Note: an index.json of another program gets its own hint, and one of ours the reason.
-        is_ours = "funcshard.checkpoint/" in str(error)  # of another format
-        if not is_ours and (foreign_text := foreign_remedy(path)):
-            raise ValueError(
-                f"{index_file} is no index of a checkpoint of funcshard: {foreign_text}"
-            ) from None
-        raise
     try:
         with without_collection():
             plans = _plans_from(index_data["plan"])
-            stored_facts = stored_from(index_data["stored"], ("shard", "whole"))
-            # Why checked here: what comes after trusts the tree, and takes memory for its tensors.
-            for _, node, plan in by_entry(index_data["outline"], plans):
-                buffers = {(unit.name, b.key): b for unit in plan.unit_list for b in unit.buffers}
-                check_spec(node, stored_facts, buffers)
-        total_bytes = file_data.whole("bytes", index_data["bytes"])
-        saved_time, save_token = (
-            file_data.whole("saved", index_data["saved"]),
-            file_data.text("save", index_data["save"]),
-        )
+            outline, stored_facts = index_data["outline"], stored_from(index_data["stored"])
+            # Note: other readers trust the tree after this walk over its nodes.
+            buffers_of_shards(outline, plans)
+            replicated_values(outline)
+        numbers = [file_data.whole(key, index_data[key]) for key in ("saved", "bytes")]
         # Why: names of files begin with the token, and another one could lead out of the folder.
+        save_token = file_data.text("save", index_data["save"])
         if not re.fullmatch("[0-9a-f]{8}", save_token):
-            raise ValueError(
-                f"save must be 8 hexadecimal digits; found {file_data.shown(save_token)}"
-            )
-    except (ValueError, TypeError, IndexError) as error:  # no version of this library wrote it
+            raise ValueError(f"save must be 8 hexadecimal digits; found {save_token[:80]!r}")
+    except DAMAGE as error:  # no version of this library wrote it
         raise damaged(index_file, error) from None
-    return Contents(
-        path, saved_time, save_token, plans, index_data["outline"], stored_facts, total_bytes
-    )
+    saved_time, total_bytes = numbers
+    return Contents(path, saved_time, save_token, plans, outline, stored_facts, total_bytes)
 
 
 def _plans_from(data: Any) -> Plans:
@@ -433,11 +402,13 @@ def _plans_from(data: Any) -> Plans:
 def _incomplete(path: Path) -> ValueError:
     # Note: latest and restore are easily mixed up.
     inner_names = [folder.name for folder in folders(path) if has_our_index(folder)]
-    hint = "its index.json is missing, so it was not saved to the end or has been deleted in part; restore another"
+    hint = what_it_holds(
+        path,
+        "its index.json is missing, so it was not saved to the end or has been deleted in part; "
+        "restore another",
+    )
     if inner_names:
         hint = f"it is a folder of checkpoints: name one of {inner_names[:4]}, or latest({str(path)!r})"
-    elif foreign_text := foreign_remedy(path):
-        hint = foreign_text
     return ValueError(f"{path} is not a complete checkpoint: {hint}")
 
 
@@ -445,6 +416,7 @@ def _incomplete(path: Path) -> ValueError:
 
 
 _MOST_VALUES = 20
+_KEPT_AS = {"shard": "shards", "whole": "one copy", "rank": "each rank's own"}
 
 
 def _table(contents: Contents) -> Table:
@@ -458,8 +430,8 @@ def _table(contents: Contents) -> Table:
     title = f"Checkpoint {contents.path.name} of {saved_at}, saved by {saver} under {plans_text}"
     kinds: dict[str, dict[str, None]] = {}
     sums: dict[str, Counter[str]] = {}
-    for stored, kept_as, tensors, numel in _kept(contents):
-        kinds.setdefault(stored.label, {})[f"{kept_as}, {stored.dtype}"] = None
+    for stored, tensors, numel in _kept(contents):
+        kinds.setdefault(stored.label, {})[f"{_KEPT_AS[stored.kind]}, {stored.dtype}"] = None
         nbytes = numel * dtype_of(stored.dtype).itemsize
         label_sums = sums.setdefault(stored.label, Counter())
         label_sums.update(tensors=tensors, numel=numel, bytes=nbytes)
@@ -476,27 +448,20 @@ def _cells(sums: Counter[str]) -> list[str]:
     return [table.count(sums["tensors"]), table.count(sums["numel"]), table.size(sums["bytes"])]
 
 
-def _kept(contents: Contents) -> Iterator[tuple[Stored, str, int, int]]:
-    """Yield how each tensor or leaf is kept, with its tensors and elements."""
+def _kept(contents: Contents) -> Iterator[tuple[Stored, int, int]]:
+    """Yield each tensor, with the number of its whole tensors and their elements."""
     axes = any_plan(contents.plan).mesh_axes
     buffers = buffers_of_shards(contents.outline, contents.plan)
     for name, stored in contents.shared.items():
         if stored.kind != "shard" or name not in buffers:
-            yield stored, "one copy", 1, math.prod(stored.shape)
+            yield stored, 1, math.prod(stored.shape)
             continue
         for leaf in buffers[name].leaves:
-            local_axes = own_axes(buffers[name].local, leaf.cuts)
-            kept_as = "shards"
-            if local_axes:
-                kept_as = f"one for each index along {' and '.join(local_axes)}"
-            if leaf.cuts:
-                kept_as += f", in slices along {' and '.join(cut.axis for cut in leaf.cuts)}"
-            elif {*local_axes} >= {"replicate", "shard"}:
-                kept_as = "each rank's own"
             # Note: a whole leaf counts once, and a local one once for each index along its axes.
+            local_axes = own_axes(buffers[name].local, leaf.cuts)
             copies = math.prod(axes[axis] for axis in local_axes)
-            yield stored, kept_as, copies, math.prod(leaf.whole_shape) * copies
+            yield stored, copies, math.prod(leaf.whole_shape) * copies
     for rank in range(contents.world_size):
         # Note: values of PerRank are in the tables alone, which is why these are read here.
         for stored in contents.table(rank).stored.values():
-            yield stored, "each rank's own", 1, math.prod(stored.shape)
+            yield stored, 1, math.prod(stored.shape)

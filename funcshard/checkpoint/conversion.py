@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,7 +23,7 @@ from funcshard.checkpoint.resharding import Source, leaf_sources, read_run, turn
 from funcshard.checkpoint.safetensors import write_tensors
 from funcshard.checkpoint.stored_state import any_plan, buffers_of_shards
 from funcshard.comm import Mesh
-from funcshard.plan import Box, Packing, dtype_of, own_axes, position_of
+from funcshard.plan import Packing, dtype_of, own_axes, position_of
 
 # The names of torch's get_state_dict for the trees of a TrainState, by the ends of their names.
 _TREES = {"shards": "model", "opt_state.leaves": "optim.state"}
@@ -59,19 +59,6 @@ class StoredLeaf:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def boxes(self) -> Iterator[StoredBox]:
-        for source in self.sources:
-            begin = source.start
-            for box in source.run.boxes():
-                yield StoredBox(source.rank, begin, box)
-                begin += box.numel
-
-    def read_box(self, reader: RankReader, part: StoredBox) -> torch.Tensor:
-        # Note: the elements of a box lie one after another in the shard.
-        values = torch.empty(part.box.sizes, dtype=self.dtype, device="cpu")
-        reader.read(values.view(-1), part.rank, self.name, part.begin)
-        return values
-
     def read(self, reader: RankReader) -> torch.Tensor:
         values = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         read_run(values.view(-1), whole_run(self.shape), self.sources, self.name, reader.read)
@@ -79,14 +66,6 @@ class StoredLeaf:
             model_shape = self.unpacked or ()
             values = self.packing.unpack(values)[: math.prod(model_shape)].view(model_shape)
         return values
-
-
-class StoredBox(NamedTuple):
-    """A box of a leaf, and the place of its first element in a rank's tensor."""
-
-    rank: int
-    begin: int
-    box: Box
 
 
 def stored_leaves(contents: Contents) -> dict[str, StoredLeaf]:
@@ -206,33 +185,30 @@ def write_dcp(path: Path, folder: Path, watch: Watch = unwatched) -> Path:
     )
 
     leaves = stored_leaves(contents)
-    packed_names = [name for name, leaf in leaves.items() if leaf.packing is not None]
-    if packed_names:
-        raise ValueError(
-            f"{path} holds packed leaves, which other programs can't decode; found "
-            f"{packed_names[0]!r}: restore it, and call export_safetensors"
-        )
     # Why aliases: a state dict of torch has a tied parameter under each of its names.
     for planned_leaf in any_plan(contents.plan).leaves:
         names = [f"model.{name}" for name in (planned_leaf.path, *planned_leaf.aliases)]
         leaves |= {name: leaves[names[0]] for name in names if names[0] in leaves}
     dcp_entries: dict[str, Any] = {}
     items_of_ranks: dict[int, list[WriteItem]] = {}
-    box_of_item: dict[Any, tuple[StoredLeaf, StoredBox]] = {}
+    place_of_item: dict[Any, tuple[StoredLeaf, int, int]] = {}
     for name, leaf in leaves.items():
         properties, whole_size = md.TensorProperties(leaf.dtype), torch.Size(leaf.shape)
         dcp_entries[name] = md.TensorStorageMetadata(properties, whole_size, [])
-        for part in leaf.boxes():
-            offsets, sizes = torch.Size(part.box.offsets), torch.Size(part.box.sizes)
-            # Note: a run of a flat shard is up to 2n - 1 boxes, and DCP knows nothing but boxes.
-            chunk = md.ChunkStorageMetadata(offsets, sizes)
-            dcp_entries[name].chunks.append(chunk)
-            index = md.MetadataIndex(name, offsets)
-            write_data = TensorWriteData(chunk, properties, whole_size)
-            item = WriteItem(index, WriteItemType.SHARD, tensor_data=write_data)
-            items_of_ranks.setdefault(part.rank, []).append(item)
-            # Note: DCP's writer asks for the data of an item by this index.
-            box_of_item[index] = leaf, part
+        # Note: a run of a flat shard is up to 2n - 1 boxes, and DCP knows nothing but boxes.
+        for source in leaf.sources:
+            begin = source.start
+            for box in source.run.boxes():
+                offsets, sizes = torch.Size(box.offsets), torch.Size(box.sizes)
+                chunk = md.ChunkStorageMetadata(offsets, sizes)
+                dcp_entries[name].chunks.append(chunk)
+                index = md.MetadataIndex(name, offsets)
+                write_data = TensorWriteData(chunk, properties, whole_size)
+                item = WriteItem(index, WriteItemType.SHARD, tensor_data=write_data)
+                items_of_ranks.setdefault(source.rank, []).append(item)
+                # Note: DCP's writer asks for the data of an item by this index.
+                place_of_item[index] = leaf, source.rank, begin
+                begin += box.numel
     folder.mkdir(parents=True, exist_ok=True)
     writer, results = FileSystemWriter(folder), []
     total_bytes, done_bytes = sum(leaf.nbytes for leaf in leaves.values()), 0
@@ -240,8 +216,10 @@ def write_dcp(path: Path, folder: Path, watch: Watch = unwatched) -> Path:
 
         def resolve_data(item: Any) -> torch.Tensor:
             nonlocal done_bytes
-            leaf, part = box_of_item[item.index]
-            box_values = leaf.read_box(reader, part)
+            leaf, rank, begin = place_of_item[item.index]
+            # Note: the elements of a box lie one after another in the shard.
+            box_values = torch.empty(item.tensor_data.chunk.sizes, dtype=leaf.dtype, device="cpu")
+            reader.read(box_values.view(-1), rank, leaf.name, begin)
             done_bytes += box_values.nbytes
             watch(done_bytes, total_bytes)
             return box_values

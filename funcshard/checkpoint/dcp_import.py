@@ -26,7 +26,7 @@ from funcshard.checkpoint.foreign_folders import what_it_holds
 from funcshard.checkpoint.optimizer_loading import optimizer_from_state_dict
 from funcshard.checkpoint.pieces import piece_of
 from funcshard.checkpoint.resharding import Run, copy_run, run_in_shard, whole_run
-from funcshard.checkpoint.state_dict import check_no_leaf, from_state_dict
+from funcshard.checkpoint.state_dict import check_no_leaf, from_state_dict, leaves_by_name
 from funcshard.checkpoint.stored_state import each_leaf, name_in
 from funcshard.comm import Mesh, all_gather_texts
 from funcshard.core import Shards, check_mesh
@@ -142,39 +142,37 @@ def import_dcp(
 
 def _prefix(stored: Mapping[str, _Tensor], plan: Plan, key: str | None, folder: Path) -> str:
     """Return the words before the names of the parameters, such as ``"model."``."""
-    leaf_of = _leaves_by_name(plan)
-    held_paths: dict[str, set[str]] = {"": set()}
-    for name in stored:
-        # Note: a prefix ends at any dot of the name, because paths of leaves have dots too.
-        for begin in [0, *(dot.end() for dot in re.finditer(r"\.", name))]:
-            if name[begin:] in leaf_of:
-                _, leaf = leaf_of[name[begin:]]
-                held_paths.setdefault(name[:begin], set()).add(leaf.path)
     if key is not None:
-        allowed_starts = {f"{key}.".lstrip("."), f"{key}.module.".lstrip(".")}
-        held_paths = {start: held_paths.get(start, set()) for start in allowed_starts}
+        starts = [f"{key}.".lstrip("."), f"{key}.module.".lstrip(".")]
+    else:
+        # Note: a prefix ends at any dot of a name, because paths of leaves have dots too.
+        first_names = [name for leaf in plan.leaves[:1] for name in (leaf.path, *leaf.aliases)]
+        starts = sorted(
+            {
+                stored_name.removesuffix(name)
+                for stored_name in stored
+                for name in first_names
+                if f".{stored_name}".endswith(f".{name}")
+            }
+        )
+    missing_paths: dict[str, list[str]] = {}
+    for start in starts or [""]:
+        names = {name.removeprefix(start) for name in stored if name.startswith(start)}
+        missing_paths[start] = [leaf.path for leaf in plan.leaves if name_in(names, leaf) is None]
     # Note: of no whole tree, the error tells what the fullest one lacks.
-    start = max(sorted(held_paths), key=lambda start: len(held_paths[start]))
-    if missing_paths := [leaf.path for leaf in plan.leaves if leaf.path not in held_paths[start]]:
+    prefix = min(missing_paths, key=lambda start: len(missing_paths[start]))
+    if missing_paths[prefix]:
         raise ValueError(
-            f"{folder} must hold every leaf of the plan under {key or start.rstrip('.')!r}; missing: "
-            f"{missing_paths[:3]}; it holds {sorted(stored)[:3]}: it is of another model"
+            f"{folder} must hold every leaf of the plan under {key or prefix.rstrip('.')!r}; missing: "
+            f"{missing_paths[prefix][:3]}; it holds {sorted(stored)[:3]}: it is of another model"
         )
-    whole_starts = [s for s in sorted(held_paths) if held_paths[s] == held_paths[start]]
-    if len(whole_starts) > 1 and key is None:
+    whole_trees = [start.rstrip(".") for start in missing_paths if not missing_paths[start]]
+    if len(whole_trees) > 1 and key is None:
         raise ValueError(
-            f"{folder} holds the leaves of the plan under each of "
-            f"{[start.rstrip('.') for start in whole_starts]}: pass one of them as key"
+            f"{folder} holds the leaves of the plan under each of {whole_trees}: pass one of them "
+            "as key"
         )
-    return start
-
-
-def _leaves_by_name(plan: Plan) -> dict[str, tuple[BufferPlan, LeafSpec]]:
-    return {
-        name: (buffer, leaf)
-        for _, buffer, leaf in each_leaf(plan)
-        for name in (leaf.path, *leaf.aliases)
-    }
+    return prefix
 
 
 # --- tensors --------------------------------------------------------------------------------------
@@ -236,15 +234,16 @@ def _optimizer_state(
     folder: Path, stored: Mapping[str, _Tensor], plan: Plan, mesh: Mesh
 ) -> dict[str, dict[str, Any]]:
     """Return this rank's pieces of the optimizer's state by path and key."""
-    leaf_of, state = _leaves_by_name(plan), {}
+    leaf_of = leaves_by_name(plan)
+    state: dict[str, dict[str, Any]] = {}
     for name, tensor in stored.items():
         # Note: the key of the optimizer may be any, such as optim, and its state lies below it.
         path, _, entry_key = f".{name}".partition(".state.")[2].rpartition(".")
         if path in leaf_of:
-            buffer, leaf = leaf_of[path]
+            _, buffer, leaf = leaf_of[path]
             entries = state.setdefault(leaf.path, {})
             entries[entry_key] = _part(folder, tensor, buffer, leaf, mesh)
-    if not state and any(buffer.trainable for buffer, _ in leaf_of.values()):
+    if not state and any(buffer.trainable for _, buffer, _ in leaf_of.values()):
         raise ValueError(
             f"{folder} holds no optimizer state by name, such as "
             f"'optim.state.{plan.leaves[0].path}.exp_avg'; it holds {sorted(stored)[:3]}: leave "

@@ -88,26 +88,36 @@ def foreign_names(folder: Path) -> list[str]:
     return [name for name in names if name != LOCK and not _OF_A_SAVE.fullmatch(name)]
 
 
-def begin_save(path: Path, save: str) -> FileLock | None:
-    """Make a checkpoint's folder, and take its lock; return ``None`` if another save has it."""
+def begin_save(path: Path, save: str) -> FileLock:
+    """Make a checkpoint's folder, and take its lock.
+
+    Raises:
+        ValueError: another save has the lock.
+        OSError: the folder or its files can't be made.
+    """
     for _ in range(TRIES):
-        path.mkdir(parents=True, exist_ok=True)
         # Why half a second: a save that deletes old checkpoints has the lock for a moment. Why not
         # thread-local: the thread that writes releases it.
         lock = FileLock(path / LOCK, timeout=0.5, thread_local=False)
         try:
+            path.mkdir(parents=True, exist_ok=True)
             # Note: the system gives it back when the process ends in any way.
             lock.acquire()
             (path / f"{save}.part").touch()
         except Timeout:
-            return None
+            raise ValueError(
+                f"a checkpoint is already being saved to {path}: pass the Saving that save returned as "
+                f"after=, or end the other job; if its host is gone and the file system keeps its lock, "
+                f"remove {path / LOCK}"
+            ) from None
+        except FileNotFoundError:
+            lock.release()  # the other save has deleted the folder just now
         except OSError as error:
             lock.release()
-            if isinstance(error, FileNotFoundError):  # that save has deleted the folder just now
-                continue
             discard(path, save)
-            raise
-        return lock
+            raise OSError(f"checkpoint {path} is not saved: {error}") from error
+        else:
+            return lock
     raise FileNotFoundError(path)
 
 

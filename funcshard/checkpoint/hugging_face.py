@@ -103,7 +103,7 @@ def _of_config(file: Path, config: Any, model: Any = None) -> nn.Module:
     cls = model or _class_of(config, file)
     try:
         with torch.device("meta"):
-            module: nn.Module = cls(config)
+            module: Any = cls(config)
         module.tie_weights()
     except Exception as error:  # of any kind: the code of the model takes any value of the config
         raise _unfit(file, cls.__name__, error) from error
@@ -215,31 +215,25 @@ def default_units(module: nn.Module, *, ends: bool = False) -> list[str]:
     """
     whole_classes = set(getattr(module, "_no_split_modules", None) or ())
     end_modules = _ends(module) if ends else []
-    layers: dict[str, nn.Module] = {}
-    end_paths: dict[str, nn.Module] = {}
+    unit_modules: dict[str, nn.Module] = {}
     for path, submodule in module.named_modules():
         is_layer = path.rpartition(".")[2].isdecimal()
         # Note: a model of Hugging Face says which modules must not be split.
         if whole_classes:
             is_layer = path != "" and type(submodule).__name__ in whole_classes
-        if any(path.startswith(f"{layer}.") for layer in layers):
-            continue
-        if is_layer:
-            layers[path] = submodule
-        elif path and submodule in end_modules:
-            end_paths[path] = submodule
+        is_inside = any(path.startswith(f"{unit_path}.") for unit_path in unit_modules)
+        if not is_inside and (is_layer or submodule in end_modules):
+            unit_modules[path] = submodule
     # Note: a unit must gather all uses of a parameter, and a tied one has uses elsewhere.
     names_of: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
-    unit_paths = []
-    for path, submodule in {**layers, **end_paths}.items():
-        parameter_names = [
-            name for parameter in submodule.parameters() for name in names_of[id(parameter)]
-        ]
-        if parameter_names and all(name.startswith(f"{path}.") for name in parameter_names):
-            unit_paths.append(path)
-    return unit_paths
+    return [
+        path
+        for path, submodule in unit_modules.items()
+        if (parameters := list(submodule.parameters()))
+        and all(name.startswith(f"{path}.") for p in parameters for name in names_of[id(p)])
+    ]
 
 
 def _ends(module: Any) -> list[nn.Module]:

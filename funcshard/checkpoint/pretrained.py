@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from funcshard.checkpoint.safetensors import (
     export_model,
     open_tensors,
 )
+from funcshard.checkpoint.state_dict import LeafPlace, leaves_by_name
 from funcshard.checkpoint.stored_state import by_buffer, each_leaf
 from funcshard.comm import Mesh
 from funcshard.core import (
@@ -47,11 +48,10 @@ from funcshard.core import (
     put_whole,
 )
 from funcshard.module import Functional, init_buffers, init_missing, make_functional
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, make_plan
+from funcshard.plan import Plan, make_plan
 
-_Location = tuple[UnitPlan, BufferPlan, LeafSpec]
 # By path: a leaf of the rows that the files hold, and these rows.
-_Grown = dict[str, tuple[_Location, torch.Tensor]]
+_Grown = dict[str, tuple[LeafPlace, torch.Tensor]]
 
 
 class Pretrained(NamedTuple):
@@ -198,25 +198,18 @@ def from_pretrained(
         reset = adapter_reset(module) if adapter_paths else None
         initial_buffers = init_buffers(module, mesh)
         buffers = {name: read_buffers.get(name, initial_buffers[name]) for name in buffers}
-    if missing_paths:
+    if missing_paths := [*missing_paths, *grown_embeddings]:
         warnings.warn(
-            f"{path} lacks {len(missing_paths)} of the model's {len(plan.leaves)} parameters, such as "
-            f"{missing_paths[:3]}: they begin with the model's initial values",
+            f"{path} lacks {len(missing_paths)} of the model's {len(plan.leaves)} parameters, or rows of "
+            f"them, such as {missing_paths[:3]}: they begin with the model's initial values",
             stacklevel=callers_level(),
         )
         init_missing(module, plan, mesh, shards, missing_paths)
+    # Note: all rows have initial values now, and the rows of the files replace theirs.
+    for (unit, buffer, stored_rows), tensor in grown_embeddings.values():
+        put_whole(shards[unit.name][buffer.key], tensor, stored_rows, buffer, mesh)
     if adapter_paths:
         init_missing(module, plan, mesh, shards, adapter_paths, reset)
-    if grown_embeddings:
-        # Note: all rows get initial values first, and the rows of the files replace theirs.
-        init_missing(module, plan, mesh, shards, grown_embeddings)
-        for (unit, buffer, stored_rows), tensor in grown_embeddings.values():
-            put_whole(shards[unit.name][buffer.key], tensor, stored_rows, buffer, mesh)
-        warnings.warn(
-            f"{path} has fewer tokens than the model: the rows of the others in {[*grown_embeddings]} begin "
-            "with the model's initial values",
-            stacklevel=callers_level(),
-        )
     return Pretrained(apply, shards, buffers, plan)
 
 
@@ -235,9 +228,7 @@ def _read(
     """
     embedding_paths = embedding_names(module)
     grown_embeddings: _Grown = {}
-    place_of: dict[str, _Location] = {
-        name: place for place in each_leaf(plan) for name in (place[2].path, *place[2].aliases)
-    }
+    place_of = leaves_by_name(plan)
     first_of_tied: dict[str, tuple[str, torch.Tensor]] = {}
     read_paths: set[str] = set()
     read_buffers: dict[str, torch.Tensor] = {}
@@ -255,7 +246,8 @@ def _read(
                 name in embedding_paths
                 and not leaf.cuts
                 and buffer.packing is None
-                and _has_more_rows(leaf.model_shape, tensor.shape)
+                and tensor.shape[1:] == leaf.model_shape[1:]
+                and tensor.shape[:1] < leaf.model_shape[:1]
             )
             # Why so: the rows of the file are the first elements of the leaf.
             stored_rows = (
@@ -288,10 +280,6 @@ def _read(
             f"{sorted(tensors)[:3]}, and the model {missing_paths[:3]}: it is of another model"
         )
     return missing_paths, grown_embeddings, read_buffers
-
-
-def _has_more_rows(shape: Sequence[int], rows: Sequence[int]) -> bool:
-    return len(shape) == len(rows) and shape[1:] == rows[1:] and shape[0] > rows[0] > 0
 
 
 # --- writing --------------------------------------------------------------------------------------

@@ -15,22 +15,24 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from funcshard._utils import file_data, tree
+from funcshard._utils import file_data
 from funcshard._utils.codec import decode
 from funcshard._utils.regular_files import open_regular, read_regular, regular_size
-from funcshard._utils.tensors import byte_view
-from funcshard.checkpoint.block_files import CHECKED, BlockWriter
-from funcshard.checkpoint.stored_state import FlatState, Stored, TreeSpec, is_json
-from funcshard.plan import dtype_of
+from funcshard._utils.tensors import byte_memory, byte_view
+from funcshard.checkpoint.stored_state import FlatState, Stored, TreeSpec
 
 FORMAT = "funcshard.checkpoint/3"
 INDEX = "index.json"
 
+# Bytes that have one checksum: they are summed up while they are still in the processor's cache.
+CHECKED = 512 << 10
+
 _LARGEST = 4 << 30  # bytes of a text file; the index of a million leaves has some hundred MiB
+_WRITTEN_TOGETHER = 8  # blocks
 _MOST_FILES, _MOST_BLOCKS = 32, 8  # that a reader has open, and in memory
 
 # The dtypes that safetensors files can hold, by their names there.
@@ -137,20 +139,23 @@ def write_rank(
     header_entries = [_header_of(name, tensors[name], flat.stored[name]) for name in names]
     header_start = header_bytes(header_entries, {"save": save, "rank": str(rank)})
     tensor_path, places = folder / tensor_file(save, rank), {}
+    position = len(header_start)
     try:
-        with BlockWriter(tensor_path) as block_writer:
-            block_writer.write(header_start)
+        with open(tensor_path, "wb") as file:
+            file.write(header_start)
             for name in names:
-                offset = block_writer.position
                 # Note: checksums are of what was written, while it is in the processor's cache.
-                checksums = tuple(block_writer.write_tensor(tensors[name]))
-                places[name] = Place(offset, tensors[name].nbytes, checksums)
+                checksums = _write_tensor(file, tensors[name])
+                places[name] = Place(position, tensors[name].nbytes, checksums)
+                position += tensors[name].nbytes
+            sync_file(file)
+            _leave_cache(file)
         own_facts = {name: stored for name, stored in flat.stored.items() if stored.kind == "rank"}
         table_data = {
             "save": save,
             "own": flat.rank_specs,
             "stored": own_facts,
-            "size": block_writer.position,
+            "size": position,
             "header": hashlib.sha256(header_start).hexdigest(),
             "places": places,
         }
@@ -161,6 +166,31 @@ def write_rank(
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else error
         raise OSError(f"cannot write {tensor_path}: {reason}") from error
+
+
+def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> tuple[int, ...]:
+    """Write a tensor's elements, and return the CRC-32 of every ``CHECKED`` bytes."""
+    checksums: list[int] = []
+    for part in byte_view(tensor).split(CHECKED) if tensor.nbytes else ():
+        cpu_part = part.cpu()
+        checksums.append(zlib.crc32(byte_memory(cpu_part)))
+        file.write(byte_memory(cpu_part))
+        if len(checksums) % _WRITTEN_TOGETHER == 0:
+            _leave_cache(file)
+    return tuple(checksums)
+
+
+def _leave_cache(file: BinaryIO) -> None:
+    """Begin to write a file's pages to the disk, and give back those that are written."""
+    # Why: the page cache takes memory from training, and the disk would be idle until the sync.
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def sync_file(file: BinaryIO) -> None:
+    """Flush an open file to the disk."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _header_of(name: str, tensor: torch.Tensor, stored: Stored) -> Header:
@@ -177,8 +207,7 @@ def write_text(path: Path, body: str) -> None:
     head_text = json.dumps({"format": FORMAT, "sha256": hashlib.sha256(body_bytes).hexdigest()})
     with open(path, "wb") as file:
         file.write(head_text.encode() + b"\n" + body_bytes + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -216,143 +245,38 @@ def read_table(folder: Path, save: str, rank: int) -> RankTable:
 
     Raise ``ValueError`` if one is damaged, missing or of another save.
     """
-    path = folder / table_file(save, rank)
+    path, tensor_path = folder / table_file(save, rank), folder / tensor_file(save, rank)
     try:
         table_data = read_text(path, ("save", "own", "stored", "size", "header", "places"))
-    except FileNotFoundError:
-        raise missing(path) from None
+        file_size = regular_size(tensor_path, links=False)
+    except FileNotFoundError as error:
+        raise missing(Path(error.filename)) from None
     try:
         # Note: the index names the save; a table of another one is a mixed-up copy.
         if table_data["save"] != save:
             raise ValueError("it belongs to another checkpoint")
-        saved_size = file_data.whole("size", table_data["size"])
+        # Note: shards that are missing are found when they are read, by the rank that needs them.
         places = {
             name: decode(Place, fields, f"the place of {name!r}")
             for name, fields in file_data.table("places", table_data["places"]).items()
         }
-        for name, place in places.items():
-            block_count = -(-place.nbytes // CHECKED)
-            if place.offset + place.nbytes > saved_size or len(place.checksums) != block_count:
-                raise ValueError(
-                    f"{name!r} must lie inside of its file, which has {saved_size} bytes; found "
-                    f"{place.nbytes} bytes at {place.offset} with {len(place.checksums)} checksums"
-                )
-        own_facts = stored_from(table_data["stored"], ("rank",))
-        for index, spec in enumerate(file_data.listed("own", table_data["own"])):
-            check_spec(spec, own_facts, None, index)
-        header_digest = file_data.text("header", table_data["header"])
+        stored_facts = stored_from(table_data["stored"])
     except ValueError as error:
         raise damaged(path, error) from None
-    # Note: shards that are missing are found when they are read, by the rank that needs them.
-    check_held(folder, own_facts, places, "rank")
-    tensor_path = folder / tensor_file(save, rank)
-    try:
-        file_size = regular_size(tensor_path, links=False)
-    except FileNotFoundError:
-        raise missing(tensor_path) from None
-    if file_size != saved_size:
+    if file_size != table_data["size"]:
         raise ValueError(
-            f"{tensor_path} is damaged: it has {file_size} bytes and was saved with {saved_size}; restore "
-            "another checkpoint"
+            f"{tensor_path} is damaged: it has {file_size} bytes and was saved with "
+            f"{table_data['size']}; restore another checkpoint"
         )
-    return RankTable(table_data["own"], own_facts, saved_size, header_digest, places)
+    return RankTable(table_data["own"], stored_facts, file_size, table_data["header"], places)
 
 
-def stored_from(data: Any, kinds: Sequence[str]) -> dict[str, Stored]:
-    """Return the facts about tensors by name from JSON, each checked."""
-    stored_facts = {
+def stored_from(data: Any) -> dict[str, Stored]:
+    """Return the facts about tensors by name from JSON."""
+    return {
         name: decode(Stored, fields, repr(name))
         for name, fields in file_data.table("stored", data).items()
     }
-    for name, facts in stored_facts.items():
-        dtype_of(facts.dtype)
-        if facts.kind not in kinds:
-            raise ValueError(
-                f"the kind of {name!r} must be {' or '.join(kinds)}; found "
-                f"{file_data.shown(facts.kind)}"
-            )
-    return stored_facts
-
-
-def check_held(
-    folder: Path, stored: Mapping[str, Stored], places: Mapping[str, Place], kind: str
-) -> None:
-    """Raise ``ValueError`` unless a file holds every byte of the tensors of a kind."""
-    for name, facts in stored.items():
-        if facts.kind != kind:
-            continue
-        nbytes = math.prod(facts.shape) * dtype_of(facts.dtype).itemsize
-        held_bytes = places.get(name, _NOWHERE).nbytes
-        if held_bytes != nbytes:
-            raise ValueError(f"{folder} holds {held_bytes} of {nbytes} needed bytes of {name!r}")
-
-
-def check_spec(
-    spec: TreeSpec,
-    stored: Mapping[str, Stored],
-    buffers: Mapping[Any, Any] | None,
-    per_rank: int | None = None,
-) -> None:
-    """Raise ``ValueError`` unless data is the tree of a state, or of a ``PerRank`` value.
-
-    It may be from a file that was made to do harm, which a checksum doesn't tell.
-
-    Arguments:
-        stored: the tensors that the tree may name.
-        buffers: the plan's buffers by unit and key; ``None`` for a ``PerRank`` value.
-        per_rank: the number of the ``PerRank`` value that the tree is.
-    """
-    # Note: a PerRank value may hold earlier ones alone, so none holds itself.
-    most_number = file_data.MOST if per_rank is None else per_rank - 1
-    tensor_kinds: tuple[str, ...] = ("whole",) if per_rank is None else ("rank",)
-    # Why a list and no recursion: the tree is data of a file, and may be deep.
-    nodes: list[tuple[Any, tuple[str, ...]]] = [(spec, tensor_kinds)]
-    while nodes:
-        node, tensor_kinds = nodes.pop()
-        match node:
-            case None | ["value", bool() | int() | float() | str()]:
-                pass
-            # Note: it stands for a buffer of a unit that is None in a tree of shards.
-            case ["value", None] if "shard" in tensor_kinds:
-                pass
-            case ["tensor", str(name)] if name in stored and stored[name].kind in tensor_kinds:
-                pass
-            case ["rank", number]:
-                file_data.whole("the number of a PerRank", number, 0, most_number)
-            case ["shards", "every unit" | "some units" | "list" | "tuple", list(entries)] if (
-                buffers is not None and "shard" not in tensor_kinds
-            ):
-                for entry in entries:
-                    unit, key, child_node = file_data.listed("an entry of shards", entry, 3)
-                    if (unit, key) not in buffers:
-                        raise ValueError(
-                            "a tree of shards must name buffers of the plan; found "
-                            f"{file_data.shown([unit, key])}"
-                        )
-                    nodes.append((child_node, ("shard", "whole")))
-            case [kind, fields, meta, list(children)] if _is_container(
-                kind, fields, meta, len(children)
-            ):
-                nodes += [(child, tensor_kinds) for child in children]
-            case _:
-                raise ValueError(
-                    "a node of the state must be a value, a tensor of the checkpoint or a "
-                    "container with a key or a field for each child; found "
-                    f"{file_data.shown(node)}"
-                )
-
-
-def _is_container(kind: Any, fields: Any, meta: Any, count: int) -> bool:
-    match kind, fields, meta:
-        case "dict" | "ordered_dict", _, list(keys):
-            # Why repr: it tells the key 1 from "1", and any key has one.
-            is_unique = len({*map(repr, keys)}) == len(keys) == count
-            return is_unique and {*map(type, keys)} <= {str, int}
-        case "namedtuple", list(names), str():
-            return len(names) == count and {*map(type, names)} <= {str}
-        case ("list" | "tuple", _, data) | ("custom", _, [str(), data]):
-            return is_json(tree.freeze(data))
-    return False
 
 
 class RankReader:
@@ -383,43 +307,31 @@ class RankReader:
             ValueError: the file is damaged, or doesn't hold these elements.
         """
         held_bytes = self.table(rank).places.get(name, _NOWHERE).nbytes
-        begin_byte = begin * out.element_size()
-        end_byte = begin_byte + out.nbytes
-        if end_byte > held_bytes:
+        target_bytes, begin_byte = byte_view(out), begin * out.element_size()
+        if begin_byte + out.nbytes > held_bytes:
             raise ValueError(
-                f"{self._path(rank)} must hold bytes {begin_byte} to {end_byte} of {name!r}; it holds "
+                f"{self._path(rank)} must hold {out.nbytes} bytes of {name!r} at {begin_byte}; it holds "
                 f"{held_bytes}: restore another checkpoint"
             )
-        target_bytes = byte_view(out)
         # Note: a block is checked as a whole, and all leaves in it are then copied from memory.
-        for index in range(begin_byte // CHECKED, -(-end_byte // CHECKED)):
-            block_start = index * CHECKED
-            first_byte, last_byte = (
-                max(block_start, begin_byte),
-                min(block_start + CHECKED, end_byte),
-            )
-            block = self._block(rank, name, index)[
-                first_byte - block_start : last_byte - block_start
-            ]
-            target_bytes[first_byte - begin_byte : last_byte - begin_byte].copy_(
-                torch.frombuffer(block, dtype=torch.uint8)
-            )
+        while len(target_bytes):
+            index, offset = divmod(begin_byte, CHECKED)
+            block = self._block(rank, name, index)[offset : offset + len(target_bytes)]
+            target_bytes[: len(block)].copy_(torch.frombuffer(block, dtype=torch.uint8))
+            target_bytes, begin_byte = target_bytes[len(block) :], begin_byte + len(block)
 
     def checked(self, rank: int) -> Iterator[int]:
         """Check every byte of a rank's file, or raise ``ValueError``; yield their numbers."""
         rank_table = self.table(rank)
-        first_byte = min(
-            (place.offset for place in rank_table.places.values()), default=rank_table.size
-        )
-        header_view = memoryview(bytearray(first_byte))
+        offsets = [place.offset for place in rank_table.places.values()]
+        header_view = memoryview(bytearray(min(offsets, default=rank_table.size)))
         self._pread(header_view, rank, 0)
         if hashlib.sha256(header_view).hexdigest() != rank_table.header:
             raise self._changed(rank, "its header")
-        yield first_byte
+        yield len(header_view)
         for name, place in rank_table.places.items():
             for index in range(len(place.checksums)):
-                self._block(rank, name, index)
-                yield min(CHECKED, place.nbytes - index * CHECKED)
+                yield len(self._block(rank, name, index))
 
     def _block(self, rank: int, name: str, index: int) -> memoryview:
         """Return the bytes of a block, whose checksum is right."""
@@ -429,16 +341,16 @@ class RankReader:
             # because reads move forward. Its memory is used again, because new pages take longer
             # than a copy.
             if len(self._blocks) >= _MOST_BLOCKS:
-                block_memory = self._blocks.pop(next(iter(self._blocks)))
+                memory = self._blocks.pop(next(iter(self._blocks))).obj
             else:
-                block_memory = memoryview(bytearray(CHECKED))
+                memory = bytearray(CHECKED)
             place = self.table(rank).places[name]
             # Note: the last block of a tensor is shorter.
-            block_view = block_memory[: min(CHECKED, place.nbytes - index * CHECKED)]
-            self._pread(block_view, rank, place.offset + index * CHECKED)
-            if zlib.crc32(block_view) != place.checksums[index]:
+            block = memoryview(memory)[: place.nbytes - index * CHECKED]
+            self._pread(block, rank, place.offset + index * CHECKED)
+            if zlib.crc32(block) != place.checksums[index]:
                 raise self._changed(rank, repr(name))
-            self._blocks[block_key] = block_memory
+            self._blocks[block_key] = block
         return self._blocks[block_key]
 
     def _pread(self, memory: memoryview, rank: int, offset: int) -> None:

@@ -215,13 +215,14 @@ def write_tensors(
                 f"{entry.name!r} is of {entry.dtype}, which safetensors files cannot hold; convert "
                 "it first"
             )
-    folder, files = path.absolute(), _split(entries, most)
-    if path.suffix == ".safetensors":
+    folder, is_single = path.absolute(), path.suffix == ".safetensors"
+    files: Mapping[str, Sequence[Header]] = _split(entries, most)
+    if is_single:
         folder, files = folder.parent, {path.name: entries}
     fault: Exception | None = None
     if mesh.rank == 0:
         try:
-            _write(folder, files, tensors, is_single=folder.name != path.name)
+            _write(folder, files, tensors, is_single)
         except Exception as error:  # of any kind, because other ranks wait
             fault = OSError(f"cannot export to {path}: {type(error).__name__}: {error}")
     for _ in tensors:  # every rank takes part in every all-gather, even if rank 0 could not write

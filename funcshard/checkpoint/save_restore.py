@@ -7,13 +7,10 @@ writes the files, without collectives.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
-import itertools
 import json
 import logging
 import secrets
-import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,14 +19,12 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from filelock import FileLock
 
 from funcshard._utils.options import check_count, check_flag, check_number, check_path
 from funcshard.checkpoint.contents import Contents, read_contents, read_from, save_at
 from funcshard.checkpoint.every_rank import on_every_rank
 from funcshard.checkpoint.flatten_state import flatten_state
 from funcshard.checkpoint.folders import (
-    LOCK,
     TRIES,
     StrPath,
     begin_save,
@@ -37,14 +32,15 @@ from funcshard.checkpoint.folders import (
     discard,
     pause,
 )
+from funcshard.checkpoint.rank_files import INDEX, damaged
 from funcshard.checkpoint.stored_state import (
     Plans,
     check_replicated,
     replicated_summary,
 )
 from funcshard.checkpoint.unflatten_state import Saved, unflatten_state
-from funcshard.checkpoint.writer import Writer, WriterThread, thread_name
-from funcshard.comm import Mesh, all_gather_texts, check_all_same, find_lost_rank
+from funcshard.checkpoint.writer import Writer
+from funcshard.comm import Mesh, all_gather_texts, check_all_same
 from funcshard.core import check_fits, check_mesh, raise_on_every_rank
 from funcshard.plan import Plan
 
@@ -57,8 +53,8 @@ class Saving:
 
     Attributes:
         path: the checkpoint's path.
-        memory: the bytes of the copied state, in the background. A later save reuses them if you
-            pass ``after``.
+        memory: the copied state, in the background. A later save reuses its memory if you pass
+            ``after``.
 
     Example:
         >>> import tempfile, torch, funcshard as fs
@@ -72,8 +68,8 @@ class Saving:
     path: Path
     _mesh: Mesh
     _save: str
-    _thread: WriterThread | None
-    memory: torch.Tensor | None = dataclasses.field(default=None, repr=False)
+    _thread: Writer | None
+    memory: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict, repr=False)
     _outcome: str | None = None
 
     @property
@@ -187,23 +183,19 @@ def save(
         # Note: also frees rank 0's lock, if the same path is saved to again.
         after.wait()
     _check_plans(plan, mesh)
-    save_lock, copy_memory, drawn_token = None, None, secrets.randbits(32)
+    save_lock, drawn_token = None, secrets.randbits(32)
     # Note: until the thread has it, an error gives back the lock and deletes the files.
     with ExitStack() as undo_stack:
         with on_every_rank(mesh):
             if mesh.rank == 0:
-                # Why before the lock is tried, which this process has then: these words help more.
-                if thread_name(path, 0) in [thread.name for thread in threading.enumerate()]:
-                    raise ValueError(
-                        f"a checkpoint is already being saved to {path}: pass the Saving that save "
-                        "returned as after="
-                    )
                 check_replaceable(path)
             # Note: the state is checked before the first file is made.
             flat_state = flatten_state(state, plan, mesh.rank, mesh.device.type)
             state_summary = replicated_summary(flat_state)
             if mesh.rank == 0:  # at the end, because it makes the first file
-                save_lock = _begin(path, f"{drawn_token:08x}", undo_stack)
+                save_lock = begin_save(path, f"{drawn_token:08x}")
+                undo_stack.callback(discard, path, f"{drawn_token:08x}")
+                undo_stack.callback(save_lock.release)  # first, because discard takes it
         # Note: rank 0 drew it; with it the names of all files of this save begin.
         token = _agree(path, state_summary, mesh, drawn_token)
         written_tensors: Mapping[str, torch.Tensor] = flat_state.tensors
@@ -215,22 +207,18 @@ def save(
                     "folder on a file system that all machines of the job share"
                 )
             if not wait:
-                copy_memory, written_tensors = _copied(
-                    flat_state.tensors, None if after is None else after.memory
-                )
+                written_tensors = _copied(flat_state.tensors, {} if after is None else after.memory)
         if not wait and after is not None:
-            after.memory = None  # another save after the same one must not write there
+            after.memory = {}  # another save after the same one must not write there
         # Note: the thread issues no collectives; it meets other ranks through files alone.
-        writer = Writer(
-            path=path, save=token, plans=plan, flat=flat_state, tensors=written_tensors, rank=mesh.rank,
-            world_size=mesh.world_size, keep=keep, timeout=timeout, lock=save_lock,
-            lost=functools.partial(find_lost_rank, mesh),
+        thread = Writer(
+            path=path, save=token, plans=plan, flat=flat_state, tensors=written_tensors, mesh=mesh,
+            keep=keep, timeout=timeout, lock=save_lock, in_background=not wait,
         )  # fmt: skip
-        thread = WriterThread(writer, in_background=not wait)
         if thread.started():
             undo_stack.pop_all()  # from now on the thread has the lock
     _log.debug("checkpoint %s: this rank writes %d tensors", path, len(written_tensors))
-    saving = Saving(path, mesh, token, thread, copy_memory)
+    saving = Saving(path, mesh, token, thread, {} if wait else written_tensors)
     if wait:
         saving.wait()
     return saving
@@ -303,6 +291,8 @@ def restore(
             read_save = contents.save
             # Note: it reads and communicates with nobody, so ranks may fail at different places.
             state = _read_state(contents, plan, mesh, cast)
+        except (LookupError, TypeError, AttributeError, RecursionError) as error:
+            fault = damaged(Path(path, INDEX), error)
         except Exception as error:  # of any kind, because other ranks wait
             fault = error
         # Note: a save may replace the checkpoint while ranks read it, and they may meet both.
@@ -341,8 +331,6 @@ def _read_state(contents: Contents, plan: Plans, mesh: Mesh, cast: bool) -> Any:
     own_table = contents.table(mesh.rank % contents.world_size)
     stored_facts = {**contents.shared, **own_table.stored}
     title = f"checkpoint {contents.path}"
-    # Note: every rank reads the whole tensors from rank 0's file.
-    contents.check_whole()
     with contents.reader() as reader:
         saved_state = Saved(
             contents.outline, own_table.own, stored_facts, contents.plan, reader.read, title
@@ -377,23 +365,6 @@ def _keys(plan: Plans) -> str:
     )
 
 
-def _begin(path: Path, save: str, undo: ExitStack) -> FileLock:
-    """Make the folder and take its lock; ``undo`` gets the inverse."""
-    try:
-        save_lock = begin_save(path, save)
-    except OSError as error:
-        raise OSError(f"checkpoint {path} is not saved: {error}") from error
-    if save_lock is None:
-        raise ValueError(
-            f"a checkpoint is already being saved to {path}, by another process: end that job, or "
-            f"choose another path; if its host is gone and the file system keeps its lock, remove "
-            f"{path / LOCK}"
-        )
-    undo.callback(discard, path, save)
-    undo.callback(save_lock.release)  # first, because discard takes it
-    return save_lock
-
-
 def _agree(path: Path, summary: dict[str, Any], mesh: Mesh, drawn: int) -> str:
     """Check that ranks agree on path and state, and return rank 0's token."""
     own_digest = hashlib.sha256(json.dumps(summary, sort_keys=True).encode()).hexdigest()
@@ -415,20 +386,14 @@ def _agree(path: Path, summary: dict[str, Any], mesh: Mesh, drawn: int) -> str:
 
 
 def _copied(
-    tensors: Mapping[str, torch.Tensor], memory: torch.Tensor | None
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return copies of tensors by name, and the one piece of memory that holds them."""
-    # Note: each copy begins at a multiple of 64 bytes, which any dtype can be viewed at.
-    end_bytes = list(
-        itertools.accumulate(-(-tensor.nbytes // 64) * 64 for tensor in tensors.values())
-    )
-    total_bytes = end_bytes[-1] if end_bytes else 0
-    # Why use memory again: new pages take the system several times as long as a copy. Too small a
-    # piece goes.
-    if memory is None or memory.numel() < total_bytes:
-        memory = torch.empty(total_bytes, dtype=torch.uint8, device="cpu")
-    tensor_copies = {}
-    for begin_byte, (name, tensor) in zip([0, *end_bytes], tensors.items(), strict=False):
-        copy = memory[begin_byte : begin_byte + tensor.nbytes].view(tensor.dtype)
+    tensors: Mapping[str, torch.Tensor], memory: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return copies of tensors on the CPU, in the memory of earlier ones if they're like them."""
+    tensor_copies: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        copy = memory.get(name)
+        # Why use memory again: new pages take the system several times as long as a copy.
+        if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         tensor_copies[name] = copy.copy_(tensor)
-    return memory, tensor_copies
+    return tensor_copies

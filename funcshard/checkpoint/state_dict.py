@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils.options import check_flag, is_tree_of_shards
+from funcshard._utils.options import check_flag
 from funcshard._utils.torch_private import callers_level
 from funcshard.checkpoint.every_rank import on_every_rank
 from funcshard.checkpoint.pieces import as_pieces, check_pieces, copy_pieces, own_pieces
@@ -115,11 +115,7 @@ def to_state_dict(
             ):
                 named_tensors.update(dict.fromkeys((leaf.path, *leaf.aliases), value))
     if buffers is not None and not (rank0_only and mesh.rank):
-        named_tensors.update(buffers)
-        if offload:
-            named_tensors.update(
-                (name, kept_copy(value, offload)) for name, value in buffers.items()
-            )
+        named_tensors.update((name, kept_copy(value, offload)) for name, value in buffers.items())
     # Note: units order the leaves by buffer, and the module by name.
     return plan.in_order(named_tensors)
 
@@ -455,29 +451,27 @@ def _remedy(state_dict: Mapping[str, Any], missing: list[str]) -> str:
     )
     if inner_key is not None:
         return f"its entry {inner_key!r} is a state dict that holds them: pass state_dict[{inner_key!r}]"
-    if any(as_pieces(value) for value in state_dict.values()):
-        return "it holds pieces of other leaves; pass the pieces of all ranks, as in {name: [pieces of each rank]}"
-    if is_tree_of_shards(state_dict) and all(
-        isinstance(shard, torch.Tensor) and shard.dim() == 1
-        for unit in state_dict.values()
-        for shard in unit.values()
-    ):
-        return (
-            "it is a tree of shards; to_state_dict(shards, plan, mesh) makes a state dict of them"
-        )
     return (
-        f"it holds {names[:3]}, so it is of another module, or its names carry a prefix such as "
-        "'module.' that has to be removed"
+        f"it holds {names[:3]}, so it is of another module, a tree of shards, or its names carry a "
+        "prefix such as 'module.' that has to be removed"
     )
+
+
+LeafPlace = tuple[UnitPlan, BufferPlan, LeafSpec]
+
+
+def leaves_by_name(plan: Plan) -> dict[str, LeafPlace]:
+    """Return every leaf with its unit and its buffer, under each of its names."""
+    return {name: place for place in each_leaf(plan) for name in (place[2].path, *place[2].aliases)}
 
 
 def _warn_of_unknown(state_dict: Mapping[str, Any], plan: Plan) -> None:
     """Warn of entries that look like parameters, and are neither leaves nor buffers."""
-    known_names = {name for leaf in plan.leaves for name in (leaf.path, *leaf.aliases)}
+    leaf_names = leaves_by_name(plan).keys()
     # Why by the end of their names: the plan of a plain tree doesn't know the names of buffers.
-    last_names = {name.rpartition(".")[2] for name in known_names}
+    last_names = {name.rpartition(".")[2] for name in leaf_names}
     # Note: make_functional's names include those of buffers, which are no leaves.
-    own_names = known_names.union(plan.names)
+    own_names = leaf_names | {*plan.names}
     unknown_names = [
         name
         for name in state_dict

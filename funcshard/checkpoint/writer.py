@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from funcshard.checkpoint.folders import (
 )
 from funcshard.checkpoint.rank_files import files_of, table_file, tensor_file, write_rank
 from funcshard.checkpoint.stored_state import FlatState, Plans
+from funcshard.comm import Mesh, find_lost_rank
 
 _log = logging.getLogger("funcshard.checkpoint")
 
@@ -43,22 +44,30 @@ NICENESS = 12
 _LOOK = 1.0
 
 
-class WriterThread(threading.Thread):
-    """The thread that runs a ``Writer``.
-
-    Arguments:
-        in_background: whether other threads have precedence.
+@dataclass(kw_only=True, eq=False, repr=False)
+class Writer(threading.Thread):
+    """The thread of one rank: it writes its part, and rank 0 publishes the checkpoint.
 
     Attributes:
+        tensors: the tensors of ``flat``, or copies of them.
+        in_background: whether other threads have precedence.
         error: why the writer failed, or ``""``; read it after ``join``.
     """
 
-    def __init__(self, writer: Writer, *, in_background: bool = False) -> None:
-        # Thread.run drops its reference to the target, and so to the copied state, when it is done.
-        super().__init__(target=writer.run, name=thread_name(writer.path, writer.rank))
-        self.error, self.path, self.in_background = "", writer.path, in_background
-        # Note: called by the thread that could not start another one.
-        self._give_up = writer.say_that_it_failed
+    path: Path
+    save: str
+    plans: Plans
+    flat: FlatState
+    tensors: Mapping[str, torch.Tensor]
+    mesh: Mesh
+    keep: int | None
+    timeout: float
+    lock: FileLock | None
+    in_background: bool
+    error: str = ""
+
+    def __post_init__(self) -> None:
+        super().__init__(name=f"save {self.path} as rank {self.mesh.rank}")
 
     def started(self) -> bool:
         """Start the thread, or set ``error``; return whether it runs."""
@@ -66,27 +75,9 @@ class WriterThread(threading.Thread):
         try:
             self.start()
         except RuntimeError as error:
-            self._give_up()
-            self.error = f"{type(error).__name__}: {error}"
+            self.fail(error)
             return False
         return True
-
-    def run(self) -> None:
-        if self.in_background and sys.platform == "linux":  # where priorities are those of threads
-            thread_id = threading.get_native_id()
-            os.setpriority(
-                os.PRIO_PROCESS,
-                thread_id,
-                max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread_id)),
-            )
-        try:
-            super().run()
-        except Exception as error:  # Saving.wait raises it, on every rank
-            # Note: our own OSErrors are sentences; those of the system need their type.
-            speaks_for_itself = isinstance(error, OSError) and not error.errno
-            self.error = str(error) if speaks_for_itself else f"{type(error).__name__}: {error}"
-        else:
-            _UNTOLD.discard(self)
 
     def told(self) -> str:
         """Wait for the thread to end, and return ``error``."""
@@ -95,84 +86,45 @@ class WriterThread(threading.Thread):
         _UNTOLD.discard(self)
         return self.error
 
-
-# The threads of this process that run, or failed without anybody having heard of it.
-_UNTOLD: set[WriterThread] = set()
-
-
-@atexit.register
-def _tell_at_exit() -> None:
-    """End the process with an error if a checkpoint isn't saved and no ``wait()`` said so."""
-    if failed_threads := [thread for thread in _UNTOLD if thread.error]:
-        for thread in failed_threads:
-            print(f"checkpoint {thread.path} is not saved: {thread.error}", file=sys.stderr)
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Why: nothing else changes the exit code here, after Python has waited for the threads, and
-        # a launcher needs it.
-        os._exit(1)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_UNTOLD.clear)
-
-
-def thread_name(path: Path, rank: int) -> str:
-    """Return the name of the thread that saves to ``path`` as one rank."""
-    return f"save {path} as rank {rank}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Writer:
-    """The work of one rank: it writes its part, and rank 0 publishes the checkpoint.
-
-    Attributes:
-        tensors: the tensors of ``flat``, or copies of them.
-        lost: returns an error if a rank is suspended or gone, or ``""``.
-    """
-
-    path: Path
-    save: str
-    plans: Plans
-    flat: FlatState
-    tensors: Mapping[str, torch.Tensor]
-    rank: int
-    world_size: int
-    keep: int | None
-    timeout: float
-    lock: FileLock | None
-    lost: Callable[[], str]
-
     def run(self) -> None:
+        if self.in_background and sys.platform == "linux":  # where priorities are those of threads
+            thread_id = threading.get_native_id()
+            priority = max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread_id))
+            os.setpriority(os.PRIO_PROCESS, thread_id, priority)
         try:
-            if self.rank == 0:  # first, so that files of killed saves do not fill the disk
+            if self.mesh.rank == 0:  # first, so that files of killed saves do not fill the disk
                 self.remove_leftovers()
             self.write()
-            if self.rank == 0:
+            if self.mesh.rank == 0:
                 self.wait_for_all()
                 self.finish()
-        except Exception:
-            self.say_that_it_failed()
-            raise
+        except Exception as error:  # Saving.wait raises it, on every rank
+            self.fail(error)
+        else:
+            _UNTOLD.discard(self)
         finally:
+            # Note: a Saving keeps this object, and the copied state should go now.
+            self.tensors, self.flat = {}, FlatState(None)
             if self.lock is not None:
                 self.lock.release()
 
-    def say_that_it_failed(self) -> None:
-        """Leave a mark for rank 0, even on a full disk."""
-        failed_mark = self.path / f"{self.save}-{self.rank}.failed"
+    def fail(self, error: Exception) -> None:
+        """Note an error, and leave a mark for rank 0, even on a full disk."""
+        # Note: our own OSErrors are sentences; those of the system need their type.
+        speaks_for_itself = isinstance(error, OSError) and not error.errno
+        self.error = str(error) if speaks_for_itself else f"{type(error).__name__}: {error}"
+        failed_mark = self.path / f"{self.save}-{self.mesh.rank}.failed"
         with contextlib.suppress(OSError):
             failed_mark.touch()
             return
         # A new name needs no space, and no file can be made before another one goes.
-        for name in (tensor_file(self.save, self.rank), f"{self.save}.part"):
+        for name in (tensor_file(self.save, self.mesh.rank), f"{self.save}.part"):
             with contextlib.suppress(OSError):
                 (self.path / name).rename(failed_mark)
                 return
 
     def write(self) -> None:
-        write_rank(self.path, self.save, self.rank, self.flat, self.tensors)
+        write_rank(self.path, self.save, self.mesh.rank, self.flat, self.tensors)
 
     def wait_for_all(self) -> None:
         """Wait for the tables of all ranks.
@@ -187,7 +139,7 @@ class Writer:
             file_names = set(os.listdir(self.path))
             missing_ranks = [
                 rank
-                for rank in range(self.world_size)
+                for rank in range(self.mesh.world_size)
                 if table_file(self.save, rank) not in file_names
             ]
             if not missing_ranks:
@@ -201,7 +153,7 @@ class Writer:
             # Note: once a second is soon enough to tell a rank that is suspended.
             if current_time > last_look + _LOOK:
                 last_look = current_time
-                if lost_text := self.lost():
+                if lost_text := find_lost_rank(self.mesh):
                     raise OSError(lost_text)
             if current_time > end_time:
                 raise OSError(
@@ -211,7 +163,7 @@ class Writer:
 
     def finish(self) -> None:
         """Write the index, publish the checkpoint, and remove older ones."""
-        names = files_of(self.save, self.world_size)
+        names = files_of(self.save, self.mesh.world_size)
         total_bytes = sum((self.path / name).stat().st_size for name in names)
         # Note: later than any other checkpoint in the folder, though clocks of hosts differ.
         saved_time = time_after(self.path.parent)
@@ -253,3 +205,25 @@ class Writer:
                     folder,
                     error,
                 )
+
+
+# The threads of this process that run, or failed without anybody having heard of it.
+_UNTOLD: set[Writer] = set()
+
+
+@atexit.register
+def _tell_at_exit() -> None:
+    """End the process with an error if a checkpoint isn't saved and no ``wait()`` said so."""
+    if failed_threads := [thread for thread in _UNTOLD if thread.error]:
+        for thread in failed_threads:
+            print(f"checkpoint {thread.path} is not saved: {thread.error}", file=sys.stderr)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Why: nothing else changes the exit code here, after Python has waited for the threads, and
+        # a launcher needs it.
+        os._exit(1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_UNTOLD.clear)

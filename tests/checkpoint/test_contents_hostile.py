@@ -153,29 +153,24 @@ CASES: dict[str, tuple[Harm, str]] = {
         "no registered container",
     ),
     "a list with data that are an object": (
-        put(INDEX, "outline", value=["list", None, {"a": 1}, [["value", 1]]]), "a key or a field for",
+        put(INDEX, "outline", value=["list", None, {"a": 1}, [["value", 1]]]), NOT_OURS,
     ),
-    "a tensor that is not there": (put(INDEX, "outline", value=["tensor", "nothing"]), "a tensor of the checkpoint or"),
-    "a shard outside of shards": (put(INDEX, "outline", value=["tensor", "shards.float32"]), "a tensor of the checkpoint"),
+    "a tensor that is not there": (put(INDEX, "outline", value=["tensor", "nothing"]), NOT_OURS),
     "a buffer that is not there": (
         put(INDEX, "outline", value=["shards", "every unit", [["nothing", "float32", ["tensor", "whole"]]]]),
-        "name buffers of the plan",
+        NOT_OURS,
     ),
     "shards in shards": (
-        put(INDEX, "outline", value=["shards", "list", [["", "float32", ["shards", "list", []]]]]), "must be a value, a"
+        put(INDEX, "outline", value=["shards", "list", [["", "float32", ["shards", "list", []]]]]), NOT_OURS
     ),
-    "shards of an unknown form": (put(INDEX, "outline", value=["shards", "heap", []]), "must be a value, a tensor|a shards"),
     "a rank's value that is not there": (put(INDEX, "outline", value=["rank", 7]), "has 1 PerRank values"),
-    "a negative number of a rank's value": (put(INDEX, "outline", value=["rank", -1]), "the number of a PerRank must be"),
     "a dictionary with too few keys": (
-        put(INDEX, "outline", value=["dict", None, ["a"], [["value", 1], ["value", 2]]]), "a key or a field for",
+        put(INDEX, "outline", value=["dict", None, ["a"], [["value", 1], ["value", 2]]]), NOT_OURS,
     ),
-    "a whole tensor of 2^58 elements": (put(INDEX, "stored", "whole", 2, value=[2**58]), "needed bytes of 'whole'"),
-    "a tensor of an unknown kind": (put(INDEX, "stored", "whole", 0, value="global"), "the kind of 'whole' must be"),
     "a tensor of too few facts": (put(INDEX, "stored", "whole", value=["whole"]), "must be a list of 6"),
     "a token that names another folder": (put(INDEX, "save", value="../12345"), "save must be 8 hexadecimal digits"),
     "a namedtuple with too few fields": (
-        put(INDEX, "outline", value=["namedtuple", [], "funcshard:TrainState", [["value", 1]]]), "a key or a field for",
+        put(INDEX, "outline", value=["namedtuple", [], "funcshard:TrainState", [["value", 1]]]), "cannot be made of",
     ),
     "a turn of a text": (put(INDEX, "stored", "shards.float32", 5, value="1"), "must be a whole number"),
     # Tables.
@@ -186,12 +181,10 @@ CASES: dict[str, tuple[Harm, str]] = {
     },
     "another size": (put(INDEX, "bytes", value=1), NOT_OURS),
     "a table of another save": (put(TABLE, "save", value="00000000"), "belongs to another checkpoint"),
-    "a tensor of 2^60 bytes": (put(TABLE, "places", "whole", 1, value=2**60), "'whole' must lie inside of its file"),
-    "too few checksums": (put(TABLE, "places", "whole", 2, value=[]), "'whole' must lie inside of its file"),
+    "too few checksums": (put(TABLE, "places", "whole", 2, value=[]), NOT_OURS),
     "no shard": (without(TABLE, "places", "shards.float32"), "it holds 0: restore another"),
     "a shard that is too small": (put(TABLE, "places", "shards.float32", 1, value=4), "it holds 4: restore another"),
-    "no tensor of the rank": (without(TABLE, "places", "own.rng"), "0 of 12 needed bytes"),
-    "a rank's value in itself": (put(TABLE, "own", 0, value=["rank", 0]), "the number of a PerRank must be"),
+    "no tensor of the rank": (without(TABLE, "places", "own.rng"), "must hold 12 bytes of 'own.rng' at 0; it holds 0"),
     "values of a rank inside each other": (
         lambda folder: [
             put(TABLE, "own", value=[["value", 1], *(["rank", i] for i in range(3000))])(folder),
@@ -208,7 +201,7 @@ PLAN = fs.make_plan(PARAMS, MESH, units=["b"])
 
 # In these, the checksums of what is described are right, and only a reader of tensors sees it.
 UNREAD = ("no shard", "a shard that", "a container that", "a container of", "a custom node", "a rank's value that is not",
-          "a whole tensor of", "values of a rank")  # fmt: skip
+          "values of a rank", "a list with", "a tensor that", "shards in", "a named", "too few", "no tensor")  # fmt: skip
 # In these, no rank that restores needs what is wrong.
 UNNEEDED = ("another size",)
 

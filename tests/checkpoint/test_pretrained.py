@@ -204,7 +204,7 @@ def test_tokens_are_added_while_loading(name: str, tmp_path: Path) -> None:
         out = fs.fully_shard(apply, plan, mesh)(shards, buffers, torch.tensor([[tokens + 2, 1, 2]]))
         return fs.gather(shards, plan, mesh), out
 
-    with pytest.warns(UserWarning, match="has fewer tokens than the model"):
+    with pytest.warns(UserWarning, match="or rows of them, such as .*begin with the model's initial values"):
         results = fs.simulate(main, 2)
     for params, out in results:
         for key, value in params.items():
@@ -435,19 +435,19 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     ),
     "an adapter": (
         of_files("adapter_config.json", "adapter_model.safetensors", rest=without_config), FileNotFoundError,
-        r"adapter of peft for 'org/base', and .*is_trainable=True\) to make_functional; .*merge_and_unload",
+        r"adapter of peft, and .*is_trainable=True\) to make_functional; .*merge_and_unload",
     ),
     "files of torch": (
         of_files("pytorch_model-00001-of-00002.bin", "training_args.bin"), FileNotFoundError,
-        r"holds 'pytorch_model-00001-of-00002.bin', .* as in GPT2LMHeadModel.from_pretrained\(folder\).save_pretrained\(",
+        r"holds 'pytorch_model-00001-of-00002.bin', .* as in AutoModelForCausalLM.from_pretrained\(folder\).save_pretrained",
     ),
     "files of GGUF": (
         of_files("q4.gguf", rest=without_config), FileNotFoundError,
-        r"as in AutoModelForCausalLM.from_pretrained\(folder, gguf_file='q4.gguf'\).save_pretrained\(another_folder\)",
+        r"holds 'q4.gguf', .* as in AutoModelForCausalLM.from_pretrained\(folder, gguf_file=name\).save_pretrained",
     ),
     "files of other names": (
         of_files("diffusion_pytorch_model.safetensors"), FileNotFoundError,
-        "holds 'diffusion_pytorch_model.safetensors': pass the path of this file to import_safetensors",
+        r"holds 'diffusion_pytorch_model.safetensors', .* import_safetensors\(path, plan, mesh\) takes a file",
     ),
     "a cache of the hub": (
         of_files("snapshots", rest=without_config), FileNotFoundError,

@@ -66,7 +66,7 @@ def test_a_rank_that_can_make_no_file_at_all_is_named(tmp_path: Path, monkeypatc
         raise OSError(28, "No space left on device")
 
     write, touch = writer.Writer.write, Path.touch
-    monkeypatch.setattr(writer.Writer, "write", lambda work: full(work) if work.rank else write(work))
+    monkeypatch.setattr(writer.Writer, "write", lambda work: full(work) if work.mesh.rank else write(work))
     monkeypatch.setattr(Path, "touch", lambda path, *rest, **options: full(None) if "failed" in path.name else touch(path))
     begun = time.monotonic()
     with pytest.raises(OSError, match=r"step is not saved: rank 1: .* No space left on device"):
