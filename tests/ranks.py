@@ -432,14 +432,14 @@ def one_thread() -> Iterator[None]:
 
 
 def suspend(mesh: fs.Mesh) -> None:
-    """Suspend this process just after its heart has beaten.
+    """Suspend this process just after its watch has beaten.
 
-    Why then: the heart locks the store's file while it beats, and a process that is suspended with
+    Why then: the watch locks the store's file while it beats, and a process that is suspended with
     the lock keeps all others from the store. They then say that the store does not answer.
     """
-    beats, own = mesh.axes[0][1].desync.heart.store, str(mesh.rank)  # type: ignore[attr-defined]
-    before, end = beats.get(own), time.monotonic() + 30
-    while beats.get(own) == before and time.monotonic() < end:
+    watch: Any = mesh.axes[0][1].desync.watch  # type: ignore[attr-defined]
+    before, end = watch.get(mesh.rank), time.monotonic() + 30
+    while watch.get(mesh.rank) == before and time.monotonic() < end:
         time.sleep(0.005)
     os.kill(os.getpid(), signal.SIGSTOP)
 

@@ -16,9 +16,8 @@ Read ``group`` and ``mesh`` first. The other files are different ways to run a g
 - ``simulation``: ``simulate``, which runs ranks as threads of one process.
 - ``torch_group``: ``TorchGroup``, a group over a ``torch.distributed`` process group. ``gloo``: its
   collectives over gloo. ``native``: those over NCCL and every other backend.
-- ``desync``: ``DesyncDetector``, which finds ranks that issue different collectives. ``journal``:
-  ``Journal``, which finds ranks that wait for each other on different axes. ``liveness``:
-  ``Heart``, which finds ranks that are lost for ever.
+- ``desync``: ``DesyncDetector``, which finds ranks that issue different collectives. ``watch``:
+  ``Watch``, which finds out why a rank waits in vain.
 - ``shm``: a wing inside this one: collectives through shared memory, on the CPUs of one machine.
 """
 

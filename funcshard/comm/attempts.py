@@ -34,8 +34,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from funcshard.comm.group import DeferredWork, Op, Work
-from funcshard.comm.journal import Journal
-from funcshard.comm.liveness import LostError, SilentStoreError, StorePart, read
+from funcshard.comm.watch import LostError, SilentStoreError, Watch
 
 Result = TypeVar("Result")
 
@@ -264,21 +263,21 @@ class StoreAttempt(AttemptLog):
     """The log of a process, which shows it to others through the job's store.
 
     Arguments:
-        store: the part of the store for this attempt.
+        place: name of this attempt in the store.
         ranks: global numbers of the ranks of the attempt.
-        journal: that of this process.
+        watch: that of this process.
         find_lost: returns an error message if a rank is lost.
     """
 
     def __init__(
         self,
-        store: StorePart,
+        place: str,
         ranks: Sequence[int],
-        journal: Journal,
+        watch: Watch,
         find_lost: Callable[[], str],
     ) -> None:
-        super().__init__(ranks, journal.rank, journal.groups.__getitem__)
-        self._store, self._journal, self._find_lost = store, journal, find_lost
+        super().__init__(ranks, watch.rank, watch.groups.__getitem__)
+        self._place, self._watch, self._find_lost = place, watch, find_lost
         self._published, self._silent = 0, False
         self._keys: list[str] = []
         self._lock = threading.Lock()  # between the thread that looks, and that of the step
@@ -286,7 +285,7 @@ class StoreAttempt(AttemptLog):
     def look(self) -> bool:
         """Write this rank's log if another one has failed, and return whether one has."""
         with self._lock:
-            if self._silent or not self._store.check(["failed"]):
+            if self._silent or not self._watch.check([self._key("failed")]):
                 return False
             self._publish()
             return True
@@ -306,70 +305,74 @@ class StoreAttempt(AttemptLog):
         for index in new:
             entry = self.entries[index]
             if index in missing:
-                self._write(str(index), json.dumps(entry))
+                self._write(index, json.dumps(entry))
             if entry.kind == "all_to_all":  # its sizes differ between ranks
                 self._write(f"{index}/{self.rank}", json.dumps(entry))
         self._published = new.stop
 
     def _lacks(self, index: int) -> bool:
-        return not self._store.check([str(index)])
+        return not self._watch.check([self._key(index)])
 
-    def _write(self, key: str, text: str) -> None:
-        self._store.set(key, text)
-        self._keys.append(key)
+    def _key(self, name: object) -> str:
+        return f"{self._place}/{name}"
+
+    def _write(self, name: object, text: str) -> None:
+        self._keys.append(self._key(name))
+        self._watch.set(self._keys[-1], text)
 
     def forget(self) -> None:
         with self._lock, contextlib.suppress(RuntimeError):
             self._silent = True
             for key in self._keys:
-                self._store.delete_key(key)
+                self._watch.delete(key)
 
     def entry(self, index: int, rank: int | None = None) -> Entry | None:
-        ranks, key = (self.ranks, str(index)) if rank is None else ([rank], f"{index}/{rank}")
-        failed_keys = [f"failed/{other_rank}" for other_rank in ranks]
+        ranks, name = (self.ranks, str(index)) if rank is None else ([rank], f"{index}/{rank}")
+        failed_keys = [self._key(f"failed/{other_rank}") for other_rank in ranks]
         next_look = time.monotonic() + _LOST
         while True:
             with contextlib.suppress(SilentStoreError):
                 # Why in this order: a rank writes its entries before it says that it has failed.
-                all_failed = self._store.check(failed_keys)
-                if self._store.check([key]):
-                    return Entry(*json.loads(self._store.get(key)))
+                all_failed = self._watch.check(failed_keys)
+                entry_text = self._watch.get(self._key(name))
+                if entry_text is not None:
+                    return Entry(*json.loads(entry_text))
                 if all_failed:
                     return None
             if time.monotonic() > next_look:
-                lost_text = read(self._store, "broken").decode() or self._find_lost()
-                if lost_text:
+                broken_text = self._watch.get(self._key("broken")) or b""
+                if lost_text := broken_text.decode() or self._find_lost():
                     raise LostError(lost_text)
                 next_look = time.monotonic() + _LOST
             time.sleep(_NEXT_LOOK)
 
     def is_broken(self) -> bool:
-        return self._journal.is_broken()
+        return self._watch.is_broken()
 
     def give_up(self, why: str) -> None:
-        self._store.set("broken", why)
-        self._journal.close_connections()
+        self._watch.set(self._key("broken"), why)
+        self._watch.close_connections()
 
 
-def watch(journal: Journal) -> None:
-    """Let a thread write the log of each attempt of ``journal`` once another rank has failed."""
+def look_for_failures(watch: Watch) -> None:
+    """Let a thread write the log of each attempt of ``watch`` once another rank has failed."""
     # Why one thread for all attempts: to start one takes as long as an agreement.
-    if journal.watcher is None:
-        journal.watcher = threading.Thread(
-            target=_watch, args=(weakref.ref(journal),), name="funcshard attempts", daemon=True
+    if watch.watcher is None:
+        watch.watcher = threading.Thread(
+            target=_look, args=(weakref.ref(watch),), name="funcshard attempts", daemon=True
         )
-        journal.watcher.start()
+        watch.watcher.start()
 
 
-def _watch(reference: weakref.ref[Journal]) -> None:
+def _look(reference: weakref.ref[Watch]) -> None:
     latest_log: StoreAttempt | None = None
     seconds = _FIRST_LOOK
     while True:
         time.sleep(seconds)
-        journal, seconds = reference(), _FIRST_LOOK
-        if journal is None:
+        watch, seconds = reference(), _FIRST_LOOK
+        if watch is None:
             return
-        log = journal.attempt
+        log = watch.attempt
         # Why only the second time: most attempts have ended by then.
         if latest_log is not None and log is latest_log:
             # Why suppressed: the store is silent, or its process has ended, which other waits see.
@@ -377,4 +380,4 @@ def _watch(reference: weakref.ref[Journal]) -> None:
                 if latest_log.look():
                     seconds = _NEXT_LOOK
         latest_log = log
-        del journal, log
+        del watch, log

@@ -11,9 +11,7 @@ rank on one axis, and checks them against those of all other ranks in four ways:
   context, or before one of a collective's first eight sizes, the ranks compare their histories, and
   wait for the answer, before data moves. They do so in a gloo group for that alone.
 - Comparison. Every 16 collectives the ranks compare their histories without waiting.
-- Diagnosis. A rank that waits for long, or whose collective fails, writes its latest collectives to
-  the process group's store, reads those of other ranks, and names the first difference. It also
-  asks the ``journal``, which looks at all axes together.
+- Diagnosis. A rank that waits for long, or whose collective fails, asks its ``watch`` why.
 
 On ranks of equal programs the same contexts are new, and all of them appear in the first two steps,
 so later steps do not wait.
@@ -28,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
-import json
 import logging
 import os
 import socket
@@ -36,7 +33,7 @@ import sys
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any, NoReturn
@@ -45,9 +42,19 @@ import torch
 import torch.distributed as dist
 
 from funcshard._utils.torch_groups import abort_group, has_ended
-from funcshard.comm.journal import Comparison, Journal, Unused, Wait, compact
-from funcshard.comm.liveness import LIMITS, MOST_READ, Heart, Limits, check_process, read, some_of
 from funcshard.comm.native import gather_single
+from funcshard.comm.watch import (
+    LIMITS,
+    MOST_READ,
+    SAME_ORDER,
+    Comparison,
+    Entry,
+    Limits,
+    Wait,
+    Watch,
+    check_process,
+    title_of,
+)
 
 _log = logging.getLogger("funcshard.comm")
 
@@ -74,9 +81,6 @@ _PADDING = b"\xff"
 # Bits of a history, and of the hash of a text.
 MASK = (1 << 62) - 1
 
-# Kind, label, dtype and number of elements of a collective.
-_Entry = tuple[str, str, torch.dtype | None, int]
-
 
 @dataclass(eq=False, repr=False)
 class DesyncDetector:
@@ -87,14 +91,12 @@ class DesyncDetector:
         ranks: global rank of each rank of the axis, for errors.
         rank: position of this rank in ``ranks``.
         control: the gloo process group for comparisons, if any.
-        store: the store for the latest collectives of each rank, whose calls do not wait for long;
-            ``None`` for no diagnosis.
+        watch: the watch of this process; ``None`` for no diagnosis.
         limits: how long a wait may take before this rank looks at the others.
         groups: gloo groups whose connections this rank closes before it raises.
         connections: sockets that it closes.
         aborted: groups of other backends that it aborts.
-        journal: the waits of this rank over all axes, if any.
-        heart: the signs of life of this process, if any.
+        name: of the group in the records of ranks; by default that of ``control``.
         number: how many collectives this rank has issued.
         history: a hash of all of them in order.
         thread: the thread that issued the latest collective; 0 before the first.
@@ -106,13 +108,12 @@ class DesyncDetector:
     ranks: Sequence[int]
     rank: int
     control: Any = None
-    store: Any = None
+    watch: Watch | None = None
     limits: Limits = LIMITS
     groups: Sequence[Any] = ()
     connections: Sequence[socket.socket] = ()
     aborted: Sequence[Any] = ()
-    journal: Journal | None = None
-    heart: Heart | None = None
+    name: str = ""
     number: int = field(default=0, init=False)
     history: int = field(default=0, init=False)
     thread: int = field(default=0, init=False)
@@ -120,29 +121,25 @@ class DesyncDetector:
     closed: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.ranks = compact(self.ranks)
         self._not_aborted = list(self.aborted)
         self._process = os.getpid()
         self._timeout = datetime.timedelta(seconds=self.limits.patience)
-        self._entries: deque[_Entry] = deque(maxlen=KEPT)
-        self._codes: dict[_Entry, tuple[int, int]] = {}  # hashes with and without the size
+        # The latest collectives, each with the positions of the ranks that it needs, if not all.
+        self._entries: deque[tuple[Entry, Sequence[int] | None]] = deque(maxlen=KEPT)
+        self._codes: dict[Entry, tuple[int, int]] = {}  # hashes with and without the size
         # How many sizes a collective has had, by the second hash.
         self._sizes: Counter[int] = Counter()
         self._context = (0,) * CONTEXT_LENGTH
         self._agreed_contexts: set[tuple[int, ...]] = set()
-        # The ranks that a collective needs, if not all.
-        self._partial: dict[int, Sequence[int]] = {}
-        self._looks, self._warned = 0, False
-        self._group = "" if self.control is None else str(self.control.group_name)
-        if self.journal is not None:
-            self.journal.add(self._group, self)
-        if self.heart is not None:
-            self.heart.watch(self, self.limits.give_up)
+        self._warned = False
+        if self.watch is not None:
+            self.name = self.name or str(self.control.group_name)
+            self.watch.add(self.name, self)
 
     def __del__(self) -> None:
         # Why only noted: Python collects garbage on any thread and in the middle of torch's code.
-        if self.journal is not None and not sys.is_finalizing():
-            self.journal.unused.append(Unused(self.control, self.comparison, self.store, self.rank))
+        if self.watch is not None and not sys.is_finalizing():
+            self.watch.unused.append((self.control, self.comparison))
 
     def record(
         self,
@@ -165,11 +162,7 @@ class DesyncDetector:
         Raises:
             RuntimeError: the ranks issue different collectives.
         """
-        kind_code, new_size = self._append(kind, label, tensor)
-        if needs is not None:
-            self._partial[self.number] = needs
-            if len(self._partial) > KEPT:
-                del self._partial[next(iter(self._partial))]
+        kind_code, new_size = self._append(kind, label, tensor, needs)
         if self.control is None or self_checking:
             return self.number
         # Note: sizes are no part of a context, so a batch of another length is in a known one.
@@ -195,7 +188,10 @@ class DesyncDetector:
         if highest == -lowest:
             return [text] * len(self.ranks)
         padded_bytes = text_bytes.ljust(longest_text, _PADDING)
-        byte_rows = self._gather(torch.tensor([*padded_bytes], dtype=torch.uint8, device="cpu"))
+        own_row = torch.tensor([*padded_bytes], dtype=torch.uint8, device="cpu")
+        byte_rows = own_row.new_empty(len(self.ranks), longest_text)
+        gather_work = gather_single(byte_rows.view(-1), own_row, group=self.control, async_op=True)
+        self.wait([gather_work], self.number)
         return [bytes(byte_row).rstrip(_PADDING).decode() for byte_row in byte_rows.tolist()]
 
     def wait(self, works: Sequence[Any], number: int) -> None:
@@ -222,44 +218,37 @@ class DesyncDetector:
                         except RuntimeError as error:
                             self.raise_failure(error, number)
                 # Only a wait that takes long gets a number, so short ones cost nothing.
-                if serial is None and self.journal is not None:
-                    serial = self.journal.begin_wait()
+                if serial is None and self.watch is not None:
+                    serial = self.watch.begin_wait()
                 # Note: a slow rank is no error, so the wait continues unless this raises.
                 self.look(number, serial)
                 wait_timeout = self._timeout / 8
 
     def look(self, number: int, serial: int | None = None) -> None:
         """Raise ``RuntimeError`` if this rank waits for collective ``number`` in vain."""
-        # Why first: ranks that differ soon wait for each other too; the difference is the cause.
-        if difference := self._find_difference():
-            self.close_connections()
-            raise RuntimeError(difference)
-        lost_text = self._find_circle(number, serial) or self._find_lost(self._needed(number))
-        if lost_text:
-            if self.journal is not None:
-                self.journal.close_connections()
-            self.close_connections()
-            raise RuntimeError(lost_text)
+        if self.watch is None:
+            return
+        needed_ranks, is_recorded = self.ranks, number in self._recorded
+        if is_recorded:
+            _, needed_positions = self._entries[number - self.number - 1]
+            if needed_positions is not None:
+                needed_ranks = [self.ranks[position] for position in needed_positions]
+        what = f"{self._describe(number)} (number {number} on mesh axis {self.axis!r})"
+        # Why no number otherwise: it is not known which ranks the collective needs.
+        wait = Wait(self.name, number * is_recorded, what, needed_ranks, serial or 0)
+        if why := self.watch.why(wait, self.limits.give_up, self):
+            self.watch.close_connections()
+            raise RuntimeError(why)
 
-    def latest(self) -> str:
-        """Return the latest collective as text."""
-        number = self.number
-        return f"{self._describe(number)}, collective number {number} on mesh axis {self.axis!r}"
-
-    def raise_desync(self, number: int, rank: int, latest: int) -> NoReturn:
-        """Raise because ``rank`` reached collective ``number`` with another history than this rank.
-
-        ``latest`` is the latest collective that the other rank is known to have issued.
-        """
-        difference = self._find_difference_within(self.limits.patience + 1)
+    def raise_desync(self, number: int, peer: str = "another rank") -> NoReturn:
+        """Raise because ``peer`` reached collective ``number`` with another history."""
+        why = self._why_within(self.limits.patience + 1, number)
         self.close_connections()
         raise RuntimeError(
-            difference
+            why
             or f"ranks issue different collectives: {self._title(self.rank)} has reached number "
             f"{number} on mesh axis {self.axis!r}, {self._describe(number)}, after other "
-            "collectives than "
-            f"{self._title(rank)}, which is at number {latest}; every rank has to issue the same "
-            "ones in the same order"
+            f"collectives than {peer}; {SAME_ORDER}"
         )
 
     def _knows_enough(self) -> bool:
@@ -278,7 +267,13 @@ class DesyncDetector:
             )
         return True
 
-    def _append(self, kind: str, label: str, tensor: torch.Tensor | None) -> tuple[int, bool]:
+    def _append(
+        self,
+        kind: str,
+        label: str,
+        tensor: torch.Tensor | None,
+        needs: Sequence[int] | None = None,
+    ) -> tuple[int, bool]:
         """Record a collective; return its hash without the size, and whether the size is new."""
         # Why before a collective: gloo's waits never end in a process without gloo's threads.
         check_process(self._process, self.ranks[self.rank])
@@ -303,7 +298,9 @@ class DesyncDetector:
         entry_hash, kind_code = entry_hashes
         self.number += 1
         self.thread = get_ident()
-        self._entries.append(entry)
+        self._entries.append((entry, needs))
+        if self.watch is not None:
+            self.watch.pulse.latest = self.axis, self.number, entry
         # Note: the factor makes the order count, and 62 bits leave room for the sign of an int64.
         self.history = (self.history * 6364136223846793005 + entry_hash + 1) & MASK
         return kind_code, new_size
@@ -316,87 +313,40 @@ class DesyncDetector:
         return [int(maximum) for maximum in comparison.highest[4:]]
 
     def _start_comparison(self, *values: int) -> Comparison:
-        own = self.number, self.history
         # Why one fixed size: ranks that disagree on a collective must still be able to compare.
-        compared_numbers = [*own, -self.number, -self.history, *(*values, 0, 0, 0)[:3]]
+        own_row = [self.number, self.history, -self.number, -self.history]
+        compared_numbers = [*own_row, *(*values, 0, 0, 0)[:3]]
         # Note: a maximum over ranks tells whether all are equal, if each number comes with its
         # negative. Its 56 bytes do not grow with the number of ranks.
         highest = torch.tensor(compared_numbers, device="cpu")
         work = dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
-        return Comparison(own, highest, work)
+        return Comparison(self.number, self.history, highest, work)
 
     def _finish_comparison(self) -> None:
         """Wait for the last comparison, if any; raise if histories differ."""
         comparison, self.comparison = self.comparison, None
         if comparison is None:
             return
-        number, history = comparison.own
-        self.wait([comparison.work], number)
-        if comparison.highest[:4].tolist() == [number, history, -number, -history]:
-            return
-        # Every rank comes here, because the maxima are not all those of any single rank.
-        # Note: this is a collective of all ranks again, and names one of those that differ.
-        own_row = [number, history]
-        rank_rows = self._gather(torch.tensor(own_row, device="cpu")).tolist()
-        last_rank = len(rank_rows) - 1
-        rank = next(
-            rank
-            for rank, rank_row in enumerate(rank_rows)
-            if rank_row != own_row or rank == last_rank
-        )
-        self.raise_desync(number, rank, rank_rows[rank][0])
+        number, history, highest, work = comparison
+        self.wait([work], number)
+        # Why on every rank: the maxima are not all those of any single rank.
+        if highest[:4].tolist() != [number, history, -number, -history]:
+            self.raise_desync(number)
 
-    def _gather(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all ranks."""
-        gathered_rows = own.new_empty(len(self.ranks) * len(own))
-        self.wait(
-            [gather_single(gathered_rows, own, group=self.control, async_op=True)], self.number
-        )
-        return gathered_rows.view(-1, len(own))
-
-    def _find_difference_within(self, seconds: float) -> str:
+    def _why_within(self, seconds: float, number: int) -> str:
+        """Return why collective ``number`` has failed; wait so long until other ranks know it."""
+        if self.watch is None:
+            return ""
         end_time = time.monotonic() + seconds
-        while not (difference := self._find_difference()) and time.monotonic() < end_time:
+        wait = Wait(self.name, number, self._describe(number), self.ranks)
+        while True:
+            why = self.watch.why(wait, self.limits.give_up, self, failed=True)
+            if why or time.monotonic() > end_time:
+                return why
             time.sleep(min(0.05, seconds))
-        return difference
-
-    def _find_difference(self) -> str:
-        """Return an error message about the first difference between ranks, or ``""``."""
-        for other_rank, (last_number, other_titles) in sorted(self._exchange_entries().items()):
-            for number, other_title in enumerate(other_titles, last_number - len(other_titles) + 1):
-                own_title = self._describe(number)
-                if number in self._recorded and other_title != own_title:
-                    return (
-                        f"ranks issue different collectives: number {number} on mesh axis "
-                        f"{self.axis!r} is {own_title} on {self._title(self.rank)} and "
-                        f"{other_title} on {self._title(other_rank)}; every rank has to issue the "
-                        "same ones in the same order"
-                    )
-        return ""
-
-    def _exchange_entries(self) -> dict[int, tuple[int, list[str]]]:
-        """Write this rank's latest collectives to the store, and return those of others."""
-        entries_by_rank: dict[int, tuple[int, list[str]]] = {}
-        if self.store is None:
-            return entries_by_rank
-        size = len(self.ranks)
-        distances = [1 << power for power in range(size.bit_length() - 1)]
-        # Why these first, of many: the ranks on both sides of a difference read each other.
-        near_ranks = [(self.rank + sign * away) % size for away in distances for sign in (1, -1)]
-        self._looks += 1
-        # Why suppressed: the store is silent, its process has ended, or a text is cut short.
-        with contextlib.suppress(RuntimeError, ValueError):
-            own_titles = [self._describe(number) for number in self._recorded]
-            self.store.set(str(self.rank), json.dumps([self.number, own_titles]))
-            for rank in some_of(range(size), self._looks, near_ranks):
-                rank_text = read(self.store, rank) if rank != self.rank else b""
-                if rank_text:
-                    entries_by_rank[rank] = json.loads(rank_text)
-        return entries_by_rank
 
     def raise_failure(self, error: Exception, number: int) -> NoReturn:
         """Raise ``RuntimeError`` for collective ``number``, which failed with ``error``."""
-        check_process(self._process, self.ranks[self.rank])
         if not dist.is_initialized():
             raise RuntimeError(
                 f"{self._title(self.rank)} began {self._describe(number)} on mesh axis "
@@ -404,27 +354,18 @@ class DesyncDetector:
                 "mesh: call init_mesh anew, or destroy the groups last. Communication ended with: "
                 f"{error}"
             ) from error
-        # Why in this order: what another rank has found out is the cause, and what this one finds
-        # may be a consequence of it.
-        difference = (
-            self._find_lost([])
-            or self._find_difference_within(min(self.limits.patience, 1.0))
-            or self._find_circle(number, None, failed=True)
-            or self.find_lost()
-        )
+        why = self._why_within(min(self.limits.patience, 1.0), number)
         self.close_connections()
-        if difference:
-            raise RuntimeError(f"{difference}. Communication ended with: {error}") from error
-        last_numbers = {
-            rank: last_number for rank, (last_number, _) in self._exchange_entries().items()
-        }
+        if why:
+            raise RuntimeError(f"{why}. Communication ended with: {error}") from error
         ranks_behind = []
         for rank in range(len(self.ranks)):
-            if rank != self.rank and last_numbers.get(rank, 0) < number:
+            last_number = None
+            if self.watch is not None:
+                last_number = self.watch.issued(self.ranks[rank], self.name)
+            if rank != self.rank and (last_number or 0) < number:
                 last_seen = (
-                    f"last seen at number {last_numbers[rank]}"
-                    if rank in last_numbers
-                    else "never seen"
+                    "never seen" if last_number is None else f"last seen at number {last_number}"
                 )
                 ranks_behind.append(f"{self._title(rank)} ({last_seen})")
         if len(ranks_behind) > MOST_READ:
@@ -438,32 +379,15 @@ class DesyncDetector:
             f"with: {error}"
         ) from error
 
-    def _find_circle(self, number: int, serial: int | None, *, failed: bool = False) -> str:
-        """Return an error message if ranks wait for each other on several axes, or ``""``."""
-        is_forgotten = number <= self.number - KEPT
-        if self.journal is None or (serial is None and not failed) or is_forgotten:
-            return ""
-        needed_ranks = self._needed(number)
-        waited_for = f"{self._describe(number)} (number {number} on mesh axis {self.axis!r})"
-        return self.journal.find_circle(
-            Wait(self._group, number, waited_for, needed_ranks, serial or 0), failed=failed
-        )
-
-    def _needed(self, number: int) -> Sequence[int]:
-        """Return the global ranks without which collective ``number`` cannot end here."""
-        needed_positions = self._partial.get(number)
-        return (
-            self.ranks
-            if needed_positions is None
-            else [self.ranks[peer_rank] for peer_rank in needed_positions if peer_rank != self.rank]
-        )
-
     def find_lost(self) -> str:
         """Return an error message if a rank of the axis is given up, or ``""``."""
-        return self._find_lost(self.ranks)
+        if self.watch is None:
+            return ""
+        return self.watch.why(Wait("", 0, "", self.ranks), self.limits.give_up)
 
-    def _find_lost(self, ranks: Sequence[int]) -> str:
-        return "" if self.heart is None else self.heart.find_lost(ranks, self.limits.give_up)
+    def titles(self) -> Mapping[str, str]:
+        """Return the latest collectives as text, by number."""
+        return {str(number): self._describe(number) for number in self._recorded}
 
     def close_connections(self) -> None:
         """Close this rank's connections, so that ranks that wait for it fail at once."""
@@ -497,10 +421,7 @@ class DesyncDetector:
     def _describe(self, number: int) -> str:
         if number not in self._recorded:
             return "a collective that is no longer recorded"
-        title, label, dtype, numel = self._entries[number - self.number - 1]
-        if dtype is not None:
-            title += f" of {str(dtype).removeprefix('torch.')}[{numel}]"
-        return f"{title} of {label}" if label else title
+        return title_of(self._entries[number - self.number - 1][0])
 
     def _title(self, rank: int) -> str:
         return f"rank {self.ranks[rank]}"

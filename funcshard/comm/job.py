@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from funcshard._utils.torch_groups import group_timeout
-from funcshard.comm.liveness import Limits, LostError
 from funcshard.comm.meeting import meet
-from funcshard.comm.torch_group import connected, journal_of_job, start_job
+from funcshard.comm.torch_group import connected, start_job, watch_of_job
+from funcshard.comm.watch import Limits, LostError
 from funcshard.plan import axes_text, position_of, rank_at
 
 
@@ -107,7 +107,7 @@ def meet_for_mesh(
     }
     timeout, call_title = group_timeout(dist.group.WORLD), f"{call} of {axes_text(sizes)} ranks"
     seconds = timeout.total_seconds()
-    meet(journal_of_job(), sorted(ranks), call_title, mesh_facts, timeout=seconds, limits=limits)
+    meet(watch_of_job(), sorted(ranks), call_title, mesh_facts, timeout=seconds, limits=limits)
 
 
 def device_mesh_of(kind: str, sizes: Mapping[str, int], limits: Limits) -> DeviceMesh:

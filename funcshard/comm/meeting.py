@@ -19,16 +19,20 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from funcshard.comm.agreement import first_difference
-from funcshard.comm.journal import Journal, Wait
-from funcshard.comm.liveness import LIMITS, Heart, Limits, LostError, SilentStoreError
+from funcshard.comm.watch import (
+    LIMITS,
+    MOST_NAMED,
+    Limits,
+    LostError,
+    SilentStoreError,
+    Wait,
+    Watch,
+)
 
 T = TypeVar("T")
-
-# Number of ranks that an error names.
-_MOST_NAMED = 8
 
 # Seconds between two looks into the store: the first ones are short, because ranks of one program
 # come at about the same time; the last ones spare the one store that all ranks ask.
@@ -36,7 +40,7 @@ _SHORTEST, _LONGEST = 0.001, 0.1
 
 
 def meet(
-    journal: Journal,
+    watch: Watch,
     ranks: Sequence[int],
     call: str,
     facts: Mapping[str, str],
@@ -47,7 +51,7 @@ def meet(
     """Return once all ranks have called this with equal ``facts``.
 
     Arguments:
-        journal: the waits of this rank.
+        watch: that of this process.
         ranks: the global ranks that meet; each has to call this with the same ranks.
         call: the action that they are about to begin, for errors.
         facts: texts by name, which are compared in this order.
@@ -60,7 +64,7 @@ def meet(
             of the job cannot be reached.
     """
     group = name_of("meeting", ranks)
-    meeting = _Meeting(journal, ranks, group, journal.count(group), call, dict(facts))
+    meeting = _Meeting(watch, ranks, group, watch.count(group), call, dict(facts))
     try:
         difference = meeting.wait(timeout, limits)
         # All ranks have come here, so all have read the answer of the meeting before.
@@ -69,7 +73,7 @@ def meet(
         raise RuntimeError(str(late)) from None
     except RuntimeError as error:
         raise RuntimeError(
-            f"rank {journal.rank} cannot reach the store of the job in {call}: the process that "
+            f"rank {watch.rank} cannot reach the store of the job in {call}: the process that "
             "holds it, rank 0 or the launcher, has ended; read its log first. Communication ended "
             f"with: {error}"
         ) from error
@@ -87,14 +91,14 @@ class _Meeting:
     """A meeting of some ranks in the store.
 
     Attributes:
-        journal, ranks, call, facts: see ``meet``.
+        watch, ranks, call, facts: see ``meet``.
         group: name of the meetings of these ranks.
         number: of the meeting, among these.
         told: whether this rank has written its facts.
         rows: the facts of the ranks, as far as the first rank has read them.
     """
 
-    journal: Journal
+    watch: Watch
     ranks: Sequence[int]
     group: str
     number: int
@@ -103,10 +107,6 @@ class _Meeting:
     told: bool = False
     rows: list[dict[str, str]] = field(default_factory=list)
 
-    @property
-    def store(self) -> Any:
-        return self.journal.store if self.journal.heart is None else self.journal.heart.store
-
     def key(self, whose: object, before: int = 0) -> str:
         return f"{self.group}/{self.number - before}/{whose}"
 
@@ -114,94 +114,86 @@ class _Meeting:
         """Return the answer of the first rank, once all have come."""
         # Why no wait of the store: that of a file asks once a second.
         begin_time = current_time = time.monotonic()
-        next_look, sleep_seconds, serial = begin_time + limits.patience, _SHORTEST, None
+        next_look, sleep_seconds, serial = begin_time + limits.patience, _SHORTEST, 0
         while True:
-            is_silent = False
-            try:
+            # Why suppressed: the store may answer later, and a look says if it does not.
+            with contextlib.suppress(SilentStoreError):
                 answer = self._ask()
                 if answer is not None:
                     return answer
-            except SilentStoreError:
-                is_silent = True
             if current_time >= begin_time + timeout:
                 raise LostError(self._late(timeout))
             if current_time >= next_look:
-                serial = self.journal.begin_wait() if serial is None else serial
-                self._look(serial, limits.give_up, is_silent)
+                serial = serial or self.watch.begin_wait()
+                self._look(serial, limits.give_up)
                 next_look = current_time + limits.patience / 8
             # Ranks of one program come soon, and others spare the store.
             time.sleep(sleep_seconds)
             sleep_seconds, current_time = min(1.5 * sleep_seconds, _LONGEST), time.monotonic()
 
-    def _look(self, serial: int, give_up: float, silent: bool) -> None:
+    def _look(self, serial: int, give_up: float) -> None:
         """Raise ``LostError`` if this rank waits in vain."""
-        journal, lost_text = self.journal, ""
-        other_ranks = [rank for rank in self.ranks if rank != journal.rank]
-        if not silent:
-            call_title = f"{self.call}, number {self.number} of these ranks"
-            lost_text = journal.find_circle(
-                Wait(self.group, self.number, call_title, other_ranks, serial)
-            )
-        if not lost_text and journal.heart is not None:
-            lost_text = journal.heart.find_lost(other_ranks, give_up, self._is_away)
-        if lost_text:
-            journal.close_connections()
-            raise LostError(lost_text)
+        other_ranks = [rank for rank in self.ranks if rank != self.watch.rank]
+        call_title = f"{self.call}, number {self.number} of these ranks"
+        wait = Wait(self.group, self.number, call_title, other_ranks, serial)
+        if why := self.watch.why(wait, give_up, is_away=self._is_away):
+            self.watch.close_connections()
+            raise LostError(why)
 
     def _ask(self) -> str | None:
         """Return the answer; ``None`` if ranks have not come yet."""
-        store, own_rank, answer_key = self.store, self.journal.rank, self.key("answer")
+        watch, answer_key = self.watch, self.key("answer")
         if not self.told:
-            store.set(self.key(own_rank), json.dumps(self.facts))
+            watch.set(self.key(watch.rank), json.dumps(self.facts))
             self.told = True
         # Why the first rank alone: each of a thousand would read a thousand texts.
-        if own_rank != self.ranks[0]:
-            return store.get(answer_key).decode() if store.check([answer_key]) else None
-        if not self.rows and not store.check([self.key(rank) for rank in self.ranks]):
+        if watch.rank != self.ranks[0]:
+            answer = watch.get(answer_key)
+            return None if answer is None else answer.decode()
+        if not self.rows and not watch.check(map(self.key, self.ranks)):
             return None
         # Note: after an answer that came too late, it goes on where it was.
         for rank in self.ranks[len(self.rows) :]:
-            self.rows.append(json.loads(store.get(self.key(rank))))
+            self.rows.append(json.loads(watch.get(self.key(rank)) or "{}"))
         difference = first_difference(self.rows, self.ranks)
-        store.set(answer_key, difference)
+        watch.set(answer_key, difference)
         return difference
 
     def forget_previous(self) -> None:
         """Delete what this rank wrote for the meeting before."""
-        own_rank = self.journal.rank
         with contextlib.suppress(RuntimeError):
             if self.number > 1:
-                self.store.delete_key(self.key(own_rank, before=1))
-                if own_rank == self.ranks[0]:
-                    self.store.delete_key(self.key("answer", before=1))
+                self.watch.delete(self.key(self.watch.rank, before=1))
+                if self.watch.rank == self.ranks[0]:
+                    self.watch.delete(self.key("answer", before=1))
 
     def _is_away(self, rank: int) -> bool:
         """Return whether a rank has not come, or not told what it found out."""
-        has_answered = rank != self.ranks[0] or self.store.check([self.key("answer")])
-        return not has_answered or not self.store.check([self.key(rank)])
+        needed_keys = [self.key(rank), *[self.key("answer")] * (rank == self.ranks[0])]
+        return not self.watch.check(needed_keys)
 
     def _late(self, timeout: float) -> str:
         missing_ranks = list[int]()
         with contextlib.suppress(SilentStoreError):
-            missing_ranks += [rank for rank in self.ranks if not self.store.check([self.key(rank)])]
-        ranks_text = ", ".join(map(str, missing_ranks[:_MOST_NAMED])) + ", and others" * (
-            len(missing_ranks) > _MOST_NAMED
+            missing_ranks += [rank for rank in self.ranks if not self.watch.check([self.key(rank)])]
+        ranks_text = ", ".join(map(str, missing_ranks[:MOST_NAMED])) + ", and others" * (
+            len(missing_ranks) > MOST_NAMED
         )
         return (
-            f"rank {self.journal.rank} waited {timeout:g} s in {self.call}, which is number "
+            f"rank {self.watch.rank} waited {timeout:g} s in {self.call}, which is number "
             f"{self.number} of these ranks, and rank {ranks_text or self.ranks[0]} has not come: "
             "every rank has to make the same meshes in the same order; read the log of the rank that is "
             "missing, or pass a larger timeout if it is slow"
         )
 
 
-def watched(connect: Callable[[], T], heart: Heart, ranks: Sequence[int], limits: Limits) -> T:
+def watched(connect: Callable[[], T], watch: Watch, ranks: Sequence[int], limits: Limits) -> T:
     """Return ``connect()``, called on a thread, while this rank looks at the others.
 
     Arguments:
-        connect: connects this rank to others, without the store of the heart, which may be locked
+        connect: connects this rank to others, without the store of the watch, which may be locked
             while it waits.
-        heart: the signs of life of this process.
+        watch: that of this process.
         ranks: the global ranks that connect.
         limits: when this rank looks at the others, and gives one up.
 
@@ -221,7 +213,7 @@ def watched(connect: Callable[[], T], heart: Heart, ranks: Sequence[int], limits
     threading.Thread(target=call, name="funcshard connecting", daemon=True).start()
     look_seconds = limits.patience
     while not concurrent.futures.wait([connected], look_seconds).done:
-        if lost_text := heart.find_lost(ranks, limits.give_up):
-            raise LostError(lost_text)
+        if why := watch.why(Wait("", 0, "", ranks), limits.give_up):
+            raise LostError(why)
         look_seconds = limits.patience / 8
     return connected.result()

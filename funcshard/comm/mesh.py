@@ -27,8 +27,8 @@ from funcshard.comm.job import (
     meet_for_mesh,
     start,
 )
-from funcshard.comm.liveness import GIVE_UP, Limits
 from funcshard.comm.torch_group import TorchGroup, give_back
+from funcshard.comm.watch import GIVE_UP, Limits
 from funcshard.plan import AXES, axes_text, mesh_axes_of
 
 _ALL = "mesh.world_size is the number of all ranks"

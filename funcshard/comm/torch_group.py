@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from funcshard._utils.torch_groups import default_store, group_timeout, new_group
-from funcshard.comm.attempts import AttemptLog, Entry, StoreAttempt, watch
+from funcshard.comm.attempts import AttemptLog, Entry, StoreAttempt, look_for_failures
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.gloo import Gloo
 from funcshard.comm.group import (
@@ -32,11 +32,10 @@ from funcshard.comm.group import (
     all_gather_last,
     concatenate,
 )
-from funcshard.comm.journal import Journal, Unused
-from funcshard.comm.liveness import LIMITS, Heart, Limits, LostError
 from funcshard.comm.meeting import name_of, watched
 from funcshard.comm.native import Native
 from funcshard.comm.shm import Exchange, Pool, SharedMemoryBackend, connect, private_block
+from funcshard.comm.watch import LIMITS, Limits, LostError, Watch
 
 _log = logging.getLogger("funcshard.comm")
 
@@ -111,34 +110,26 @@ class TorchGroup(Group):
         if separate_reductions is None:
             separate_reductions = is_native
         timeout, axis_text = group_timeout(group), f"mesh axis {axis!r}"
-        journal = journal_of_job()
+        watch = watch_of_job()
         # Why a group for comparisons alone: they must not queue behind data, and go past a
         # collective that hangs.
         control = connected(global_ranks, "gloo", timeout, axis_text, limits)
-        heart = journal.heart
-        assert heart is not None, "the journal of a job has one"
-        axis_store = heart.part(f"funcshard/{control.group_name}")
         reduction_group = group
         if separate_reductions:
             reduction_group = connected(global_ranks, backend_name, timeout, axis_text, limits)
         gloo_groups = [control] if is_native else [group, reduction_group, control]
-        detector = functools.partial(
-            detector, control, limits=limits, groups=gloo_groups, heart=heart
-        )
+        detector = functools.partial(detector, control, watch, limits, gloo_groups)
         sockets = {}
         if not is_native and device == "cpu":
-            # Why a detector and a store prefix for the rendezvous alone: a rank that waits in it
-            # may write its entries to the store. The detectors of the axis count from 1 again, and
-            # must not compare those entries with their own.
-            rendezvous = detector(axis_store.part("rendezvous"))
+            # Why a detector for the rendezvous alone: one that counts collectives without messages
+            # through shared memory.
+            rendezvous = detector(name=f"{control.group_name} rendezvous")
             sockets = connect(
                 rank, len(global_ranks), rendezvous.all_gather_text, wanted=shared_memory
             )
         desync = detector(
-            axis_store,
             connections=tuple(sockets.values()),
             aborted=[group, reduction_group] if is_native else (),
-            journal=journal,
         )
         backend: Gloo | Native = Native(group, reduction_group)
         if not is_native:
@@ -156,9 +147,9 @@ class TorchGroup(Group):
         )
         torch_group = cls(
             group, rank, len(global_ranks), backend, shm, device, desync, shared_memory,
-            number=journal.count("groups"),
+            number=watch.count("groups"),
         )  # fmt: skip
-        journal.groups[torch_group.number] = torch_group
+        watch.groups[torch_group.number] = torch_group
         return torch_group
 
     @property
@@ -195,22 +186,20 @@ class TorchGroup(Group):
     @property
     def attempt(self) -> AttemptLog | None:
         """The log of the attempt that runs; ``None`` for none."""
-        journal = self.desync.journal
-        return None if journal is None else journal.attempt
+        watch = self.desync.watch
+        return None if watch is None else watch.attempt
 
     def open_attempt(self, ranks: Sequence[int]) -> AttemptLog:
         """Begin an attempt of some ranks of the job, by their global numbers."""
-        journal, attempt_name = journal_of_job(), name_of("attempt", ranks)
-        assert journal.heart is not None, "the journal of a job has one"
-        place = f"funcshard/attempts/{attempt_name}/{journal.count(attempt_name)}"
-        store = journal.heart.part(place)
-        journal.attempt = StoreAttempt(store, ranks, journal, self.desync.find_lost)
-        watch(journal)
-        return journal.attempt
+        watch, attempt_name = watch_of_job(), name_of("attempt", ranks)
+        place = f"attempts/{attempt_name}/{watch.count(attempt_name)}"
+        watch.attempt = StoreAttempt(place, ranks, watch, self.desync.find_lost)
+        look_for_failures(watch)
+        return watch.attempt
 
     def close_attempt(self) -> None:
         """End the attempt that runs."""
-        journal_of_job().attempt = None
+        watch_of_job().attempt = None
 
     def start(self, op: Op) -> Work:
         recorded_kind, out, needed_ranks, full = op.kind, op.out, None, None
@@ -220,8 +209,8 @@ class TorchGroup(Group):
             # A single part is sent as it is, and not copied.
             if len(op.data) > 1:
                 full = concatenate(op.data, self.empty(self.size * out.numel(), out))
-        journal = self.desync.journal
-        if journal is not None and (log := journal.attempt) is not None and not log.inside:
+        watch = self.desync.watch
+        if watch is not None and (log := watch.attempt) is not None and not log.inside:
             return log.start(self, op if full is None else op._replace(data=[full]))
         # Shared memory does all but the all-to-all.
         carrier: Gloo | Native | SharedMemoryBackend = self.shm or self.backend
@@ -258,8 +247,8 @@ class TorchGroup(Group):
         if self.shm is None or shard.device.type != "cpu" or shard.nbytes * self.size < _POOLED:
             return all_gather_last(self, shard, label=label)
         recorded_tensor = shard.reshape(1, -1).expand(self.size, -1)
-        journal = self.desync.journal
-        if journal is not None and (log := journal.attempt) is not None and not log.inside:
+        watch = self.desync.watch
+        if watch is not None and (log := watch.attempt) is not None and not log.inside:
             entry = Entry.of(self.number, Op("all_gather_shared", label, shard, shard))
             return log.note(entry, lambda: self.all_gather_shared(shard, label=label))
         number = self.desync.record("all_gather", label, recorded_tensor, self_checking=True)
@@ -272,29 +261,29 @@ class TorchGroup(Group):
         return self.desync.all_gather_text(text, label)
 
 
-# Why this dictionary: torch's groups take no attributes. It holds one journal for the default group
+# Why this dictionary: torch's groups take no attributes. It holds one watch for the default group
 # of the process, and loses it with that group.
-_journals: weakref.WeakKeyDictionary[Any, Journal] = weakref.WeakKeyDictionary()
+_watches: weakref.WeakKeyDictionary[Any, Watch] = weakref.WeakKeyDictionary()
 
 
 @atexit.register
 def _finish() -> None:
-    for journal in [*_journals.values()]:
-        journal.finish(_LAST)
+    for watch in [*_watches.values()]:
+        watch.finish(_LAST)
 
 
-def journal_of_job() -> Journal:
-    """Return the journal of this process's waits, which all of its meshes share."""
+def watch_of_job() -> Watch:
+    """Return the watch of this process, which all of its meshes share."""
     job = dist.group.WORLD
-    if job not in _journals:
-        _journals[job] = _journal(dist.get_rank(), default_store())
-    return _journals[job]
+    if job not in _watches:
+        _watches[job] = Watch(dist.get_rank(), default_store())
+    return _watches[job]
 
 
 def start_job(
     connect: Callable[[], object], store: dist.Store, rank: int, world: int, limits: Limits
 ) -> None:
-    """Make the default group of this process by ``connect``, and the journal of its waits.
+    """Make the default group of this process by ``connect``, and the watch of this process.
 
     Arguments:
         connect: makes the default group over ``store``.
@@ -306,15 +295,9 @@ def start_job(
         LostError: a rank is lost.
         Exception: ``connect`` raised it.
     """
-    journal = _journal(rank, store)
-    assert journal.heart is not None
-    watched(connect, journal.heart, range(world), limits)
-    _journals[dist.group.WORLD] = journal
-
-
-def _journal(rank: int, store: dist.Store) -> Journal:
-    heart = Heart(rank, store, "funcshard/beats")
-    return Journal(rank, heart.part("funcshard/waits"), heart)
+    watch = Watch(rank, store)
+    watched(connect, watch, range(world), limits)
+    _watches[dist.group.WORLD] = watch
 
 
 def give_back(group: Any, *users: Any) -> None:
@@ -322,13 +305,13 @@ def give_back(group: Any, *users: Any) -> None:
     # Why groups of NCCL stay: the ranks would have to destroy them together.
     if str(dist.get_backend(group)) != "gloo" or group is dist.group.WORLD:
         return
-    unused_groups = journal_of_job().unused
+    unused_groups = watch_of_job().unused
     users_left = [*range(len(users))]
 
     def gone() -> None:
         users_left.pop()
         if not users_left:
-            unused_groups.append(Unused(group))
+            unused_groups.append((group, None))
 
     for user in users:
         weakref.finalize(user, gone).atexit = False
@@ -349,22 +332,22 @@ def connected(
     Raises:
         RuntimeError: a rank cannot be reached.
     """
-    journal, action_name = journal_of_job(), name_of("group", ranks)
+    watch, action_name = watch_of_job(), name_of("group", ranks)
     # Why here: Python collects garbage on any thread and in the middle of torch's code, where a
     # group cannot be destroyed. A rank that makes a group has met the other ranks just now, so
     # they have left the collectives of a mesh that is gone here.
-    journal.destroy_unused()
-    group_name = f"funcshard {action_name} {journal.count(action_name)}"
+    watch.destroy_unused()
+    group_name = f"funcshard {action_name} {watch.count(action_name)}"
     connect = functools.partial(new_group, ranks, backend, timeout, group_name)
     try:
-        if backend != "gloo" or journal.heart is None:  # the current GPU is one of the thread
+        if backend != "gloo":  # the current GPU is one of the thread
             return connect()
-        return watched(connect, journal.heart, ranks, limits)
+        return watched(connect, watch, ranks, limits)
     except LostError as lost:
         raise RuntimeError(str(lost)) from None
     except RuntimeError as error:
         raise RuntimeError(
-            f"rank {journal.rank} cannot connect to the ranks {[*ranks]} of {where} over {backend} "
+            f"rank {watch.rank} cannot connect to the ranks {[*ranks]} of {where} over {backend} "
             f"within {timeout.total_seconds():g} s: one of them has ended, or its address cannot "
             "be reached; read the log of the rank that failed first, and set GLOO_SOCKET_IFNAME "
             f"on machines with several networks. Communication ended with: {error}"

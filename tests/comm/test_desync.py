@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 
 import funcshard as fs
-from funcshard.comm import check_same, desync, journal
+from funcshard.comm import check_same, desync, watch
 from funcshard.comm.desync import DesyncDetector
-from funcshard.comm.journal import Journal
-from funcshard.comm.liveness import Limits
+from funcshard.comm.watch import Limits, Watch
 from funcshard.core import raise_on_every_rank
 from tests.ranks import run_simulated
 
@@ -91,25 +90,22 @@ class Work:
 
 def test_a_detector_that_is_deleted_waits_for_nothing_and_its_group_ends_after_its_last_comparison(monkeypatch) -> None:
     destroyed: list[str] = []
-    monkeypatch.setattr(journal, "destroy_group", destroyed.append)
-    store, notes, work = dist.HashStore(), Journal(0, dist.HashStore()), Work()
+    monkeypatch.setattr(watch, "destroy_group", destroyed.append)
+    own, work = Watch(0, dist.HashStore()), Work()
     control = SimpleNamespace(group_name="control")
-    detector = DesyncDetector("shard", [0, 1], 0, control, store, Limits(1000.0), journal=notes)
-    detector.comparison = journal.Comparison((1, 2), torch.zeros(7), work)
-    detector._exchange_entries()
-    assert store.check(["0"])
+    detector = DesyncDetector("shard", [0, 1], 0, control, own, Limits(1000.0))
+    detector.comparison = desync.Comparison(1, 2, torch.zeros(7), work)
     start = time.monotonic()
     del detector
     assert not work.waited
-    notes.destroy_unused()  # as before another mesh is made
+    own.destroy_unused()  # as before another mesh is made
     assert destroyed == []
-    notes.finish(0.01)  # at the end of the process
+    own.finish(0.01)  # at the end of the process
     assert time.monotonic() - start < 10
     work.ended = True
-    notes.destroy_unused()
+    own.destroy_unused()
     assert destroyed == [control]
-    assert notes.unused == []
-    assert not store.check(["0"])
+    assert own.unused == []
 
 
 @pytest.mark.slow
@@ -125,9 +121,9 @@ def test_a_desync_aborts_the_groups_of_other_backends_than_gloo_once() -> None:
         return SimpleNamespace(abort=abort)
 
     groups = [group("gathers"), group("reductions", "the backend has no abort"), SimpleNamespace()]
-    detector = DesyncDetector("shard", [0, 1], 0, store=dist.HashStore(), limits=Limits(0.01), aborted=groups)
+    detector = DesyncDetector("shard", [0, 1], 0, limits=Limits(0.01), aborted=groups)
     with pytest.raises(RuntimeError, match="ranks issue different collectives"):
-        detector.raise_desync(0, 1, 5)
+        detector.raise_desync(0)
     assert sorted(aborted) == ["gathers", "reductions"]
     detector.close_connections()
     assert len(aborted) == 2

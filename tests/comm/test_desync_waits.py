@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import datetime
-import json
 import math
 import os
 import re
@@ -27,9 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import funcshard as fs
 from funcshard._utils.torch_groups import default_store
 from funcshard.comm import desync
-from funcshard.comm.liveness import Limits
 from funcshard.comm.mesh import neighbours
 from funcshard.comm.torch_group import TorchGroup
+from funcshard.comm.watch import Limits, Record
 from tests.comm.stores import until
 from tests.ranks import run_ranks, suspend
 
@@ -177,9 +176,9 @@ def be_killed_when_the_other_waits(mesh: fs.Mesh, _: Path) -> None:
     for _ in range(15):
         fs.psum(torch.ones(3), mesh)
     if mesh.rank == 1:
-        notes = mesh.shard.desync.store  # type: ignore[attr-defined]
-        # Rank 0 writes its latest collectives once it has waited for longer than patience.
-        until(lambda: notes.check(["0"]) and json.loads(notes.get("0"))[0] == 16, 15)
+        watch = mesh.shard.desync.watch  # type: ignore[attr-defined]
+        # Rank 0 shows its latest collectives once it has waited for longer than patience.
+        until(lambda: "16" in Record.of(watch.get(0)).titles, 15)
         os.kill(os.getpid(), signal.SIGKILL)
     fs.psum(torch.ones(3), mesh)
 
@@ -208,9 +207,9 @@ def lose(odd: int, how: str) -> Callable[[fs.Mesh, Path], None]:
     """Suspend or kill rank ``odd`` after three steps; the others take more steps."""
 
     def program(mesh: fs.Mesh, folder: Path) -> None:
-        beats, process = mesh.shard.desync.heart.store, folder / "process"  # type: ignore[attr-defined]
+        watch, process = mesh.shard.desync.watch, folder / "process"  # type: ignore[attr-defined]
         train(mesh, 3)
-        until(lambda: b"all_reduce" in beats.get(str(mesh.rank)))
+        until(lambda: b"all_reduce" in watch.get(mesh.rank))
         if mesh.rank == odd:
             process.write_text(str(os.getpid()))
             if how == "suspended":
@@ -390,7 +389,7 @@ def run_case(world: fs.Mesh, name: str, shared_memory: bool, folder: str) -> tup
     case = CASES[name]
     mesh = fs.init_mesh(
         case.shape if shared_memory else None, device="cpu", shared_memory=shared_memory, **case.options
-    ).reshaped(case.shape)  # on gloo, from a line: meshes made from one another share their journal
+    ).reshaped(case.shape)  # on gloo, from a line: meshes made from one another share their watch
     del world
     begin = time.monotonic()
     try:

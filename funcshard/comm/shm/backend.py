@@ -248,7 +248,7 @@ class SharedMemoryBackend:
         key = 2 * number
         peers, output = exchange.peers.all, self._output(key)
         if output is None:
-            exchange.desync.raise_desync(number, 0, peers[0].latest)
+            exchange.desync.raise_desync(number, f"rank {exchange.desync.ranks[0]}")
         # One more tensor is alive in it; ``tracked_view`` says when it is gone.
         self._output_tensors[number] += 1
         gathered = tracked_view(

@@ -171,7 +171,7 @@ class Exchange:
         # An all_gather_shared has the same history as an all_gather. If only the peer issues the
         # shared one, its shard lies in an output block that this rank must not read.
         if message.offset == IN_OUTPUT:
-            self.desync.raise_desync(key >> 1, rank, peer.latest)
+            self.desync.raise_desync(key >> 1, f"rank {self.desync.ranks[rank]}")
         return peer.blocks[message.block][
             message.offset : message.offset + numel * dtype.itemsize
         ].view(dtype)
@@ -243,7 +243,7 @@ class Arrival:
         desync.wait([self], collective_index)
         peer = self._exchange.first_without(self._key)
         if peer is not None:
-            desync.raise_desync(collective_index, peer.rank, peer.latest)
+            desync.raise_desync(collective_index, f"rank {desync.ranks[peer.rank]}")
 
     def wait(self, patience: timedelta | None = None) -> None:
         """Wait until every peer has announced the key, or a later collective instead of it.

@@ -24,10 +24,10 @@ import funcshard as fs
 from funcshard._utils.torch_groups import default_store
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.group import Op
-from funcshard.comm.liveness import Limits
 from funcshard.comm.shm import transport
 from funcshard.comm.shm.backend import SharedMemoryBackend
 from funcshard.comm.shm.exchange import Exchange
+from funcshard.comm.watch import Limits
 from tests.collective_oracle import sum_in_order
 from tests.comm.shm.leftovers import memory_in_use
 from tests.ranks import run_ranks
