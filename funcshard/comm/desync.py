@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import hashlib
 import logging
 import os
@@ -33,7 +34,7 @@ import sys
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any, NoReturn
@@ -123,7 +124,6 @@ class DesyncDetector:
     def __post_init__(self) -> None:
         self._not_aborted = list(self.aborted)
         self._process = os.getpid()
-        self._timeout = datetime.timedelta(seconds=self.limits.patience)
         # The latest collectives, each with the positions of the ranks that it needs, if not all.
         self._entries: deque[tuple[Entry, Sequence[int] | None]] = deque(maxlen=KEPT)
         self._codes: dict[Entry, tuple[int, int]] = {}  # hashes with and without the size
@@ -195,34 +195,36 @@ class DesyncDetector:
         return [bytes(byte_row).rstrip(_PADDING).decode() for byte_row in byte_rows.tolist()]
 
     def wait(self, works: Sequence[Any], number: int) -> None:
-        """Wait for every work of collective ``number``.
+        """Wait for every work of collective ``number``, and raise what ``wait_until`` raises."""
+        for work in works:
+            self.wait_until(functools.partial(_has_come, work), number)
+
+    def wait_until(self, has_come: Callable[[float], bool], number: int) -> None:
+        """Wait for collective ``number``.
+
+        Arguments:
+            has_come: waits for so many seconds, and returns whether the collective has ended; it
+                raises ``RuntimeError`` if that has failed.
+            number: of the collective.
 
         Raises:
             RuntimeError: the ranks issue different collectives, a rank is given up, or the
                 collective failed.
         """
         check_process(self._process, self.ranks[self.rank])
-        serial = None
-        for work in works:
-            wait_timeout = self._timeout
-            while True:
-                try:
-                    work.wait(wait_timeout)
-                    break
-                except RuntimeError:
-                    # a completed work has failed, or ended just now; any other has only timed out
-                    if has_ended(work):
-                        try:
-                            work.wait()
-                            break
-                        except RuntimeError as error:
-                            self.raise_failure(error, number)
-                # Only a wait that takes long gets a number, so short ones cost nothing.
-                if serial is None and self.watch is not None:
-                    serial = self.watch.begin_wait()
-                # Note: a slow rank is no error, so the wait continues unless this raises.
-                self.look(number, serial)
-                wait_timeout = self._timeout / 8
+        serial, seconds = None, self.limits.patience
+        while True:
+            try:
+                if has_come(seconds):
+                    return
+            except RuntimeError as error:
+                self.raise_failure(error, number)
+            # Only a wait that takes long gets a number, so short ones cost nothing.
+            if serial is None and self.watch is not None:
+                serial = self.watch.begin_wait()
+            # Note: a slow rank is no error, so the wait continues unless this raises.
+            self.look(number, serial)
+            seconds = self.limits.patience / 8
 
     def look(self, number: int, serial: int | None = None) -> None:
         """Raise ``RuntimeError`` if this rank waits for collective ``number`` in vain."""
@@ -425,3 +427,15 @@ class DesyncDetector:
 
     def _title(self, rank: int) -> str:
         return f"rank {self.ranks[rank]}"
+
+
+def _has_come(work: Any, seconds: float) -> bool:
+    """Wait for a work of torch for so long; return whether it has ended."""
+    try:
+        work.wait(datetime.timedelta(seconds=seconds))
+    except RuntimeError:
+        # Any work that has not ended has only timed out.
+        if not has_ended(work):
+            return False
+        work.wait()  # raises if it has failed, and has not ended just now
+    return True

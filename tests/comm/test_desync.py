@@ -54,7 +54,7 @@ def test_a_detector_keeps_the_latest_collectives_only() -> None:
 
 DEEDS = {
     "issue a collective": lambda detector: detector.record("all_reduce", "", torch.ones(2)),
-    "wait for the end of one": lambda detector: detector.wait([], 1),
+    "wait for the end of one": lambda detector: detector.wait_until(lambda seconds: True, 1),
 }
 
 

@@ -6,8 +6,8 @@ order:
 - ``pool``: blocks of memory, private or shared, that are used again.
 - ``rendezvous``: sockets between the processes of one machine, which show tokens to prove that they
   are ranks.
-- ``transport``: the messages that ranks send through these sockets.
-- ``exchange``: the protocol: the order of writes, messages and reads, and the reuse of memory.
+- ``exchange``: the protocol: the messages through these sockets, the order of writes, messages and
+  reads, and the reuse of memory.
 - ``backend``: the collectives.
 """
 

@@ -29,9 +29,8 @@ from funcshard.comm import (
     slice_parts,
     sum_in_rank_order,
 )
-from funcshard.comm.shm.exchange import Arrival, Exchange
+from funcshard.comm.shm.exchange import IN_OUTPUT, Exchange
 from funcshard.comm.shm.pool import Block, tracked_view
-from funcshard.comm.shm.transport import IN_OUTPUT
 
 # Every rank sums the whole tensor of an all-reduce of at most so many bytes or ranks.
 _SMALL_BYTES, _FEW_RANKS = 1 << 16, 2
@@ -166,7 +165,7 @@ class SharedMemoryBackend:
             # Otherwise an earlier wait was interrupted after this.
             if second_key not in exchange.contributions:
                 self._contribute(number, 1, own_part)
-            Arrival(exchange, second_key).wait_and_compare()
+            exchange.wait_for(second_key)
             for rank, rank_part in enumerate(rank_parts):
                 if rank != self._rank:
                     rank_part.copy_(
@@ -231,7 +230,7 @@ class SharedMemoryBackend:
         if not self._rank:
             block, _ = exchange.contributions[-collective_index]
             return block.tensor(len(block.memory), torch.uint8)
-        first_peer = exchange.peers.all[0]
+        first_peer = exchange.peers[0]
         message = first_peer.received.get(key)
         if (
             message is None
@@ -246,7 +245,7 @@ class SharedMemoryBackend:
         """Return the gathered tensor in a shared output; copy the shards that are not there yet."""
         freed_tensors, exchange, numel = self._freed_tensors, self.exchange, shape.numel()
         key = 2 * number
-        peers, output = exchange.peers.all, self._output(key)
+        peers, output = exchange.peers, self._output(key)
         if output is None:
             exchange.desync.raise_desync(number, f"rank {exchange.desync.ranks[0]}")
         # One more tensor is alive in it; ``tracked_view`` says when it is gone.
@@ -307,7 +306,6 @@ class _CollectiveWork:
     __slots__ = (
         "__weakref__",
         "_adds_in_place",
-        "_arrival",
         "_backend",
         "_broken",
         "_key",
@@ -325,12 +323,11 @@ class _CollectiveWork:
     ) -> None:
         self._backend, self._key, self._adds_in_place = backend, key, adds_in_place
         self._read: Callable[[], Any] | None = read
-        self._arrival = Arrival(backend.exchange, key)
         self._broken, self._result = False, None
 
     def wait(self) -> Any:
         if self._read is not None:
-            self._arrival.wait_and_compare()
+            self._backend.exchange.wait_for(self._key)
             self._finish(self._read)
         return self._result
 

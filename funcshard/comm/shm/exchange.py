@@ -30,24 +30,81 @@ last tensor in it is gone. Only rank 0 counts these releases.
 **A collective that is not waited for**, as after an exception, is finished without reading once its
 ``Work`` is gone.
 
+**A message** is eight numbers; the first one about a new block carries its file. The sockets keep
+the bounds of messages (``SOCK_SEQPACKET``).
+
 **When a process dies**, the system closes its sockets. Its peers still read what it announced
 before, and raise when they wait for its next contribution.
 """
 
 from __future__ import annotations
 
+import errno
+import functools
+import os
+import select
 import socket
+import struct
 import time
 import weakref
 from collections.abc import Mapping
-from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 
 from funcshard.comm import DesyncDetector
-from funcshard.comm.shm.pool import SLAB_BYTES, Block, SharedBlocks
+from funcshard.comm.shm.pool import SLAB_BYTES, Block, SharedBlocks, map_block
 from funcshard.comm.shm.rendezvous import close
-from funcshard.comm.shm.transport import IN_OUTPUT, Message, Peer, Peers
+
+_NUMBERS = struct.Struct("<8q")  # whether the block is new, then the fields of ``Message``
+
+IN_OUTPUT = -1  # ``Message.offset`` of a shard that lies at its position in the shared output
+
+# The errors of a socket that has no room now. Every other error means that the peer has gone.
+_FULL = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS}
+
+
+class Message(NamedTuple):
+    """One rank's message to all other ranks; 0 in a field means that the message does not use it.
+
+    Attributes:
+        key: the collective and its phase, see ``exchange``.
+        history: a hash of all collectives that the sender has issued up to this one.
+        block: number of the block with the sender's contribution.
+        offset: first byte of the contribution in that block, or ``IN_OUTPUT``.
+        dropped: number of a block that the receiver has to unmap.
+        released: a collective that the sender has finished, or minus a shared output.
+        also_released: another release.
+    """
+
+    key: int = 0
+    history: int = 0
+    block: int = 0
+    offset: int = 0
+    dropped: int = 0
+    released: int = 0
+    also_released: int = 0
+
+
+class Peer:
+    """Another rank, with the messages and blocks received from it.
+
+    Attributes:
+        rank: its rank.
+        connection: the socket to its process.
+        open: whether its process is alive, as far as the socket tells.
+        blocks: its blocks that this process has mapped, by number.
+        received: its messages about unfinished collectives, by key.
+        latest: the highest number of a collective in its messages.
+    """
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank = rank
+        self.connection = connection
+        self.open = True
+        self.blocks: dict[int, torch.Tensor] = {}
+        self.received: dict[int, Message] = {}
+        self.latest = 0
 
 
 class Exchange:
@@ -62,7 +119,7 @@ class Exchange:
     Attributes:
         rank, desync, timeout: as given.
         size: number of ranks.
-        peers: all other ranks, and their messages.
+        peers: all other ranks, in their order, and their messages.
         blocks: the shared memory of this rank.
         in_progress: history of each collective that this rank has not finished, by number.
         contributions: block and offset of this rank's contributions, by key, and of rank 0's output
@@ -78,20 +135,36 @@ class Exchange:
     ) -> None:
         self.rank, self.size = rank, len(connections) + 1
         self.desync, self.timeout = desync, timeout
-        self.peers = Peers(
-            connections, timeout, lambda: desync.look(desync.number), desync.limits.patience
-        )
+        self.peers = [Peer(peer, connection) for peer, connection in sorted(connections.items())]
         self.blocks = SharedBlocks()
         self.in_progress: dict[int, int] = {}
         self.contributions: dict[int, tuple[Block, int]] = {}
+        self._ends: dict[int, float] = {}  # when the time of each of these is over
         self._latest = 0  # highest number of a collective that this rank has begun
         self._unannounced: list[int] = []  # this rank's releases that no message has named yet
         self._releases: dict[int, int] = {}  # number of ranks per release; see count_release
+        self._poll = select.poll()
+        self._by_file = {}
+        for peer in self.peers:
+            peer.connection.setblocking(False)
+            self._by_file[peer.connection.fileno()] = peer
+            self._poll.register(peer.connection, select.POLLIN)
+        _ALL.add(self)
         weakref.finalize(self, close, connections)
+
+    def leave(self) -> None:
+        """Close this process's ends of all sockets."""
+        for peer in self.peers:
+            if peer.open and peer.connection.fileno() >= 0:  # else it is closed already
+                self._poll.unregister(peer.connection)
+            peer.open = False
+            peer.connection.close()
 
     def begin(self, number: int) -> int:
         """Begin a collective, unless it has begun; return the key of its first phase."""
-        self.in_progress.setdefault(number, self.desync.history)
+        if number not in self.in_progress:
+            self.in_progress[number] = self.desync.history
+            self._ends[number] = time.monotonic() + self.timeout
         self._latest = max(self._latest, number)
         return 2 * number
 
@@ -110,20 +183,68 @@ class Exchange:
         message = Message(
             key, self.in_progress.get(key >> 1, 0), block_index, offset, dropped, *released
         )
-        self.peers.send(message, file, self.receive)
+        message_bytes = _NUMBERS.pack(file is not None, *message)
+        for peer in self.peers:
+            self._send(peer, message_bytes, file)
         if block is not None:
             block.close()
 
+    def _send(self, peer: Peer, data: bytes, file: int | None) -> None:
+        end_time = next_look = 0.0
+        desync, patience = self.desync, self.desync.limits.patience
+        while peer.open:
+            try:
+                if file is not None:
+                    socket.send_fds(peer.connection, [data], [file], socket.MSG_NOSIGNAL)
+                else:
+                    peer.connection.send(data, socket.MSG_NOSIGNAL)
+                return
+            except OSError as error:
+                # If the peer has gone, a wait for its next message will raise.
+                if error.errno not in _FULL:
+                    return
+                current_time = time.monotonic()
+                end_time = end_time or current_time + self.timeout
+                next_look = next_look or current_time + patience
+                if current_time > end_time:
+                    raise RuntimeError(
+                        f"Timed out waiting {self.timeout:g} s for rank {peer.rank} to read"
+                    ) from None
+                if current_time > next_look:
+                    desync.look(desync.number)
+                    next_look = current_time + patience / 8
+                # Why receive here: the peer has hundreds of messages to read, and may itself be
+                # waiting until this rank reads.
+                if not self.receive(0.01):
+                    time.sleep(0.001)
+
     def receive(self, seconds: float) -> bool:
-        """Receive a message from each peer that has sent one; return whether any came.
+        """Receive a message from each peer that has sent one; return whether any may have come.
 
         It waits up to ``seconds`` for the first.
         """
-        any_came = False
-        for peer, message in self.peers.receive(seconds):
-            any_came = True
-            if message is None:
+        files_ready = self._poll.poll(seconds * 1000)
+        for file, _ in files_ready:
+            peer = self._by_file[file]
+            try:
+                message_bytes, received_files, _, _ = socket.recv_fds(
+                    peer.connection, _NUMBERS.size, 1, socket.MSG_CMSG_CLOEXEC
+                )
+            except (BlockingIOError, ConnectionResetError):
+                # A reset means that the peer ended with unread messages. Its own messages can still
+                # be read by the next calls.
                 continue
+            except OSError:
+                message_bytes, received_files = b"", []
+            if not message_bytes:
+                peer.open = False
+                self._poll.unregister(peer.connection)
+                continue
+            is_new, *numbers = _NUMBERS.unpack(message_bytes)
+            message = Message(*numbers)
+            peer.blocks.pop(message.dropped, None)
+            if is_new:
+                peer.blocks[message.block] = _map_received(peer, received_files)
             collective_index = message.key >> 1
             # Otherwise this rank has finished it.
             if collective_index > self._latest or collective_index in self.in_progress:
@@ -131,7 +252,34 @@ class Exchange:
             peer.latest = max(peer.latest, collective_index)
             for released in filter(None, (message.released, message.also_released)):
                 self.count_release(released)
-        return any_came
+        return bool(files_ready)
+
+    def wait_for(self, key: int) -> None:
+        """Wait until every peer has announced the key; raise if one has issued something else."""
+        desync, collective_index = self.desync, key >> 1
+        desync.wait_until(functools.partial(self._have_announced, key), collective_index)
+        if peer := self.first_without(key):
+            desync.raise_desync(collective_index, f"rank {desync.ranks[peer.rank]}")
+
+    def _have_announced(self, key: int, seconds: float) -> bool:
+        """Wait for so long; return whether every peer has announced ``key`` or a later collective.
+
+        Raises:
+            RuntimeError: the time is over, or the process of a peer has ended.
+        """
+        collective_end = self._ends[key >> 1]
+        end_time = min(collective_end, time.monotonic() + seconds)
+        while not self.has_arrived(key):
+            seconds_left = end_time - time.monotonic()
+            # Why receive once more after the end: this thread may have spent the time elsewhere
+            # while the messages came.
+            if not self.receive(max(seconds_left, 0.0)) and seconds_left <= 0:
+                if end_time < collective_end:
+                    return False
+                raise RuntimeError(
+                    f"Timed out waiting {self.timeout:g} s for the ranks of one machine"
+                )
+        return True
 
     def has_arrived(self, key: int) -> bool:
         """Return whether every peer has announced ``key``, or a later collective instead of it.
@@ -140,7 +288,7 @@ class Exchange:
             RuntimeError: the process of a peer has ended before.
         """
         all_arrived = True
-        for peer in self.peers.all:
+        for peer in self.peers:
             # Why only the first phase counts: a peer announces the second one when it waits, which
             # may be after it has begun the next collective.
             if key in peer.received or (not key & 1 and peer.latest > key >> 1):
@@ -155,7 +303,7 @@ class Exchange:
         own_history = self.in_progress[key >> 1]
         peer_without = (
             peer
-            for peer in self.peers.all
+            for peer in self.peers
             if key not in peer.received or peer.received[key].history != own_history
         )
         return next(peer_without, None)
@@ -166,7 +314,7 @@ class Exchange:
             block, offset = self.contributions[key]
             return block.tensor(numel, dtype, offset=offset)
         # This rank itself is not among its peers.
-        peer = self.peers.all[rank - (rank > self.rank)]
+        peer = self.peers[rank - (rank > self.rank)]
         message = peer.received[key]
         # An all_gather_shared has the same history as an all_gather. If only the peer issues the
         # shared one, its shard lies in an output block that this rank must not read.
@@ -187,10 +335,11 @@ class Exchange:
         """
         if self.in_progress.pop(number, None) is None:
             return
+        del self._ends[number]
         keys = (2 * number, 2 * number + 1)
         received_messages = {
             peer.rank: peer.received.pop(key)
-            for peer in self.peers.all
+            for peer in self.peers
             for key in keys
             if key in peer.received
         }
@@ -228,46 +377,36 @@ class Exchange:
                 self.blocks.release(self.contributions.pop(key)[0])
 
 
-class Arrival:
-    """The messages of all peers under one key, as a work that ``DesyncDetector.wait`` accepts."""
+_ALL: weakref.WeakSet[Exchange] = weakref.WeakSet()  # those of this process, for forked children
 
-    __slots__ = ("_end", "_exchange", "_key")
 
-    def __init__(self, exchange: Exchange, key: int) -> None:
-        self._exchange, self._key = exchange, key
-        self._end = time.monotonic() + exchange.timeout
+def _leave_in_child() -> None:
+    # Why: a forked child would keep the sockets open, and its messages would mix with the rank's.
+    for exchange in list(_ALL):
+        exchange.leave()
 
-    def wait_and_compare(self) -> None:
-        """Wait until every peer has announced the key; raise if one has issued something else."""
-        desync, collective_index = self._exchange.desync, self._key >> 1
-        desync.wait([self], collective_index)
-        peer = self._exchange.first_without(self._key)
-        if peer is not None:
-            desync.raise_desync(collective_index, f"rank {desync.ranks[peer.rank]}")
 
-    def wait(self, patience: timedelta | None = None) -> None:
-        """Wait until every peer has announced the key, or a later collective instead of it.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_in_child)
 
-        Raises:
-            RuntimeError: the time is over, or the process of a peer has ended.
-        """
-        end_time = (
-            self._end
-            if patience is None
-            else min(self._end, time.monotonic() + patience.total_seconds())
-        )
-        while not self._exchange.has_arrived(self._key):
-            seconds_left = end_time - time.monotonic()
-            # Why receive once more after the end: this thread may have spent the time elsewhere
-            # while the messages came.
-            if not self._exchange.receive(max(seconds_left, 0.0)) and seconds_left <= 0:
-                raise RuntimeError(
-                    f"Timed out waiting {self._exchange.timeout:g} s for the ranks of one machine"
-                )
 
-    def is_completed(self) -> bool:
-        """Return whether waiting longer changes nothing."""
-        try:
-            return time.monotonic() >= self._end or self._exchange.has_arrived(self._key)
-        except RuntimeError:
-            return True
+def _map_received(peer: Peer, files: list[int]) -> torch.Tensor:
+    size_text = ""
+    try:
+        if not files:  # the system drops a file for which the process has no room
+            raise OSError(errno.EMFILE, "the file did not come with its message")
+        file_size = os.fstat(files[0]).st_size
+        size_text = f" ({file_size:,} bytes)"
+        if not file_size:
+            raise OSError(errno.EINVAL, "the file is empty")
+        return map_block(files[0])
+    except (OSError, RuntimeError) as error:
+        raise OSError(
+            f"the shared memory of rank {peer.rank}{size_text} cannot be mapped; the system says: "
+            f"{error}: raise the limits of open files (ulimit -n), of address space (ulimit -v) "
+            "and of mappings (sysctl vm.max_map_count), mount /proc in the container, or pass "
+            "shared_memory=False to init_mesh"
+        ) from error
+    finally:
+        for received_file in files:
+            os.close(received_file)

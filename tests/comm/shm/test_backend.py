@@ -24,7 +24,7 @@ import funcshard as fs
 from funcshard._utils.torch_groups import default_store
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.group import Op
-from funcshard.comm.shm import transport
+from funcshard.comm.shm import exchange as exchanges
 from funcshard.comm.shm.backend import SharedMemoryBackend
 from funcshard.comm.shm.exchange import Exchange
 from funcshard.comm.watch import Limits
@@ -221,7 +221,7 @@ def test_a_message_for_which_there_is_no_room_is_sent_again(error, monkeypatch) 
             raise OSError(error, "no room")
         return original(*args)
 
-    monkeypatch.setattr(transport.socket, "send_fds", send)
+    monkeypatch.setattr(exchanges.socket, "send_fds", send)
     with ranks() as world:
         run_some(world)
         assert len(failures) == 3
@@ -352,7 +352,7 @@ def test_memory_is_used_again_also_of_collectives_that_ranks_do_not_wait_for(nam
                 assert len(exchange.in_progress) <= len(rank.backend._abandoned)
                 assert len(rank.backend._output_tensors) <= 1
                 assert len(exchange.contributions) <= 3
-                assert all(len(peer.blocks) <= most and not peer.received for peer in exchange.peers.all)
+                assert all(len(peer.blocks) <= most and not peer.received for peer in exchange.peers)
 
 
 def test_memory_is_not_used_again_while_a_rank_may_read_it() -> None:
@@ -375,7 +375,7 @@ def test_a_shard_that_its_rank_has_copied_to_the_output_is_not_copied_again(size
         started = [rank.all_gather_shared(some(rank.rank, LARGE)) for rank in reversed(world)][::-1]
         early = finish(started[1:])
         for rank in range(1, size):
-            assert world[rank].backend.exchange.peers.all[0].received == {}  # finished
+            assert world[rank].backend.exchange.peers[0].received == {}  # finished
         monkeypatch.setattr(world[0].backend.exchange, "contribution", lambda *_: pytest.fail("copied twice"))
         (late,) = finish(started[:1])
         assert all(torch.equal(whole, torch.cat([some(r, LARGE) for r in range(size)])) for whole in (late, *early))
@@ -571,7 +571,7 @@ def interrupt(mesh: fs.Mesh) -> list[float]:
     store, waiting_thread = default_store(), threading.get_ident()
 
     def interrupt_the_wait() -> None:
-        while "wait_and_compare" not in functions_of(waiting_thread):
+        while "wait_for" not in functions_of(waiting_thread):
             time.sleep(0.01)
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGINT)
