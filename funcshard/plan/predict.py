@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -34,6 +34,46 @@ from funcshard.plan.schedule import (
     unit_names,
 )
 from funcshard.plan.unit_plan import BufferPlan, UnitPlan
+
+Transform = Literal["grad", "vjp", "jvp", "hvp", "gnvp", "linearize"]
+
+# What is gathered before a unit computes: its values, their tangents, or each buffer's values and
+# then its tangents. What is reduced after it: a gradient of each buffer, or its tangent too.
+_Item = Literal["values", "tangents", "duals", "gradients", "dual gradients"]
+
+
+class _Sweep(NamedTuple):
+    """One pass over all units.
+
+    Attributes:
+        backward: whether it runs from the last unit to the first.
+        plain: what a unit communicates when the pass is at it.
+        recomputed: the same of a checkpoint. ``remat`` knows one transform at a time, so what it
+            differentiates in forward mode it computes without tangents too.
+    """
+
+    backward: bool
+    plain: tuple[_Item, ...]
+    recomputed: tuple[_Item, ...]
+
+
+_VALUES = _Sweep(False, ("values",), ("values",))
+_DUALS = _Sweep(False, ("duals",), ("values", "duals"))
+_PULLBACK = _Sweep(True, ("gradients",), ("values", "gradients"))
+_DUAL_PULLBACK = _Sweep(
+    True, ("dual gradients",), ("values", "gradients", "duals", "dual gradients")
+)
+# The pullback of a pullback, which is linear: it needs no values but those that a checkpoint freed.
+_PUSH = _Sweep(False, ("tangents",), ("values", "gradients", "tangents"))
+
+SWEEPS: Mapping[Transform, tuple[_Sweep, ...]] = {
+    "grad": (_VALUES, _PULLBACK),
+    "vjp": (_VALUES, _PULLBACK),
+    "jvp": (_DUALS,),
+    "hvp": (_DUALS, _DUAL_PULLBACK),
+    "gnvp": (_DUALS, _PULLBACK),
+    "linearize": (_VALUES, _PULLBACK, _PUSH),
+}
 
 
 class Reached(NamedTuple):
@@ -238,26 +278,34 @@ class _Step:
             for outer_unit in checkpoint_units
             for unit_name in (outer_unit, *self._inner.get(outer_unit, ()))
         }
+        # The units that are computed together, by the last one of their checkpoint.
         stretches: dict[str, list[str]] = {}
         for unit_name in self._schedule.order:
             stretches.setdefault(checkpoint_of.get(unit_name, unit_name), []).append(unit_name)
+        for sweep in SWEEPS[transform]:
+            for last_unit in reversed(stretches) if sweep.backward else stretches:
+                is_recomputed = last_unit in self._checkpoints
+                for item in sweep.recomputed if is_recomputed else sweep.plain:
+                    yield from self._swept(item, stretches[last_unit])
 
-        def gathers(name: str) -> list[tuple[Event, list[Event]]]:
-            unit = self._units[name]
+    def _swept(self, item: _Item, names: Sequence[str]) -> Iterator[Event]:
+        """Yield what one part of a sweep communicates for some units."""
+        if item in ("gradients", "dual gradients"):
+            copies = 2 if item == "dual gradients" else 1
+            for unit_name in reversed(names):
+                for _, buffer_events in self._reductions(unit_name):
+                    yield from [*buffer_events] * copies
+            return
+        for unit_name in names:
+            unit = self._units[unit_name]
             trainable = {buffer.key for buffer in unit.buffers if buffer.trainable}
             # Why without a cast: tangents are no parameters, and travel as they are.
             plain_gathers = _gathers(unit, unit.mesh_shape[1])
-            return [
-                (values, [tangents] * (tangents.buffer in trainable))
-                for values, tangents in zip(self._gathers(name), plain_gathers, strict=True)
-            ]
-
-        yield from derivative_events(
-            transform,
-            [Stretch(units, last in self._checkpoints) for last, units in stretches.items()],
-            gathers,
-            lambda name: [buffer_events for _, buffer_events in self._reductions(name)],
-        )
+            for values, tangents in zip(self._gathers(unit_name), plain_gathers, strict=True):
+                if item != "tangents":
+                    yield values
+                if item != "values" and tangents.buffer in trainable:
+                    yield tangents
 
     def run(self, reached: Sequence[Reached] | None = None) -> Iterator[Event | Reached]:
         """Yield what the step does, following the places of a backward if they are known."""
@@ -468,15 +516,7 @@ def _gathers(unit: UnitPlan, ranks: int, cast: ChooseCast | None = None) -> list
             sent_data = cast_pair.pre_all_gather(shard)
             comm_dtype, buffer_numel = sent_data.dtype, sent_data.numel() * ranks
         events.append(
-            Event(
-                kind="all_gather",
-                unit=unit.name,
-                buffer=buffer.key,
-                dtype=dtype_name(comm_dtype),
-                bytes=buffer_numel * comm_dtype.itemsize,
-                axis="shard",
-                ranks=gather_ranks,
-            )
+            _event("all_gather", unit, buffer, comm_dtype, buffer_numel, "shard", gather_ranks)
         )
     return events
 
@@ -506,98 +546,26 @@ def _reduction(unit: UnitPlan, buffer: BufferPlan) -> list[Event]:
         if axis == "shard" and unit.sharded:
             reduction_kind, buffer_numel = "reduce_scatter", buffer.padded_numel
         events.append(
-            Event(
-                kind=reduction_kind,
-                unit=unit.name,
-                buffer=buffer.key,
-                dtype=dtype_name(comm_dtype),
-                bytes=buffer_numel * comm_dtype.itemsize,
-                axis=axis,
-                ranks=mesh_axes[axis],
-            )
+            _event(reduction_kind, unit, buffer, comm_dtype, buffer_numel, axis, mesh_axes[axis])
         )
     return events
 
 
-# --- operators ------------------------------------------------------------------------------------
-
-
-Transform = Literal["grad", "vjp", "jvp", "hvp", "gnvp", "linearize"]
-
-# What is gathered before a unit computes: its values, their tangents, or each buffer's values and
-# then its tangents.
-_Gather = Literal["values", "tangents", "duals"]
-# What is reduced after it: one gradient of each buffer, or also the gradient's tangent.
-_Reduce = Literal["gradients", "dual gradients"]
-
-
-class _Sweep(NamedTuple):
-    """One pass over all units.
-
-    Attributes:
-        backward: whether it runs from the last unit to the first.
-        plain: what a unit communicates when the pass is at it.
-        recomputed: the same of a checkpoint. ``remat`` knows one transform at a time, so what it
-            differentiates in forward mode it computes without tangents too.
-    """
-
-    backward: bool
-    plain: tuple[_Gather | _Reduce, ...]
-    recomputed: tuple[_Gather | _Reduce, ...]
-
-
-_VALUES = _Sweep(False, ("values",), ("values",))
-_DUALS = _Sweep(False, ("duals",), ("values", "duals"))
-_PULLBACK = _Sweep(True, ("gradients",), ("values", "gradients"))
-_DUAL_PULLBACK = _Sweep(
-    True, ("dual gradients",), ("values", "gradients", "duals", "dual gradients")
-)
-# The pullback of a pullback, which is linear: it needs no values but those that a checkpoint freed.
-_PUSH = _Sweep(False, ("tangents",), ("values", "gradients", "tangents"))
-
-SWEEPS: Mapping[Transform, tuple[_Sweep, ...]] = {
-    "grad": (_VALUES, _PULLBACK),
-    "vjp": (_VALUES, _PULLBACK),
-    "jvp": (_DUALS,),
-    "hvp": (_DUALS, _DUAL_PULLBACK),
-    "gnvp": (_DUALS, _PULLBACK),
-    "linearize": (_VALUES, _PULLBACK, _PUSH),
-}
-
-
-class Stretch(NamedTuple):
-    """A unit, or the units that a checkpoint computes together, in the order of forward."""
-
-    units: Sequence[str]
-    recomputed: bool
-
-
-def derivative_events(
-    transform: Transform,
-    stretches: Sequence[Stretch],
-    gathers: Callable[[str], Sequence[tuple[Event, Sequence[Event]]]],
-    reductions: Callable[[str], Sequence[Sequence[Event]]],
-) -> Iterator[Event]:
-    """Yield the events of an operator, in order.
-
-    Arguments:
-        transform: the operator.
-        stretches: the units, in the order of forward.
-        gathers: of a unit, the gather of each buffer, and the one of its tangents if it has any.
-        reductions: of a unit, the reductions of each buffer along all axes.
-    """
-    for sweep in SWEEPS[transform]:
-        for stretch in reversed(stretches) if sweep.backward else stretches:
-            for item in sweep.recomputed if stretch.recomputed else sweep.plain:
-                if item in ("gradients", "dual gradients"):
-                    copies = 2 if item == "dual gradients" else 1
-                    for unit_name in reversed(stretch.units):
-                        for buffer_events in reductions(unit_name):
-                            yield from [*buffer_events] * copies
-                    continue
-                for unit_name in stretch.units:
-                    for values, tangents in gathers(unit_name):
-                        if item != "tangents":
-                            yield values
-                        if item != "values":
-                            yield from tangents
+def _event(
+    kind: str,
+    unit: UnitPlan,
+    buffer: BufferPlan,
+    dtype: torch.dtype,
+    numel: int,
+    axis: str,
+    ranks: int,
+) -> Event:
+    return Event(
+        kind=kind,
+        unit=unit.name,
+        buffer=buffer.key,
+        dtype=dtype_name(dtype),
+        bytes=numel * dtype.itemsize,
+        axis=axis,
+        ranks=ranks,
+    )

@@ -142,7 +142,7 @@ CASES: dict[str, tuple[Callable[[], object], Exception]] = {
      TypeError("recomputed must be a list of unit names; found the text 'ab': pass ['ab']")),
     # policies
     "by no class": (lambda: fs.wrap.by_class(), TypeError("by_class takes … found none: write")),
-    "by the name of a class": (lambda: fs.wrap.by_class("Linear"), TypeError("by_class takes … found 'Linear': write")),
+    "by the name of a class": (lambda: fs.wrap.by_class("Linear"), TypeError("by_class takes … found str: write")),
     "by a class of no modules": (lambda: fs.wrap.by_class(int), TypeError("by_class takes … found int: write")),
 }  # fmt: skip
 
