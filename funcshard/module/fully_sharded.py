@@ -172,7 +172,7 @@ def fully_shard(
         ignored = {
             name: shape
             for name, shape in shapes.items()
-            if last_match(ignored_globs, [*tree.upwards(name)]) is not None
+            if ignored_globs and last_match(ignored_globs, [*tree.upwards(name)]) is not None
         }
         _check_plan(skeleton, plan, ignored)
         _warn_of_unfrozen(skeleton, plan)
@@ -444,7 +444,7 @@ def _check_plan(skeleton: Skeleton, plan: Plan, ignored: Mapping[str, Any]) -> N
                 f"{planned_shape} in the plan and {module_shape} in the module; make the plan from "
                 "the params of this module's make_functional"
             )
-        for tied_name in skeleton.parameters[path]:
+        for tied_name in skeleton.parameters[path][1:]:
             if not tree.is_under_any(tied_name, unit.paths):
                 raise ValueError(
                     f"parameter {path!r} is tied to {tied_name!r}, which lies outside unit "

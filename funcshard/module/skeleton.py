@@ -233,7 +233,7 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, Tensors, Tensors]:
         copied_attributes=tuple(copied_attributes),
         hook_tables=tuple(hook_tables),
         references=references,
-        large=_large_tensors(value for _, _, value in own_attributes),
+        large=_large_tensors(specs[index].attributes[key] for index, key in copied_attributes),
         parameters=parameter_names,
         shapes={name: tuple(parameter.shape) for name, parameter in parameters.items()},
         frozen=frozenset([name for name, p in parameters.items() if not p.requires_grad]),

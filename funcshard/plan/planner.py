@@ -351,6 +351,8 @@ def _full_precision_modules(
         if unit_options["precision"]
     }
     all_ignored = {name for class_names in ignored.values() for name in class_names}
+    if not all_ignored:
+        return {}
     # Why first: most models have no module of these classes, and few classes.
     class_chains = {
         chain for leaf_tensor in tensors for chain in module_classes(leaf_tensor).values()
