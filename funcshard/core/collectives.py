@@ -385,7 +385,7 @@ class Collective(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.comm, ctx.loop = inputs[1], None
         # Within value_and_grad no loop over unit vectors runs, unless a transform does.
-        if transforms_active() or (ctx.needs_input_grad[0] and current_reducer() is None):
+        if transforms_active() or (ctx.needs_input_grad[0] and current_reducer.get() is None):
             ctx.comm, ctx.loop = noted(ctx.comm)
 
     @staticmethod

@@ -99,7 +99,7 @@ class ShardToLeaves(torch.autograd.Function):
         ctx.device, ctx.loop = output[0].device, None
         # Why look it up here: below a transform the shard may be a leaf of the reducer, which above
         # it was not.
-        ctx.reducer = current_reducer()
+        ctx.reducer = current_reducer.get()
         ctx.leaf = ctx.reducer and ctx.reducer.leaf_by_id.get(id(shard))
         if transforms_active():
             ctx.comm, ctx.loop = noted(ctx.comm)

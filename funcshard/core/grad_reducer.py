@@ -162,8 +162,9 @@ class GradReducer:
         leaf_by_id: the same by the identity of the tensor.
         use: what the loss function communicates over, and the shards that units gathered and that
             are no leaves, such as leaves that a transform inside the loss has wrapped.
+        accumulating: whether another micro-batch follows the one that runs.
         zero_weight: whether the micro-batch that runs counts nothing, infinities and NaN included.
-        received: whether a gradient has arrived since ``pre_backward``.
+        received: whether a gradient of the micro-batch that runs has arrived.
         has_gathered: whether units gather nothing.
         at_end: functions to call at the end of the backward that runs.
     """
@@ -195,7 +196,7 @@ class GradReducer:
             self._hook = "on_grads"
         # Autograd's number of this reducer's backward, while that runs.
         self._task: int | None = None
-        self._accumulating = False
+        self.accumulating = False
         self.zero_weight = False
         self._running: list[tuple[LeafGradient, ReduceHandle]] = []
         for leaf, gathered_leaves in zip(self.leaves, gathered, strict=False):
@@ -300,12 +301,6 @@ class GradReducer:
             )
         return False
 
-    def pre_backward(self, *, accumulating: bool, zero_weight: bool) -> None:
-        """Prepare for the backward of a micro-batch; ``accumulating`` if another one follows."""
-        self._accumulating = accumulating
-        self.zero_weight = zero_weight
-        self.received = False
-
     def enter_backward(self, _: torch.Tensor) -> None:
         """Take the backward that runs as the reducer's; a hook of the loss."""
         self._task = graph_task_id()
@@ -337,7 +332,7 @@ class GradReducer:
         if leaf.held is not None:
             parts, leaf.held = [leaf.held.add_(parts[0])], None
         # More gradients of the leaf come before its only reduction.
-        if is_held and (self._accumulating or more_awaited):
+        if is_held and (self.accumulating or more_awaited):
             leaf.held = parts[0]
         else:
             self._start(leaf, parts, comm)
@@ -350,7 +345,7 @@ class GradReducer:
             self.at_end.pop()()
         for leaf in self.leaves:
             leaf.awaited = 0
-            if leaf.held is not None and leaf.comm is not None and not self._accumulating:
+            if leaf.held is not None and leaf.comm is not None and not self.accumulating:
                 grad_parts, leaf.held = [leaf.held], None
                 self._start(leaf, grad_parts, leaf.comm)
         while self._running:
@@ -358,7 +353,7 @@ class GradReducer:
         for leaf in self.leaves:
             if leaf.kept is not None:
                 self._drop_kept(leaf.kept)
-            if leaf.partial is not None and leaf.comm is not None and not self._accumulating:
+            if leaf.partial is not None and leaf.comm is not None and not self.accumulating:
                 # The last backward did not reach the leaf.
                 partial_sum, leaf.partial = leaf.partial, None
                 self._running.append((leaf, ReduceHandle(partial_sum, DONE, leaf.comm)))
@@ -377,7 +372,7 @@ class GradReducer:
     def _drop_kept(self, kept: KeptUnit) -> None:
         # The next micro-batch uses the same gathered buffers.
         # Why a rule, and not whether the memory is still in use: all ranks have to gather the same.
-        if self._accumulating and not kept.unit.reshard_after_backward:
+        if self.accumulating and not kept.unit.reshard_after_backward:
             return
         # Why all its buffers: see ``ShardToLeaves.backward``.
         for leaf in kept.leaves:
@@ -400,7 +395,7 @@ class GradReducer:
     def _finish_oldest(self) -> None:
         leaf, reduce_handle = self._running.pop(0)
         comm = reduce_handle.comm
-        awaits_more = leaf.mode == "shard_each" and self._accumulating
+        awaits_more = leaf.mode == "shard_each" and self.accumulating
         # Only these look at the sum between reduce-scatter and all-reduce.
         has_stages = awaits_more or leaf.partial is not None or self._on_scattered is not None
         if has_stages and comm.topology.cut:
@@ -433,7 +428,8 @@ def _divided(leaf: LeafGradient, parts: list[torch.Tensor], comm: BufferComm) ->
     return [whole_gradient.div_(divisor)]
 
 
-_current: contextvars.ContextVar[GradReducer | None] = contextvars.ContextVar(
+# The active reducer, if any.
+current_reducer: contextvars.ContextVar[GradReducer | None] = contextvars.ContextVar(
     "funcshard_reducer", default=None
 )
 # Those of all functions of torch.func around the code that runs.
@@ -445,22 +441,17 @@ shard_uses: contextvars.ContextVar[tuple[ShardUse, ...]] = contextvars.ContextVa
 @contextlib.contextmanager
 def activate(reducer: GradReducer) -> Iterator[GradReducer]:
     """Let units find ``reducer`` in the ``with`` block."""
-    context_token = _current.set(reducer)
+    context_token = current_reducer.set(reducer)
     try:
         yield reducer
     finally:
         reducer.close()
-        _current.reset(context_token)
-
-
-def current_reducer() -> GradReducer | None:
-    """Return the active reducer, if any."""
-    return _current.get()
+        current_reducer.reset(context_token)
 
 
 def note_collective(mesh: Mesh) -> None:
     """Tell active functions that take a mean that their loss communicates over ``mesh``."""
-    uses, reducer = shard_uses.get(), _current.get()
+    uses, reducer = shard_uses.get(), current_reducer.get()
     if reducer is not None:
         uses = (*uses, reducer.use)
     for use in uses:

@@ -390,7 +390,8 @@ def evaluate(
             # The loss is multiplied, and not the gradient, so that hooks see the weighted gradient.
             if weighted:
                 factor = check_weight(result["weight"])
-            reducer.pre_backward(accumulating=batch_index + 1 < len(calls), zero_weight=factor == 0)
+            reducer.accumulating = batch_index + 1 < len(calls)
+            reducer.zero_weight, reducer.received = factor == 0, False
             reached = _backward(loss if factor == 1 else loss * factor, local_leaves, reducer)
             # Zeros would hide that the loss uses other tensors than the shards.
             if not reached and not options.allow_constant:

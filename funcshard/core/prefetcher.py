@@ -241,7 +241,7 @@ class Prefetcher:
             assert source is not None, "reaches() leaves out uses that backward has left for good"
             self._ahead[use] = start_gathers(source.sources())
         # Outside of value_and_grad nobody says when backward ends, so nothing is dropped early.
-        if self._ahead and not self._ends and (reducer := current_reducer()) is not None:
+        if self._ahead and not self._ends and (reducer := current_reducer.get()) is not None:
             self._ends = True
             reducer.at_end.append(self.end_backward)
 

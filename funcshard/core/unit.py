@@ -130,7 +130,7 @@ class Unshard:
             _comms=self.comms,
             _handles=handles,
             _versions=[version(local) for local in shard.values()],
-            _reducer=current_reducer(),
+            _reducer=current_reducer.get(),
         )
 
     def gather(
@@ -148,7 +148,7 @@ class Unshard:
         """
         if dispatch_modes() and in_selective_checkpoint():
             return unseen(self.gather)(shard, handles, post_backward)
-        reducer = current_reducer()
+        reducer = current_reducer.get()
         gathered: list[tuple[torch.Tensor, ...]] = []
         # Without handles, the Function starts each gather itself, so that transforms see it.
         for comm, handle in zip(self.comms, handles or itertools.repeat(None), strict=False):
@@ -179,7 +179,7 @@ class Unshard:
             handles: the handles of its all-gathers, if they have started.
             needed: whether backward may need the leaves.
         """
-        reducer = current_reducer()
+        reducer = current_reducer.get()
         if reducer is None:
             return handles
         kept_handles = reducer.find_kept(self.comms, shard)
@@ -202,7 +202,7 @@ class Unshard:
         saved: SavedUnit | None = None
         is_freed, has_started = self.freed and self.gathers, handles is not None
         if torch.is_grad_enabled() and hooks_allowed():
-            reducer, recomputing_saved = current_reducer(), recomputing_unit.get()
+            reducer, recomputing_saved = current_reducer.get(), recomputing_unit.get()
             # Why not without a started gather: the prefetcher does not know a unit that gathered
             # for itself.
             saved = SavedUnit(self, shard, prefetcher if is_freed and has_started else None)
@@ -309,7 +309,7 @@ class UnshardHandle:
                 "function whose start made it"
             )
         if not transforms_active():
-            if torch.is_grad_enabled() and current_reducer() is not self._reducer:
+            if torch.is_grad_enabled() and current_reducer.get() is not self._reducer:
                 raise ValueError(
                     f"{handle_title} was started outside of this call of value_and_grad, which "
                     "would lose the gradient of its shard; call start inside loss_fn, on the "
@@ -409,7 +409,7 @@ class Gathered:
 
 def start_unit(f: Unshard, shard: UnitShard) -> Handles:
     """Start the all-gathers of a unit, unless the running call keeps it gathered."""
-    reducer = current_reducer()
+    reducer = current_reducer.get()
     if reducer is not None and not f.unit.reshard_after_forward:
         kept_handles = reducer.find_kept(f.comms, shard)
         if kept_handles is not None:
@@ -510,7 +510,7 @@ def _versions(gathered: Leaves) -> list[int]:
 
 
 def _is_refused_write(error_text: str, gathered: Leaves) -> bool:
-    reducer = current_reducer()
+    reducer = current_reducer.get()
     if "a leaf Variable that requires grad" in error_text:
         # Under per_sample_grad, leaves are the arguments of a gradient.
         return reducer is not None and reducer.has_gathered

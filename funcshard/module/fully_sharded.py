@@ -357,7 +357,7 @@ def _run_inside(module: nn.Module, forward: Callable[..., Any], args: Any, kwarg
 
 def _begin_backward_with(out: Any, prefetcher: Prefetcher) -> None:
     """Let the prefetcher begin as soon as backward has the gradient of the last output."""
-    reducer = current_reducer()
+    reducer = current_reducer.get()
     computed_outputs = [tensor for tensor in tensors_in(out) if tensor.grad_fn is not None]
     if reducer is None or not prefetcher.sources or not computed_outputs:
         return

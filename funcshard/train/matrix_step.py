@@ -20,7 +20,7 @@ from funcshard.core import check_fits, check_shards
 from funcshard.plan import Plan, dtype_of, emit, recording
 from funcshard.train.matrix_owners import AllToAll, Matrix, Owners, assigned, times
 from funcshard.train.optimizer_pair import TorchOptimizer, check_optimizer
-from funcshard.train.optimizers import Schedule, TorchStep, apply_optimizer, without_leaves
+from funcshard.train.optimizers import Schedule, TorchStep, apply_optimizer, grouped_step
 from funcshard.train.param_groups import ParamGroupLayout, group_leaves, trainable_buffers
 from funcshard.train.state_checks import NEW_STATE, check_form
 
@@ -243,7 +243,10 @@ def _others(others: Any, matrix_paths: set[str], plan: Plan, mesh: Mesh) -> Torc
             "others must be an optimizer that updates each element by itself; found "
             f"{type(others.step).__name__}, which has owners too: pass torch_optimizer(...)"
         )
-    return TorchOptimizer(others.init, without_leaves(others.step, matrix_paths, plan, mesh))
+    step = others.step
+    return TorchOptimizer(
+        others.init, grouped_step(step.cls, step.options[0], step.groups, plan, mesh, matrix_paths)
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

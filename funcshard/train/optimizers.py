@@ -6,7 +6,7 @@ The class computes on views of this rank's flat shards.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -136,23 +136,7 @@ def grouped_step(
     check_fits(plan, mesh)
     # Group 0 has no options of its own: all leaves have ``options``, and a group overrides them.
     group_of, group_options = group_leaves(plan, groups, left_out)
-    return _step_of_groups(cls, (dict(options), *group_options[1:]), group_of, plan, mesh)
-
-
-def without_leaves(step: TorchStep, paths: Container[str], plan: Plan, mesh: Mesh) -> TorchStep:
-    """Return a step that leaves out the leaves at ``paths``."""
-    group_of = step.layout.group_of if step.layout else group_leaves(plan, ())[0]
-    kept_groups = {path: group for path, group in group_of.items() if path not in paths}
-    return _step_of_groups(step.cls, step.options, kept_groups, plan, mesh)
-
-
-def _step_of_groups(
-    cls: type[torch.optim.Optimizer],
-    all_options: tuple[Mapping[str, Any], ...],
-    group_of: Mapping[str, int],
-    plan: Plan,
-    mesh: Mesh,
-) -> TorchStep:
+    all_options = (dict(options), *group_options[1:])
     group_layout = ParamGroupLayout(group_of, len(all_options), mesh.shard.rank)
     check_options(cls, all_options)
     used_groups = {*group_of.values()}
@@ -170,6 +154,7 @@ def _step_of_groups(
         cls=cls,
         options=all_options,
         known=learn_entries(cls, all_options, used_groups),
+        groups=groups,
         plan=plan,
         layout=group_layout,
         ranges=ranges_by_unit,
@@ -184,6 +169,7 @@ class TorchStep:
         cls: the class.
         options: the options of all leaves, then those that each further group overrides.
         known: the entries that the class keeps of each leaf, if known.
+        groups: the groups as they were passed.
         plan: the plan of the shards; ``None`` without groups, for any pytree.
         layout: the groups of leaves; ``None`` without groups.
         ranges: the ranges of each shard that groups occupy, a tree like the shards.
@@ -192,6 +178,7 @@ class TorchStep:
     cls: type[torch.optim.Optimizer]
     options: tuple[Mapping[str, Any], ...]
     known: KnownEntries | None
+    groups: Sequence[Mapping[str, Any]] = ()
     plan: Plan | None = None
     layout: ParamGroupLayout | None = None
     ranges: Any = None

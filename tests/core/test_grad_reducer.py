@@ -31,7 +31,7 @@ def test_after_an_error_nothing_keeps_full_gradients(reduce, monkeypatch) -> Non
     monkeypatch.setattr(grad_reducer, "start_reduce_parts", lambda parts, comm: ReduceHandle(parts[0], DONE, comm))
     reducer, full = GradReducer(two_leaves(), reduce=reduce), torch.ones(4)
     if reduce == "once":  # it is kept for the next micro-batch
-        reducer.pre_backward(accumulating=True, zero_weight=False)
+        reducer.accumulating = True
     gone = weakref.ref(full)
     with contextlib.suppress(ZeroDivisionError), activate(reducer):
         reducer.add(reducer.leaves[0], [full], COMM)
@@ -53,7 +53,7 @@ def shown(leaves: list[torch.Tensor]) -> GradReducer:
 
 def of_zero_weight(leaves: list[torch.Tensor]) -> GradReducer:
     reducer = GradReducer(leaves)
-    reducer.pre_backward(accumulating=False, zero_weight=True)
+    reducer.zero_weight = True
     return reducer
 
 
@@ -114,7 +114,7 @@ def test_what_one_backward_did_not_bring_is_not_awaited_in_the_next() -> None:
     reducer = GradReducer(shards, reduce="once")
     leaf = reducer.leaves[0]
     for forwards in (2, 1):  # the first backward leaves out one of two gradients
-        reducer.pre_backward(accumulating=False, zero_weight=False)
+        reducer.accumulating = False
         for _ in range(forwards):
             reducer.expect(shards[0], torch.ones(2, requires_grad=True))
         reducer.add(leaf, [torch.ones(2)], COMM)
