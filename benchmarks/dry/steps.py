@@ -14,7 +14,7 @@ from torch import nn
 
 import funcshard as fs
 from benchmarks.dry.mode import is_dry
-from funcshard.comm import DesyncDetector, WrappedGroup
+from funcshard.comm import DeferredWork, DesyncDetector, Op, Work, WrappedGroup
 from funcshard.comm.native import Native
 from funcshard.comm.torch_group import TorchGroup
 
@@ -31,8 +31,10 @@ class _DryGroup(WrappedGroup):
     def subgroup(self, global_ranks: Sequence[int], axis: str) -> _DryGroup:
         return _group(list(range(len(global_ranks))), axis)
 
-    def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
-        return [text] * self.size
+    def start(self, op: Op) -> Work:
+        if op.kind == "all_gather_text":
+            return DeferredWork(result=[op.data] * self.size)
+        return self.inner.start(op)
 
 
 def dry_mesh(shape: Mapping[str, int]) -> fs.Mesh:

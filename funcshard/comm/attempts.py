@@ -90,6 +90,8 @@ class Entry(NamedTuple):
             data_shape = tuple(op.data.shape)
         elif op.data is not None:
             data_shape = (sum(part.numel() for part in op.data),)
+        if op.out is None:
+            return cls(group, op.kind, op.label, text=op.data)
         dtype = str(op.out.dtype).removeprefix("torch.")
         sizes = tuple(op.out_sizes), tuple(op.sizes)
         return cls(group, op.kind, op.label, dtype, tuple(op.out.shape), data_shape, op.src, *sizes)
@@ -165,11 +167,6 @@ class AttemptLog(ABC):
         finally:
             self.inside = False
 
-    def gather_text(self, group: Any, text: str, label: str) -> list[str]:
-        """Return ``group.all_gather_text(text)``, with an entry in the log."""
-        entry = Entry(group.number, _TEXT, label, text=text)
-        return self.note(entry, lambda: group.all_gather_text(text, label=label))
-
     def _finish(self, group: int, index: int) -> Any:
         work = self._unfinished.pop(index)
         return self.note(Entry(group, _FINISH, started=index), work.wait)
@@ -220,7 +217,7 @@ class AttemptLog(ABC):
                 self._finish(entry.group, entry.started)
             elif entry.kind == _TEXT:
                 # Why the text of another rank: a text of its own would be a difference.
-                group.all_gather_text(entry.text, label=entry.label)
+                group.start(Op(_TEXT, entry.label, None, entry.text)).wait()
             elif entry.kind == "all_gather_shared":
                 group.all_gather_shared(
                     _zeros(entry.data_shape, entry, device), label=entry.label

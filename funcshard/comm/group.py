@@ -19,8 +19,8 @@ import torch
 class Work(Protocol):
     """A collective that has been started."""
 
-    def wait(self) -> None:
-        """Return once the result is ready."""
+    def wait(self) -> Any:
+        """Return once the result is ready; return those of texts."""
 
 
 class AllGatherWork(Protocol):
@@ -36,15 +36,16 @@ class Op(NamedTuple):
     Attributes:
         kind: name of the method.
         label: the purpose of the collective.
-        out: the tensor that gets the result.
-        data: what is sent: a tensor, or the parts of a reduce-scatter; ``None`` if it is ``out``.
+        out: the tensor that gets the result; ``None`` for texts.
+        data: what is sent: a tensor, a text, or the parts of a reduce-scatter; ``None`` if it is
+            ``out``.
         src: the rank that sends, of a broadcast.
         out_sizes, sizes: those of an all-to-all.
     """
 
     kind: str
     label: str
-    out: torch.Tensor
+    out: Any
     data: Any = None
     src: int = 0
     out_sizes: Sequence[int] = ()
@@ -87,10 +88,6 @@ class Group:
         def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
             """Return the group of these ranks; they, and no other ranks, have to call this."""
 
-        @abstractmethod
-        def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
-            """Return every rank's ``text``, in order of ranks; waits for all of them."""
-
     @property
     def plain(self) -> Group:
         """The group without changes to its collectives."""
@@ -114,6 +111,10 @@ class Group:
         Ranks may share that memory, so none may write to it.
         """
         return all_gather_last(self, shard, label=label)
+
+    def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
+        """Return every rank's ``text``, in order of ranks; waits for all of them."""
+        return self.start(Op("all_gather_text", label, None, text)).wait()
 
     def reduce_scatter(
         self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = ""
@@ -222,15 +223,14 @@ class LocalGroup(Group):
         return self
 
     def start(self, op: Op) -> Work:
+        if op.kind == "all_gather_text":
+            return DeferredWork(result=[op.data])
         # The only kind that sends several parts.
         if op.kind == "reduce_scatter":
             op.out.copy_(concatenate(op.data).view_as(op.out))
         elif op.data is not None:
             op.out.copy_(op.data)
         return DONE
-
-    def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
-        return [text]
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,9 +273,6 @@ class WrappedGroup(Group):
 
     def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
         return self.inner.all_gather_shared(shard, label=label)
-
-    def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
-        return self.inner.all_gather_text(text, label=label)
 
 
 def concatenate(parts: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:

@@ -140,6 +140,10 @@ class RecordedGroup(WrappedGroup):
         return like.new_empty(numel)
 
     def start(self, op: Op) -> Work:
+        if op.kind == "all_gather_text":
+            # Why: ranks that trace one step exchange nothing. Each compares with itself, and a run
+            # of the graph compares the ranks again.
+            return DeferredWork(result=[op.data] * self.size)
         operations, where, out = torch.ops.funcshard, self._where(op.label), op.out
         if op.kind == "all_gather":
             pending = operations.all_gather(op.data, False, *where)
@@ -164,11 +168,6 @@ class RecordedGroup(WrappedGroup):
         # Whether memory is shared is decided when the graph runs.
         pending = torch.ops.funcshard.all_gather(shard, True, *self._where(label))
         return DeferredWork(lambda: torch.ops.funcshard.wait(pending))
-
-    def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
-        # Why: ranks that trace one step exchange nothing. Each compares with itself, and a run of
-        # the graph compares the ranks again.
-        return [text] * self.size
 
     def _where(self, label: str) -> tuple[str | None, str, str, int, str]:
         recording = current_recording()

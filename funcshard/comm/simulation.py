@@ -440,6 +440,11 @@ class _SimulatedGroup(Group):
             return log.start(self, op)
         title, tensors = op.kind, [op.out, op.data]
         # A rank's part may be empty here, and it takes part all the same.
+        if op.kind == "all_gather_text":
+            texts: list[str] = []
+            op = op._replace(out=texts)
+            work = self._join("all_gather_text of text", _all_gather_text, op, op.label)
+            return DeferredWork(lambda: work.wait() or texts)
         if op.kind == "all_to_all":  # its shapes differ between ranks
             return self._join(f"all_to_all of {_dtype(op.out)}", _all_to_all, op, op.label)
         if not op.out.numel():
@@ -453,19 +458,6 @@ class _SimulatedGroup(Group):
             f"{_dtype(tensor)}{list(tensor.shape)}" for tensor in tensors if tensor is not None
         ]
         return self._join(f"{title} of {', '.join(tensor_shapes)}", _RUN[op.kind], op, op.label)
-
-    def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
-        log = self.attempt
-        if log is not None and not log.inside:
-            return log.gather_text(self, text, label)
-        texts: list[str] = []
-
-        def run(all_texts: list[tuple[list[str], str]]) -> None:
-            for rank_texts, _ in all_texts:
-                rank_texts.extend(rank_text for _, rank_text in all_texts)
-
-        self._join("all_gather_text of text", run, (texts, text), label).wait()
-        return texts
 
     def _join(
         self, title: str, run: Callable[[list[Any]], None], arguments: Any, label: str
@@ -554,6 +546,11 @@ def _all_gather(ops: list[Op]) -> None:
     for op in ops:
         for part, source_op in zip(op.out.chunk(len(ops)), ops, strict=True):
             part.copy_(source_op.data)
+
+
+def _all_gather_text(ops: list[Op]) -> None:
+    for op in ops:
+        op.out.extend(source_op.data for source_op in ops)
 
 
 def _reduce_scatter(ops: list[Op]) -> None:

@@ -26,6 +26,7 @@ from funcshard.comm.gloo import Gloo
 from funcshard.comm.group import (
     DONE,
     AllGatherWork,
+    DeferredWork,
     Group,
     Op,
     Work,
@@ -212,6 +213,8 @@ class TorchGroup(Group):
         watch = self.desync.watch
         if watch is not None and (log := watch.attempt) is not None and not log.inside:
             return log.start(self, op if full is None else op._replace(data=[full]))
+        if recorded_kind == "all_gather_text":
+            return DeferredWork(result=self.desync.all_gather_text(op.data, op.label))
         # Shared memory does all but the all-to-all.
         carrier: Gloo | Native | SharedMemoryBackend = self.shm or self.backend
         recorded_tensor = out
@@ -253,12 +256,6 @@ class TorchGroup(Group):
             return log.note(entry, lambda: self.all_gather_shared(shard, label=label))
         number = self.desync.record("all_gather", label, recorded_tensor, self_checking=True)
         return self.shm.all_gather_shared(shard, number)
-
-    def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
-        log = self.attempt
-        if log is not None and not log.inside:
-            return log.gather_text(self, text, label)
-        return self.desync.all_gather_text(text, label)
 
 
 # Why this dictionary: torch's groups take no attributes. It holds one watch for the default group

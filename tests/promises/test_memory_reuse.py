@@ -53,6 +53,8 @@ class LateGroup(FakeGroup):
     waits: bool = True
 
     def start(self, op: Op) -> Work:
+        if op.kind == "all_gather_text":
+            return FakeGroup.start(self, op)
         data = self.sent(op)
         finish = functools.partial(self.run, op, data)
         if self.stream is not None:
