@@ -11,14 +11,16 @@ import math
 import numbers
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from funcshard._utils.torch_private import is_transformed
+
+T = TypeVar("T")
 
 _UNITS = {
     f"{prefix}{ending}": base**power
@@ -190,6 +192,22 @@ def absent(title: str, name: str, remedies: Mapping[str, str]) -> AttributeError
     return AttributeError(
         f"{title} has no attribute {name!r}{f': {remedy}' if remedy else ''}", name=name
     )
+
+
+def with_remedies(title: str, remedies: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
+    """Return a decorator of classes whose missing attributes are errors with advice.
+
+    Why a decorator: a method of the class would tell type checkers that it has every attribute.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        def missing(_: Any, name: str) -> Any:
+            raise absent(title, name, remedies)
+
+        cls.__getattr__ = missing  # type: ignore[attr-defined]
+        return cls
+
+    return decorate
 
 
 def outline(value: Any) -> str:

@@ -14,10 +14,10 @@ order:
 - ``checks``: errors for shards that do not fit a plan.
 - ``dtensor_leaves``: leaves that the model uses as DTensors.
 - ``checksum``: whether ranks that each pass full leaves pass the same ones.
-- ``unit``: ``Unshard``, which ``unshard`` and ``reshard`` of ``combinators`` return, and
-  ``Gathered``, in which a function of the leaves runs.
-- ``attention``: attention with derivatives of any order. ``plain_losses``: losses
-  that have them. ``replaced_attention``: where both take the place of torch's kernels.
+- ``unit``: ``unshard`` and ``reshard``, the ``Unshard`` that they return, and ``Gathered``, in
+  which a function of the leaves runs.
+- ``attention``: attention with derivatives of any order. ``replaced_kernels``: losses that have
+  them, and where both take the place of torch's kernels.
 - ``plain_collectives``: collectives along mesh axes and their adjoints, without autograd.
   ``collectives``: ``psum``, ``all_gather`` and others, differentiable, along named axes.
 - ``sharding``: ``shard`` and ``gather``, the whole tree to shards and back.
@@ -60,7 +60,6 @@ from funcshard.core.collectives import (
     psum_scatter,
     psum_world,
 )
-from funcshard.core.combinators import reshard, unit_comms, unshard, unshard_with
 from funcshard.core.derivatives import gnvp, grad, hvp, jvp, linearize, vjp
 from funcshard.core.flat_buffer import (
     all_gather_flat,
@@ -93,7 +92,7 @@ from funcshard.core.plain_collectives import (
 )
 from funcshard.core.prefetcher import Prefetcher, ScheduleLearner, current_unit, hooks_allowed
 from funcshard.core.recompute import remat
-from funcshard.core.replaced_attention import any_order, any_order_active, check_derivatives
+from funcshard.core.replaced_kernels import any_order, any_order_active, check_derivatives
 from funcshard.core.shard_broadcast import broadcast_to_shards
 from funcshard.core.sharding import (
     Shards,
@@ -114,8 +113,12 @@ from funcshard.core.unit import (
     cast_outputs,
     grad_mode,
     modified_leaf,
+    reshard,
     run_in_full_precision,
     start_unit,
+    unit_comms,
+    unshard,
+    unshard_with,
 )
 from funcshard.core.vectors import axpy, norm, randn_like, vdot
 

@@ -217,7 +217,6 @@ class AllGatherHandle:
         copied: the copy of an offloaded shard to the device.
         shared: whether there are several uses, whose tensors share memory.
         full: the result that they share, once there is one.
-        writes: the result's version when it came.
     """
 
     work: Any
@@ -226,19 +225,11 @@ class AllGatherHandle:
     copied: Work = DONE
     shared: bool = False
     full: torch.Tensor | None = None
-    writes: int = 0
 
     def share(self) -> AllGatherHandle:
         """Return the handle, for several uses from here on."""
         self.shared = True
         return self
-
-    @property
-    def unwritten(self) -> bool:
-        """Whether no use has written to the result, as far as a version tells."""
-        return self.full is None or (
-            not self.full.is_inference() and version(self.full) == self.writes
-        )
 
     def wait_comm(self) -> None:
         """On CPU, wait for the data; on CUDA, do nothing: ``finish`` makes the stream wait."""
@@ -261,7 +252,6 @@ class AllGatherHandle:
             if not self.shared or not self.comm.copied:
                 return full_buffer
             self.full = full_buffer
-            self.writes = write_count(full_buffer)
             if cast is not None:
                 self.work = DONE  # frees the data as it was sent
         # Why clone: in inference mode no version counter shows that a use writes to shared memory.

@@ -29,7 +29,7 @@ from funcshard.core.gradients import (
     named_results,
     world_of,
 )
-from funcshard.core.replaced_attention import any_order
+from funcshard.core.replaced_kernels import any_order
 
 Tensors = Sequence[torch.Tensor]
 

@@ -134,10 +134,8 @@ class KeptUnit(NamedTuple):
 
     def serves(self, shards: Sequence[torch.Tensor], comms: Sequence[BufferComm]) -> bool:
         """Return whether gathering these shards would give what the handles have."""
-        if _states(shards) != self.shard_states:
-            return False
         same_comms = self.comms is comms or self.comms == comms
-        return same_comms and all(handle.unwritten for handle in self.handles)
+        return same_comms and _states(shards) == self.shard_states
 
 
 def _states(shards: Sequence[torch.Tensor]) -> list[tuple[int, int]]:

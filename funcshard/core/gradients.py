@@ -32,7 +32,7 @@ from funcshard.core.grad_reducer import (
     activate,
     note_collective,
 )
-from funcshard.core.replaced_attention import check_derivatives
+from funcshard.core.replaced_kernels import check_derivatives
 from funcshard.plan import AXES, BufferPlan, Reduce, check_reduce
 
 # on_grads(unit, {path: gradient}) -> {path: gradient} of those to replace, or None.

@@ -42,7 +42,7 @@ from funcshard.core.basis import (
 )
 from funcshard.core.buffer_comm import write_count
 from funcshard.core.prefetcher import hooks_allowed
-from funcshard.core.replaced_attention import repeating_any_order
+from funcshard.core.replaced_kernels import repeating_any_order
 
 Tensors = Sequence[torch.Tensor]
 

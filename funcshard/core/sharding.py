@@ -20,9 +20,9 @@ from funcshard.core.checks import (
     raise_on_every_rank,
 )
 from funcshard.core.checksum import LeafChecksums, check_tie
-from funcshard.core.combinators import unshard
 from funcshard.core.dtensor_leaves import part_as_planned
 from funcshard.core.flat_buffer import ravel
+from funcshard.core.unit import unshard
 from funcshard.plan import (
     BufferPlan,
     LeafSpec,

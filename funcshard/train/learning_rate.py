@@ -6,12 +6,12 @@ import array
 import inspect
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import lr_scheduler
 
-from funcshard._utils.options import absent, check_count, check_number, outline
+from funcshard._utils.options import check_count, check_number, outline, with_remedies
 
 
 def torch_schedule(make: Callable[..., Any], /, *, lr: float, **options: Any) -> TorchSchedule:
@@ -70,6 +70,7 @@ _REMEDIES = {
 }
 
 
+@with_remedies("a schedule of torch_schedule", _REMEDIES)
 class TorchSchedule:
     """The function that ``torch_schedule`` returns."""
 
@@ -94,11 +95,6 @@ class TorchSchedule:
 
     def __repr__(self) -> str:
         return f"<{self._title}>"
-
-    if not TYPE_CHECKING:  # which then still knows what this class lacks
-
-        def __getattr__(self, name: str) -> Any:
-            raise absent("a schedule of torch_schedule", name, _REMEDIES)
 
     def __call__(self, step: int) -> float:
         if step >= len(self._rates):

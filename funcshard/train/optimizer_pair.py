@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils.options import absent
+from funcshard._utils.options import with_remedies
 from funcshard.plan import Plan
 
 # Why only these classes: a flat shard keeps nothing of its leaves' shapes. Each of these classes
@@ -29,6 +29,7 @@ _REMEDIES = {
 }
 
 
+@with_remedies("an optimizer of torch_optimizer or muon", _REMEDIES)
 class TorchOptimizer(NamedTuple):
     """An optimizer as a pair of functions; made by ``torch_optimizer`` or ``muon``.
 
@@ -44,9 +45,6 @@ class TorchOptimizer(NamedTuple):
 
     def __repr__(self) -> str:
         return getattr(self.step, "title", f"TorchOptimizer({self.init!r}, {self.step!r})")
-
-    def __getattr__(self, name: str) -> Any:
-        raise absent("an optimizer of torch_optimizer or muon", name, _REMEDIES)
 
 
 def refusal(cls: Any) -> Exception:

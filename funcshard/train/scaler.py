@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from funcshard._utils import tree
 from funcshard._utils.donation import donate as donated
-from funcshard._utils.options import absent, check_count, check_flag, check_number
+from funcshard._utils.options import check_count, check_flag, check_number, with_remedies
 from funcshard._utils.torch_kernels import has_unscale_kernel, unscale_in_place
 from funcshard._utils.torch_private import transforms_active
 from funcshard.comm import Mesh, current_recording
@@ -47,6 +47,7 @@ _REMEDIES = {
 }
 
 
+@with_remedies("a GradScaler", _REMEDIES)
 @dataclass(frozen=True, slots=True)
 class GradScaler:
     """Loss scaling: multiply the loss by a scale, so that small gradients do not vanish in float16.
@@ -93,11 +94,6 @@ class GradScaler:
         object.__setattr__(self, "growth_interval", interval)
         for name in ("init_scale", "growth_factor", "backoff_factor"):  # of NumPy or torch, maybe
             object.__setattr__(self, name, float(getattr(self, name)))
-
-    if not TYPE_CHECKING:  # which then still knows what this class lacks
-
-        def __getattr__(self, name: str) -> Any:
-            raise absent("a GradScaler", name, _REMEDIES)
 
     def init(self, mesh: Mesh) -> ScalerState:
         """Return the state before the first step, on the mesh's device."""

@@ -9,7 +9,7 @@ import torch
 
 from funcshard._utils import tree
 from funcshard._utils.donation import check_not_donated
-from funcshard._utils.options import absent
+from funcshard._utils.options import with_remedies
 from funcshard.core import Shards
 from funcshard.train.scaler import ScalerState
 
@@ -30,6 +30,7 @@ _REMEDIES = {
 }
 
 
+@with_remedies("a training state", _REMEDIES)
 class TrainState(NamedTuple):
     """The state of training between two steps, as a pytree.
 
@@ -52,14 +53,6 @@ class TrainState(NamedTuple):
     opt_state: Any
     step: int
     scaler: ScalerState | None = None
-
-
-def _absent(state: TrainState, name: str) -> Any:
-    raise absent("a training state", name, _REMEDIES)
-
-
-# Why here: inside the class, type checkers would take every attribute for one that a state has.
-TrainState.__getattr__ = _absent  # type: ignore[attr-defined]
 
 
 def copy(state: T) -> T:

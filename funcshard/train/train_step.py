@@ -7,13 +7,13 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import torch
 
 from funcshard._utils import tree
 from funcshard._utils.compiled_outside import Warned, untraced_with_warning
-from funcshard._utils.options import absent, check_flag, check_number, outline
+from funcshard._utils.options import check_flag, check_number, outline, with_remedies
 from funcshard._utils.tensors import is_dtensor
 from funcshard._utils.torch_private import local_part
 from funcshard.comm import (
@@ -248,6 +248,7 @@ def _divides_all(plan: Plan) -> bool:
     return plan.world_size > 1 and not local_axes.intersection(AXES)
 
 
+@with_remedies("a training step", _REMEDIES)
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainStep:
     """A training step; made by ``make_train_step``.
@@ -296,11 +297,6 @@ class TrainStep:
             "its mesh: save its state with fs.save(path, state, plan, mesh), and make the step "
             "anew in the other process"
         )
-
-    if not TYPE_CHECKING:  # which then still knows what this class lacks
-
-        def __getattr__(self, name: str) -> Any:
-            raise absent("a training step", name, _REMEDIES)
 
     def init(self, shards: Shards, buffers: dict[str, torch.Tensor]) -> TrainState:
         """Return the state before the first step."""

@@ -1,9 +1,15 @@
-"""Where operators of torch that lack derivatives are replaced by those that have all of them."""
+"""``any_order``: where kernels of torch that lack derivatives are replaced by what has them.
+
+``attention`` has derivatives of any order. So have the losses here, as plain operations: torch's
+kernels for them have no derivative of their gradient in forward mode, so a product with a Hessian,
+which is forward over reverse, fails in them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -14,7 +20,6 @@ from torch.nn import functional
 from funcshard._utils.tensors import is_dtensor
 from funcshard._utils.torch_private import function_modes, without_mode_check
 from funcshard.core.attention import attention
-from funcshard.core.plain_losses import PLAIN_LOSSES
 
 T = TypeVar("T")
 
@@ -91,7 +96,7 @@ class _AnyOrder(torch.overrides.TorchFunctionMode):
         if func is functional.multi_head_attention_forward:
             with self:  # Why again: torch leaves the mode while this method runs.
                 return without_mode_check(func)(*args, **kwargs)
-        replacement = PLAIN_LOSSES.get(func)
+        replacement = _PLAIN_LOSSES.get(func)
         if func is functional.scaled_dot_product_attention and not _kernel_chosen():
             replacement = attention
         if replacement is None or any(map(is_dtensor, (*args, *kwargs.values()))):
@@ -107,3 +112,48 @@ def _kernel_chosen() -> bool:
         and kernels.mem_efficient_sdp_enabled()
         and kernels.math_sdp_enabled()
     )
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+def _plain(kernel: Any, elementwise: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return the loss of ``kernel``, computed by ``elementwise(inputs, targets, **options)``."""
+    signature = inspect.signature(kernel)
+
+    def loss(*args: Any, **kwargs: Any) -> torch.Tensor:
+        bound_values = signature.bind(*args, **kwargs).arguments
+        values = {name: value for name, value in bound_values.items() if value is not None}
+        inputs, targets = values.pop("input"), values.pop("target")
+        reduction = values.pop("reduction", "mean")
+        # Why the kernel: it warns of other shapes, and knows torch's deprecated arguments.
+        is_plain = inputs.shape == targets.shape and values.keys() <= {"delta"}
+        if not is_plain or reduction not in ("none", "mean", "sum"):
+            result: torch.Tensor = kernel(*args, **kwargs)
+            return result
+        losses = elementwise(inputs, targets, **values)
+        if reduction == "none":
+            return losses
+        return losses.mean() if reduction == "mean" else losses.sum()
+
+    return loss
+
+
+def _squares(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (inputs - targets).square()
+
+
+def _huber(inputs: torch.Tensor, targets: torch.Tensor, delta: float = 1.0) -> torch.Tensor:
+    distance = (inputs - targets).abs()
+    return torch.where(distance <= delta, 0.5 * distance.square(), delta * (distance - 0.5 * delta))
+
+
+def _soft_margin(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.softplus(-targets * inputs)
+
+
+_PLAIN_LOSSES: dict[Any, Callable[..., torch.Tensor]] = {
+    functional.mse_loss: _plain(functional.mse_loss, _squares),
+    functional.huber_loss: _plain(functional.huber_loss, _huber),
+    functional.soft_margin_loss: _plain(functional.soft_margin_loss, _soft_margin),
+}
