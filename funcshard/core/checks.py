@@ -95,14 +95,11 @@ def check_cut(plan: Plan, shards: Any) -> None:
     check_shards(plan, shards)
     for unit in plan.unit_list:
         _check_keys(unit, shards[unit.name])
-        for buffer_plan in unit.buffers:
-            local_shard = shards[unit.name][buffer_plan.key]
+        for buffer in unit.buffers:
+            local = shards[unit.name][buffer.key]
             # Stacks of shards have more dims, of which the last is the shard's.
-            local_numel = (
-                tuple(local_shard.shape[-1:]) if isinstance(local_shard, torch.Tensor) else None
-            )
-            if local_shard is not None and local_numel != (buffer_plan.shard_numel,):
-                raise _wrong_shard(unit, buffer_plan, local_shard)
+            if local is not None and getattr(local, "shape", ())[-1:] != (buffer.shard_numel,):
+                raise _wrong_shard(unit, buffer, local)
 
 
 def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh, *, none_if_frozen: bool = False) -> None:
@@ -112,27 +109,17 @@ def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh, *, none_if_frozen: bool 
     """
     _check_keys(unit, shard)
     device_type = "cpu" if unit.offload else mesh.device.type
-    for buffer_plan in unit.buffers:
-        local_shard = shard[buffer_plan.key]
-        if local_shard is None and none_if_frozen and not buffer_plan.trainable:
-            continue
-        if not isinstance(local_shard, torch.Tensor) or local_shard.shape != (
-            buffer_plan.shard_numel,
-        ):
-            raise _wrong_shard(unit, buffer_plan, local_shard)
-        shard_title = f"shard {buffer_plan.key!r} of unit {unit.title!r}"
-        if local_shard.dtype != dtype_of(buffer_plan.dtype):
-            raise ValueError(
-                f"{shard_title} must have dtype {buffer_plan.dtype}; found {local_shard.dtype}: a "
-                "plan fixes the dtypes of its leaves; make a new plan from params of other dtypes"
-            )
-        if local_shard.device.type != device_type:
-            rule = f"on the mesh's device, {mesh.device}"
-            remedy = "move the shards with .to(mesh.device), or build the mesh on that device"
-            if unit.offload:
-                rule = "on the CPU, because the plan offloads the unit"
-                remedy = "make it with shard(params, plan, mesh), or make a plan without offload"
-            raise ValueError(f"{shard_title} must be {rule}; found {local_shard.device}: {remedy}")
+    for buffer in unit.buffers:
+        local = shard[buffer.key]
+        is_right = (
+            isinstance(local, torch.Tensor)
+            and local.shape == (buffer.shard_numel,)
+            and local.dtype == dtype_of(buffer.dtype)
+            and local.device.type == device_type
+        )
+        may_be_none = none_if_frozen and not buffer.trainable
+        if not is_right and not (local is None and may_be_none):
+            raise _wrong_shard(unit, buffer, local, mesh)
 
 
 def _check_keys(unit: UnitPlan, shard: Any) -> None:
@@ -144,20 +131,39 @@ def _check_keys(unit: UnitPlan, shard: Any) -> None:
         )
 
 
-def _wrong_shard(unit: UnitPlan, buffer: BufferPlan, local: Any) -> ValueError:
-    shard_title = f"shard {buffer.key!r} of unit {unit.title!r}"
+def _wrong_shard(
+    unit: UnitPlan, buffer: BufferPlan, local: Any, mesh: Mesh | None = None
+) -> ValueError:
+    """Return the error for a shard that does not fit; of a stack of shards without ``mesh``."""
     if not isinstance(local, torch.Tensor):
-        return ValueError(
-            f"{shard_title} must be a tensor; found {type(local).__name__}: a tree of gradients "
-            "holds None for frozen shards alone; put zeros there to compute with it"
+        rule = f"be a tensor; found {type(local).__name__}"
+        remedy = (
+            "a tree of gradients holds None for frozen shards alone; put zeros there to compute "
+            "with it"
         )
-    # A step empties the tensors that it was given.
-    donated_text = "donated to a training step, or " * (tuple(local.shape) == (0,))
-    return ValueError(
-        f"{shard_title} must have shape {(buffer.shard_numel,)}, one of {buffer.shards} shards; "
-        f"found {tuple(local.shape)}: it was {donated_text}cut by another plan, for another number "
-        "of ranks, or not at all; make it with shard(params, plan, mesh)"
-    )
+    elif mesh is None or local.shape != (buffer.shard_numel,):
+        rule = (
+            f"have shape {(buffer.shard_numel,)}, one of {buffer.shards} shards; found "
+            f"{tuple(local.shape)}"
+        )
+        # A step empties the tensors that it was given.
+        donated_text = "donated to a training step, or " * (tuple(local.shape) == (0,))
+        remedy = (
+            f"it was {donated_text}cut by another plan, for another number of ranks, or not at "
+            "all; make it with shard(params, plan, mesh)"
+        )
+    elif local.dtype != dtype_of(buffer.dtype):
+        rule = f"have dtype {buffer.dtype}; found {local.dtype}"
+        remedy = (
+            "a plan fixes the dtypes of its leaves; make a new plan from params of other dtypes"
+        )
+    elif unit.offload:
+        rule = f"be on the CPU, because the plan offloads the unit; found {local.device}"
+        remedy = "make it with shard(params, plan, mesh), or make a plan without offload"
+    else:
+        rule = f"be on the mesh's device, {mesh.device}; found {local.device}"
+        remedy = "move the shards with .to(mesh.device), or build the mesh on that device"
+    return ValueError(f"shard {buffer.key!r} of unit {unit.title!r} must {rule}: {remedy}")
 
 
 def check_leaf(

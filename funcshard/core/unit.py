@@ -5,7 +5,7 @@ call lives in that call and in the autograd graph that it returns, so calls may 
 fail at any point.
 
 A unit's forward must not write to its gathered leaves: ranks of one machine may share their memory,
-and the changes would be lost. ``_check_unchanged`` raises for a forward that writes; if one returns
+and the changes would be lost. ``Unshard.run`` raises for a forward that writes; if one returns
 a gathered leaf itself, ``copy_aliased_outputs`` returns a copy.
 """
 
@@ -386,17 +386,24 @@ class Unshard:
                     result = cast_outputs(precision, self.apply(leaf_tree, *args, **kwargs))
         except RuntimeError as error:
             # Why first: after a write that torch did not prevent, torch also raises for the nodes.
-            _check_unchanged(versions_before, gathered, self.unit)
+            self._check_unwritten(gathered, versions_before)
             if _is_refused_write(str(error), gathered):
                 raise RuntimeError(
                     f"the forward of unit {self.unit.title!r} modified a leaf in place; "
                     f"{_READ_ONLY}"
                 ) from error
             raise
-        _check_unchanged(versions_before, gathered, self.unit)
+        self._check_unwritten(gathered, versions_before)
         if is_logging:
             _log.debug("post_forward of unit %r", self.unit.title)
         return result
+
+    def _check_unwritten(self, gathered: Leaves, versions: Sequence[int]) -> None:
+        """Raise ``RuntimeError`` if a leaf was written to since ``_versions``."""
+        pairs = zip(_versions(gathered), versions, self.unit.buffers, strict=True)
+        for new_version, old_version, buffer in pairs:
+            if new_version != old_version:
+                raise modified_leaf(self.unit.title, buffer)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -655,16 +662,6 @@ def _is_refused_write(error_text: str, gathered: Leaves) -> bool:
     gather_nodes = [leaves[0].grad_fn for leaves in gathered]
     node_names = [node.name().removesuffix("Backward") for node in gather_nodes if node is not None]
     return "inplace" in error_text and any(name in error_text for name in node_names)
-
-
-def _check_unchanged(before: Sequence[int], gathered: Leaves, unit: UnitPlan) -> None:
-    """Raise ``RuntimeError`` if a leaf was written to since ``_versions``."""
-    versions_now = _versions(gathered)
-    if versions_now == before:
-        return
-    for old_version, new_version, buffer in zip(before, versions_now, unit.buffers, strict=True):
-        if new_version != old_version:
-            raise modified_leaf(unit.title, buffer)
 
 
 def modified_leaf(unit: str, buffer: BufferPlan) -> RuntimeError:

@@ -19,6 +19,7 @@ from funcshard._utils.torch_private import local_part
 from funcshard.comm import (
     UNDO,
     Mesh,
+    Topology,
     at_own_rank,
     check_all_same,
     current_recording,
@@ -26,11 +27,11 @@ from funcshard.comm import (
     text_of,
 )
 from funcshard.core import (
+    BufferComm,
     GradientFunction,
     GradientKeywords,
     GradientOptions,
     Shards,
-    all_reduce_flat,
     check_cut,
     check_fits,
     check_weight,
@@ -38,6 +39,7 @@ from funcshard.core import (
     evaluate,
     loss_value,
     named_results,
+    start_reduce,
 )
 from funcshard.plan import AXES, Plan, Reduce, check_reduce, check_reduce_units, position_of
 from funcshard.train.clipping import clip_by_global_norm, global_norm
@@ -203,6 +205,7 @@ def make_train_step(
         max_norm=max_norm,
         scaler=scaler,
         donate=donate,
+        world_sum=BufferComm(Topology(mesh, False)),
         owns_grads=hooks == (None, None) and options.divisor is None and _divides_all(plan),
         rate=getattr(optimizer[1], "rate", None),
     )
@@ -265,6 +268,7 @@ class TrainStep:
             neither.
         scaler: the loss scaling; ``None`` without.
         donate: whether the state may be updated in place.
+        world_sum: how losses are added up over the world.
         owns_grads: whether the gradients may be unscaled in place, because no one else holds their
             memory.
         rate: the learning rate, a number or a function of the step, if it is known.
@@ -281,6 +285,7 @@ class TrainStep:
     max_norm: float | None
     scaler: GradScaler | None
     donate: bool
+    world_sum: BufferComm
     owns_grads: bool
     rate: Any = None
     warned: Warned = field(default_factory=Warned)
@@ -403,7 +408,8 @@ class TrainStep:
         if weight is not None:
             metrics |= {"loss": loss, "weight": weight}
         else:
-            metrics["loss"] = all_reduce_flat(loss.detach().clone(), mesh) / mesh.world_size
+            total = start_reduce(loss.detach().clone(), self.world_sum, donated=True).finish()
+            metrics["loss"] = total / mesh.world_size
         metrics["local_loss"] = local_loss
         if self.max_norm is not None:
             if not isinstance(self.max_norm, torch.Tensor) and math.isinf(self.max_norm):
@@ -421,7 +427,7 @@ class TrainStep:
         if self.mutable:
             source_rank = 0
             if weight is not None:
-                source_rank = _first_rank_with(local_weight, mesh)
+                source_rank = _first_rank_with(local_weight, self.world_sum)
             buffers = _broadcast(buffers, mesh, source_rank)
         if graph_recording is None and metrics.get("found_inf", False):
             return state._replace(buffers=buffers, scaler=scaling), metrics
@@ -488,12 +494,13 @@ def _has_data(weight: torch.Tensor) -> bool:
     return bool(weight > 0)
 
 
-def _first_rank_with(weight: float, mesh: Mesh) -> int:
+def _first_rank_with(weight: float, world_sum: BufferComm) -> int:
     """Return the first rank whose ``weight`` is not zero, of which there has to be one."""
     # Note: a recorded weight has no value, so its comparison can be a condition but no number.
+    mesh = world_sum.mesh
     has_data = torch.full((), 1.0 if weight > 0 else 0.0, dtype=torch.float32, device=mesh.device)
     # One element for each rank, so that the sum holds what an all-gather would.
-    data_by_rank = all_reduce_flat(at_own_rank(has_data, mesh), mesh)
+    data_by_rank = start_reduce(at_own_rank(has_data, mesh), world_sum, donated=True).finish()
     # Note: no int(...), because a graph that is recorded has a symbol here.
     first_rank: int = data_by_rank.argmax().item()  # type: ignore[assignment]
     return first_rank
