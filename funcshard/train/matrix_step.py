@@ -236,8 +236,8 @@ def _others(others: Any, matrix_paths: set[str], plan: Plan, mesh: Mesh) -> Torc
         return None
     check_optimizer(others, plan)
     if not isinstance(others, TorchOptimizer):
-        step = PairStep(others, plan, ParamGroupLayout(other_paths, 1, mesh.shard.rank))
-        return TorchOptimizer(step.init, step)
+        pair_step = PairStep(others, plan, ParamGroupLayout(other_paths, 1, mesh.shard.rank))
+        return TorchOptimizer(pair_step.init, pair_step)
     if not isinstance(others.step, TorchStep):
         raise TypeError(
             "others must be an optimizer that updates each element by itself; found "
