@@ -145,16 +145,15 @@ class _Flattener:
                 return self._shards(structure, name)
             if node_kind == "dict" and _look_like_shards(children):
                 raise self._unplanned(name, meta)
-            orders = self._orders(children)
         entries = _entries(structure, name)
         # Note: TorchOpt's own classes and the opt_state of a TrainState are optimizers for sure.
         is_state = False
         if zone == "state" and node_kind == "namedtuple":
             zone = "optimizer" if meta.startswith("torchopt.") else zone
             is_state = find_class(meta) is TrainState
-        # Why an error: stored as shards, a list that is the same on every rank would be cut.
-        if orders and zone == "state":
-            raise _undecided(join(name, entries[min(orders)]))
+        # Why there alone: elsewhere, a list that is the same on every rank would be cut.
+        if zone == "optimizer":
+            orders = self._orders(children)
         child_specs = []
         for index, (child, entry) in enumerate(zip(children, entries, strict=True)):
             path = join(name, entry)
@@ -302,15 +301,6 @@ class _Flattener:
             if any(_all_fit(items, order) for items in same_length.values()):
                 orders |= dict.fromkeys(same_length, order)
         return orders
-
-
-def _undecided(path: str) -> ValueError:
-    return ValueError(
-        f"the list at {path!r} of the state has one tensor of a shard's size for each buffer of "
-        "the plan, and may hold shards, or tensors that are the same on every rank: keep an "
-        f"optimizer's state as the opt_state of a TrainState, shards as {{unit: {{buffer: "
-        f"tensor}}}}, and other tensors in a dictionary"
-    )
 
 
 def _look_like_shards(children: Sequence[tree.Structure]) -> bool:

@@ -30,10 +30,10 @@ from funcshard.checkpoint.state_nodes import (
     nodes_of,
     partition_state,
 )
-from funcshard.checkpoint.stored_state import each_leaf, first_of, fits_shard, name_in
+from funcshard.checkpoint.stored_state import each_leaf, first_of, fits_shard, join, name_in
 from funcshard.comm import Mesh
 from funcshard.core import LeafChecksums, check_mesh, check_source, zero_shard
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name, own_axes
+from funcshard.plan import BufferPlan, Plan, UnitPlan, dtype_name, own_axes
 from funcshard.train import (
     MuonStep,
     ParamGroupLayout,
@@ -185,11 +185,8 @@ class _Loading:
                 ),
                 "others": step.others and self.state(others, options, step.others),
             }
-        zeros: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self.plan.units}
-        for unit, buffer in trainable_buffers(self.plan):
-            zeros[unit.name][buffer.key] = zero_shard(unit, buffer, self.mesh)
         # Note: init tells the form of the state.
-        initial_state = optimizer[0](zeros)
+        initial_state = optimizer[0](self.zero_shards())
         paths = partition_state(initial_state, self.plan)[0].keys()
         nodes = nodes_of(initial_state, paths, optimizer, self.plan, self.mesh)
 
@@ -204,6 +201,12 @@ class _Loading:
             return options.get(path, initial)
 
         return map_state(initial_state, self.plan, per_shard, other)
+
+    def zero_shards(self) -> dict[str, dict[str, torch.Tensor]]:
+        shards: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self.plan.units}
+        for unit, buffer in trainable_buffers(self.plan):
+            shards[unit.name][buffer.key] = zero_shard(unit, buffer, self.mesh)
+        return shards
 
     def shard_values(
         self, by_path: Mapping[str, LeafState], node: StateNode, initial: ByBuffer
@@ -394,7 +397,8 @@ def _by_path(
     state_dict: Mapping[str, Any], plan: Plan, strict: bool
 ) -> tuple[dict[str, LeafState], dict[str, Any]]:
     """Return the state of each trainable leaf, and the first parameter group's options."""
-    trainable_leaves = [leaf for _, buffer in trainable_buffers(plan) for leaf in buffer.leaves]
+    leaves = [leaf for _, buffer, leaf in each_leaf(plan) if buffer.trainable]
+    names = dict.fromkeys(name for leaf in leaves for name in (leaf.path, *leaf.aliases))
     if not isinstance(state_dict, Mapping):
         raise TypeError(
             f"an optimizer's state dict must be a dictionary; found {type(state_dict).__name__}: "
@@ -402,7 +406,7 @@ def _by_path(
         )
     # Note: torch's flatten_optimizer_state_dict gives one dictionary of dotted names.
     if not {"state", "param_groups"} <= state_dict.keys():
-        state_dict = _unflattened(state_dict, trainable_leaves)
+        state_dict = _unflattened(state_dict, names)
     state, param_groups = state_dict["state"], state_dict["param_groups"]
     # Note: torch numbers parameters in optimizer.state_dict(), in an order that a plan can't know.
     if any(isinstance(name, int) for name in state):
@@ -418,48 +422,45 @@ def _by_path(
     # Why leaves may be missing: an optimizer that counts no steps may keep nothing of some
     # parameters.
     counts_steps = any("step" in leaf_state for leaf_state in state.values())
-    needed_leaves = [leaf for leaf in trainable_leaves if name_in(state, leaf) is not None]
-    if (counts_steps and strict) or not needed_leaves:
-        needed_leaves = trainable_leaves
+    held_leaves = [leaf for leaf in leaves if name_in(state, leaf) is not None]
+    if not held_leaves or (counts_steps and strict):
+        held_leaves = leaves
     rule_text = "the optimizer's state dict must hold the state of every trainable leaf"
-    anew_hint = (
+    frozen_hint = (
         "; or the leaves were frozen then: strict=False begins them with the optimizer's initial "
         "state"
     )
-    states_by_path = find_leaves(state, needed_leaves, rule_text, anew_hint if strict else "")
+    states_by_path = find_leaves(state, held_leaves, rule_text, frozen_hint * strict)
     # Note: entries without any state, as torch writes for frozen parameters, do no harm.
-    known_names = {name for leaf in trainable_leaves for name in (leaf.path, *leaf.aliases)}
-    unknown_names = [name for name in state if state[name] and name not in known_names]
+    unknown_names = [name for name in state if state[name] and name not in names]
     if strict and unknown_names:
         raise ValueError(
             "the optimizer's state dict must hold state of the trainable leaves only; found state "
             f"of {first_of(unknown_names)}, which are frozen now, or not in the plan: strict=False "
             "leaves it out"
         )
-    paths = [leaf.path for leaf in trainable_leaves]
-    return {path: dict(states_by_path.get(path, {})) for path in paths}, options
+    return {path: dict(leaf_state) for path, leaf_state in states_by_path.items()}, options
 
 
-def _unflattened(flat: Mapping[str, Any], leaves: Sequence[LeafSpec]) -> dict[str, Any]:
-    if leaves and not any(str(name).startswith(("state.", "param_groups.")) for name in flat):
+def _unflattened(flat: Mapping[str, Any], names: Mapping[str, None]) -> dict[str, Any]:
+    parts: dict[str, dict[str, LeafState]] = {"state": {}, "param_groups": {}}
+    for name, value in flat.items():
+        part, _, path_and_key = str(name).partition(".")
+        # Why known names: paths have dots, and an entry may have dots too, such as TorchOpt's 0.mu.
+        # Of an unknown path, the entry is what follows the last dot.
+        unknown_path = path_and_key.rpartition(".")[0]
+        path = next((p for p in tree.upwards(path_and_key) if p in names), unknown_path)
+        if part in parts and path:
+            parts[part].setdefault(path, {})[path_and_key[len(path) + 1 :]] = value
+    groups = parts["param_groups"]
+    if names and not (parts["state"] or groups):
         raise ValueError(
             "an optimizer's state dict must have 'state' and 'param_groups', or names that begin "
             f"with them; found {list(flat)[:3]}: get it with optimizer_to_state_dict, or torch's "
             "get_optimizer_state_dict; if rank0_only left it empty, pass src=0"
         )
-    known_paths = dict.fromkeys(path for leaf in leaves for path in (leaf.path, *leaf.aliases))
-    state_parts: dict[str, dict[str, LeafState]] = {"state": {}, "param_groups": {}}
-    for name, value in flat.items():
-        part, _, path_and_key = str(name).partition(".")
-        # Why known paths: paths have dots, and an entry may have dots too, such as TorchOpt's 0.mu.
-        # Of an unknown path, the entry is what follows the last dot.
-        unknown_path = path_and_key.rpartition(".")[0]
-        path = next((p for p in tree.upwards(path_and_key) if p in known_paths), unknown_path)
-        if part in state_parts and path:
-            state_parts[part].setdefault(path, {})[path_and_key[len(path) + 1 :]] = value
-    groups = state_parts["param_groups"]
-    options = next((groups[path] for path in known_paths if path in groups), {})
-    return {"state": state_parts["state"], "param_groups": [options]}
+    options = next((groups[path] for path in names if path in groups), {})
+    return {"state": parts["state"], "param_groups": [options]}
 
 
 def _add_checksums(
@@ -469,15 +470,13 @@ def _add_checksums(
     plan: Plan,
 ) -> None:
     """Add the full tensors and scalars of a state dict, which ranks must agree on."""
-    rows: list[tuple[str, Any, tuple[str, ...]]]
-    rows = [(name, value, ()) for name, value in others.items()]
-    for _, buffer, leaf in each_leaf(plan):
-        local_axes = own_axes(buffer.local, leaf.cuts)
-        for name, value in by_path.get(leaf.path, {}).items():
-            rows.append((f"{leaf.path}.{name}", value, local_axes))
-    for name, value, local_axes in rows:
-        if isinstance(value, int | float):
-            # Why float64: it holds every count of steps that occurs.
-            value = torch.tensor(float(value), dtype=torch.float64, device="cpu")
-        if is_full(value):
-            checksums.add(name, value, local_axes)
+    local_axes = {
+        leaf.path: own_axes(buffer.local, leaf.cuts) for _, buffer, leaf in each_leaf(plan)
+    }
+    for path, leaf_state in [*by_path.items(), ("", others)]:
+        for name, value in leaf_state.items():
+            if isinstance(value, int | float):
+                # Why float64: it holds every count of steps that occurs.
+                value = torch.tensor(float(value), dtype=torch.float64, device="cpu")
+            if is_full(value):
+                checksums.add(join(path, name), value, local_axes.get(path, ()))

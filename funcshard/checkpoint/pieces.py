@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from funcshard.plan import (
     Box,
     BufferPlan,
     LeafSpec,
+    dtype_name,
     dtype_of,
     own_axes,
     rank_at,
@@ -89,11 +91,9 @@ def as_pieces(value: Any) -> list[Piece] | None:
     """Return an entry of a state dict as a list of pieces, or ``None``."""
     if isinstance(value, Piece):
         return [value]
-    return (
-        list(value)
-        if isinstance(value, Sequence) and all(isinstance(piece, Piece) for piece in value)
-        else None
-    )
+    if isinstance(value, Sequence) and all(isinstance(piece, Piece) for piece in value):
+        return list(value)
+    return None
 
 
 def check_pieces(
@@ -109,8 +109,29 @@ def check_pieces(
 
     ``where`` names their source; ``cast`` is as in ``check_leaf``.
     """
+    planned_dtype = dtype_of(buffer.dtype)
     for piece in pieces:
-        _check_piece(piece, leaf, buffer, where, cast)
+        dtype = piece.tensor.dtype
+        is_castable = can_cast(dtype, planned_dtype)
+        # Note: a piece has the shape of the whole leaf, and elements of its slice.
+        if piece.shape != leaf.whole_shape or not (
+            dtype == planned_dtype or (cast and is_castable)
+        ):
+            remedy = ": pass cast=True to convert them" * (cast is False and is_castable)
+            raise ValueError(
+                f"pieces of leaf {leaf.path!r} of {where} must be of shape {leaf.whole_shape} and "
+                f"dtype {buffer.dtype}, as planned; found {piece.shape} and {dtype_name(dtype)}{remedy}"
+            )
+        ends = [begin + size for begin, size in piece.within] or piece.shape
+        is_inside = len(ends) == len(piece.shape) and all(map(operator.le, ends, piece.shape))
+        if not is_inside or not 0 <= piece.offset <= piece.box.numel - piece.tensor.numel():
+            raise ValueError(
+                f"a piece of leaf {leaf.path!r} of {where} must lie inside its slice, and the slice "
+                f"inside the whole leaf of shape {leaf.whole_shape}; found {piece.tensor.numel()} "
+                f"elements at offset {piece.offset} within {piece.within or 'the whole leaf'}: "
+                "pass the first index and the length of each dimension, and count offset in the "
+                "raveled slice"
+            )
     # Why one: pieces of a local leaf on several ranks have the same offsets, and other values.
     if "shard" in own_axes(buffer.local, leaf.cuts) and len(pieces) != 1:
         raise ValueError(
@@ -126,65 +147,14 @@ def check_pieces(
         for piece in pieces
     ]
     copy_pieces(covered_marks, marked_pieces, leaf, buffer, mesh)
-    covered_end = (
-        part.end
-        if covered_marks.all()
-        else part.begin + int(covered_marks.logical_not().nonzero()[0])
-    )
-    if covered_end < part.end:
+    if not covered_marks.all():
         slice_origin = slice_offsets(leaf.shape, leaf.cuts, mesh.position)
         slice_text = f" of its slice at {slice_origin}" if leaf.whole_shape != leaf.shape else ""
+        first_missing = part.begin + int(covered_marks.logical_not().nonzero()[0])
         raise ValueError(
             f"pieces of leaf {leaf.path!r} of {where} must cover elements {part.begin} to "
-            f"{part.end}{slice_text}, this rank's part under the plan; no piece holds element {covered_end}: pass "
-            f"the pieces of all ranks, as in {{name: [pieces of each rank]}}"
-        )
-
-
-def _check_piece(
-    piece: Piece, leaf: LeafSpec, buffer: BufferPlan, where: str, cast: bool | None
-) -> None:
-    if (
-        not isinstance(piece.offset, int)
-        or not isinstance(piece.shape, Sequence)
-        or piece.tensor.ndim != 1
-    ):
-        raise ValueError(
-            f"a piece of leaf {leaf.path!r} of {where} must be (tensor, offset, shape): a 1-D "
-            "tensor, the index of its first element in the raveled leaf, and the shape of the "
-            f"whole leaf; found a tensor of {piece.tensor.ndim} dimensions, {piece.offset!r} and "
-            f"{piece.shape!r}"
-        )
-    # Note: a piece has the shape of the whole leaf, and elements of its slice.
-    planned_dtype, piece_dtype = dtype_of(buffer.dtype), piece.tensor.dtype
-    if tuple(piece.shape) != leaf.whole_shape or not (
-        piece_dtype == planned_dtype or (cast and can_cast(piece_dtype, planned_dtype))
-    ):
-        remedy = (
-            ": pass cast=True to convert them"
-            if cast is False and can_cast(piece_dtype, planned_dtype)
-            else ""
-        )
-        raise ValueError(
-            f"pieces of leaf {leaf.path!r} of {where} must be of shape {leaf.whole_shape} and "
-            f"dtype {buffer.dtype}, as planned; found {tuple(piece.shape)} and "
-            f"{str(piece_dtype).removeprefix('torch.')}{remedy}"
-        )
-    slice_sides = list(zip(piece.within, piece.shape, strict=False))
-    if len(piece.within) not in (0, len(piece.shape)) or not all(
-        b >= 0 and n >= 0 and b + n <= side for (b, n), side in slice_sides
-    ):
-        raise ValueError(
-            f"a piece of leaf {leaf.path!r} of {where} must have a slice inside the whole leaf of "
-            f"shape {leaf.whole_shape}; found {piece.within!r}: pass the first index and the "
-            "length of each dimension, or () for the whole leaf"
-        )
-    most_numel = piece.box.numel
-    if not 0 <= piece.offset <= most_numel - piece.tensor.numel():
-        of_text = f"its slice of {most_numel}" if piece.within else f"its {most_numel}"
-        raise ValueError(
-            f"pieces of leaf {leaf.path!r} of {where} must lie inside {of_text} elements; found offset "
-            f"{piece.offset} with {piece.tensor.numel()} elements: count offset in the raveled leaf"
+            f"{part.end}{slice_text}, this rank's part under the plan; no piece holds element "
+            f"{first_missing}: pass the pieces of all ranks, as in {{name: [pieces of each rank]}}"
         )
 
 

@@ -106,30 +106,21 @@ def leaf_sources(
             continue
         # Note: the run may hold elements between the spans that no one asked for. One longer read
         # is cheaper than many short ones, and copy_run leaves these elements out.
-        run_begin, run_end = (
-            min(part_begin for part_begin, _ in slice_spans),
-            max(part_end for _, part_end in slice_spans),
-        )
-        if buffer.shards == 1:
-            rank = rank_at(slice_position, axes)
-            # Note: a buffer that isn't sharded lies whole on every rank, from the leaf's offset on.
-            yield Source(rank, leaf.offset + run_begin, Run(run_begin, run_end - run_begin, within))
-            continue
+        run_begin = min(part_begin for part_begin, _ in slice_spans)
+        run_end = max(part_end for _, part_end in slice_spans)
         shard_numel = buffer.shard_numel
-        first_shard, last_shard = (
-            (leaf.offset + index) // shard_numel for index in (run_begin, run_end - 1)
-        )
+        first_shard = (leaf.offset + run_begin) // shard_numel
+        last_shard = (leaf.offset + run_end - 1) // shard_numel
         for shard_index in range(first_shard, last_shard + 1):
             # Note: shards count in the flat buffer, and runs in the leaf.
             shard_begin = shard_index * shard_numel - leaf.offset  # counts in the leaf
-            part_begin, part_end = (
-                max(run_begin, shard_begin),
-                min(run_end, shard_begin + shard_numel),
-            )
-            rank = rank_at({**slice_position, "shard": shard_index}, axes)
-            yield Source(
-                rank, part_begin - shard_begin, Run(part_begin, part_end - part_begin, within)
-            )
+            part_begin = max(run_begin, shard_begin)
+            part_end = min(run_end, shard_begin + shard_numel)
+            part_run = Run(part_begin, part_end - part_begin, within)
+            # Note: a buffer that isn't sharded lies whole on every rank.
+            own_index = {"shard": shard_index} if buffer.shards > 1 else {}
+            rank = rank_at({**slice_position, **own_index}, axes)
+            yield Source(rank, part_begin - shard_begin, part_run)
 
 
 def old_position(

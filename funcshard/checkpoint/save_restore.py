@@ -151,8 +151,8 @@ def save(
     Raises:
         TypeError: a leaf is neither a tensor nor a number or string, or an option has the wrong
             type.
-        ValueError: ``keep`` or ``timeout`` isn't positive; a tree of shards doesn't match the plan,
-            or a list may be one; ranks differ in a value; ``path`` holds something else, or its
+        ValueError: ``keep`` or ``timeout`` isn't positive; a tree of shards doesn't match the plan;
+            ranks differ in a value; ``path`` holds something else, or its
             name begins with a dot; or another save to ``path`` is running.
         OSError: a rank couldn't write its part. With ``wait=False``, ``wait()`` raises it.
 

@@ -123,12 +123,14 @@ def _by_buffer(node: Any, plan: Plan) -> ByBuffer | None:
         buffers = trainable_buffers(plan)
         if like_shards and all(buffer.key in node[unit.name] for unit, buffer in buffers):
             return node
-    elif type(node) is list and node and all(isinstance(leaf, torch.Tensor) for leaf in node):
-        buffer_order = buffers_in_tree_order(plan, trainable_only=True)
-        # Note: TorchOpt flattens the tree of shards, so only the order tells which is whose.
-        if len(buffer_order) == len(node):
-            shard_values: dict[str, dict[str, Any]] = {name: {} for name in plan.units}
-            for (unit, buffer), leaf in zip(buffer_order, node, strict=True):
-                shard_values[unit.name][buffer.key] = leaf
-            return shard_values
-    return None
+        return None
+    if type(node) is not list or not all(isinstance(leaf, torch.Tensor) for leaf in node):
+        return None
+    # Note: TorchOpt flattens the tree of shards, so only the order tells which is whose.
+    buffer_order = buffers_in_tree_order(plan, trainable_only=True)
+    if not node or len(node) != len(buffer_order):
+        return None
+    shard_values: dict[str, dict[str, Any]] = {name: {} for name in plan.units}
+    for (unit, buffer), leaf in zip(buffer_order, node, strict=True):
+        shard_values[unit.name][buffer.key] = leaf
+    return shard_values

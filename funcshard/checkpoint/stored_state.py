@@ -117,51 +117,43 @@ def replicated_summary(flat: FlatState) -> dict[str, Any]:
 
 def check_replicated(summaries: Sequence[dict[str, Any]]) -> None:
     """Raise ``ValueError``, naming a difference, unless all summaries are the same."""
-    first_summary = summaries[0]
     remedy = "mark a value of a rank's own with PerRank(value)"
     of_tensors = f"{remedy}, and store a state of muon or per_matrix by optimizer_to_state_dict"
+    first_summary = summaries[0]
     for rank, rank_summary in enumerate(summaries):
-        if json.dumps(first_summary) == json.dumps(rank_summary):
-            continue
-        for path in first_summary["values"].keys() & rank_summary["values"].keys():
-            # Note: what only one rank has is a difference of the structure, named below.
-            first_value, two = first_summary["values"][path], rank_summary["values"][path]
+        # Note: what only one rank has is a difference of the structure, named last.
+        for path, first_value in first_summary["values"].items():
+            value = rank_summary["values"].get(path, first_value)
             # Why JSON: NaN is equal to itself there, and 1 is not True.
-            if json.dumps(first_value) != json.dumps(two):
-                first_text, rank_text = shortened(first_value, two)
+            if json.dumps(first_value) != json.dumps(value):
+                first_text, rank_text = shortened(first_value, value)
                 raise ValueError(
                     f"{path!r} of the state is {first_text} on rank 0 and {rank_text} on rank {rank}: "
                     f"{remedy}"
                 )
-        for name in first_summary["tensors"].keys() & rank_summary["tensors"].keys():
-            if first_summary["tensors"][name] != rank_summary["tensors"][name]:
+        for name, first_checksum in first_summary["tensors"].items():
+            if rank_summary["tensors"].get(name, first_checksum) != first_checksum:
                 raise ValueError(
                     f"tensor {name!r} of the state is not the same on rank 0 and rank {rank}: "
                     f"{of_tensors}"
                 )
-        raise ValueError(
-            f"the state must have the same structure on every rank; rank {rank}'s differs from "
-            f"rank 0's: {of_tensors}"
-        )
+        if rank_summary["structure"] != first_summary["structure"]:
+            raise ValueError(
+                f"the state must have the same structure on every rank; rank {rank}'s differs from "
+                f"rank 0's: {of_tensors}"
+            )
 
 
-def shortened(one: Any, other: Any, most: int = 80) -> tuple[str, str]:
+def shortened(one: Any, other: Any) -> tuple[str, str]:
     """Return two different values as text, around their first difference."""
     value_texts = repr(one), repr(other)
     # Note: long texts differ far behind their beginning, such as two configurations.
-    first_difference = next(
-        (i for i, (a, b) in enumerate(zip(*value_texts, strict=False)) if a != b),
-        min(map(len, value_texts)),
-    )
-    begin = max(0, first_difference - most // 2)
-
-    def part(text: str) -> str:
-        if len(text) <= most:
-            return text
-        tail = "…" * (begin + most < len(text))
-        return f"{'…' * (begin > 0)}{text[begin : begin + most]}{tail}"
-
-    return part(value_texts[0]), part(value_texts[1])
+    pairs = enumerate(zip(*value_texts, strict=False))
+    begin = max(0, next((i for i, (a, b) in pairs if a != b), 0) - 40)
+    one_text, other_text = [
+        f"{'…' * (begin > 0)}{text[begin : begin + 80]}" for text in value_texts
+    ]
+    return one_text, other_text
 
 
 def replicated_values(spec: TreeSpec) -> dict[str, Any]:

@@ -292,12 +292,13 @@ class _Unflattener:
         # Note: the leaves of one new buffer may come from several old ones.
         for leaf in buffer.leaves if not homes else ():
             old_unit, old_buffer, old_leaf = self._old(leaf)
-            if _packed_as(buffer) != _packed_as(old_buffer):
+            facts, old_facts = _facts(leaf, buffer), _facts(old_leaf, old_buffer)
+            if facts != old_facts:
                 raise ValueError(
-                    f"leaf {leaf.path!r} is stored {_packed_as(old_buffer)} in {self.saved.title}, "
-                    f"and {_packed_as(buffer)} in the plan; found that it would have to be encoded "
-                    "again: make the plan with the same storage, or take to_state_dict and "
-                    "from_state_dict, which decode and encode"
+                    f"leaf {leaf.path!r} has {old_facts} in {self.saved.title}, and {facts} in the "
+                    "plan: it is of another model; or make the plan with the same local=, which says "
+                    f"the dimension of slices, as in local={{{leaf.path!r}: {{'tensor': 0}}}}; or, of "
+                    "other storage=, take to_state_dict and from_state_dict, which encode it again"
                 )
             old_key = (old_unit.name, old_buffer.key)
             home = homes.setdefault(old_key, _Home(old_key, old_buffer, []))
@@ -318,8 +319,10 @@ class _Unflattener:
         """Return whether two flat buffers have the same elements, maybe in other shards."""
         # Note: a local buffer has other elements on each rank, so the number of these ranks counts.
         same_axes = all(self.axes[axis] == self.old_axes.get(axis, 1) for axis in buffer.local)
-        same_values = _packed_as(old) == _packed_as(buffer) and same_axes
-        return (old.leaves, old.local, same_values) == (buffer.leaves, buffer.local, True)
+        same_storage = _facts(old.leaves[0], old) == _facts(buffer.leaves[0], buffer)
+        return (
+            (old.leaves, old.local) == (buffer.leaves, buffer.local) and same_axes and same_storage
+        )
 
     def _tensor(self, names: Sequence[str], place: _Place) -> torch.Tensor:
         """Return the tensor below one buffer from those below its leaves' old buffers."""
@@ -372,7 +375,7 @@ class _Unflattener:
             move_key = (id(home), *turn.values())
             # Note: an optimizer's trees have the runs of the parameters.
             if move_key not in self.moves:
-                self.moves[move_key] = list(self._moves(name, turn, home, place.buffer))
+                self.moves[move_key] = list(self._moves(turn, home, place.buffer))
             for move in self.moves[move_key]:
                 shard_part = shard[move.in_shard]
                 copied_numel = read_run(
@@ -384,9 +387,8 @@ class _Unflattener:
                         f"of {move.path!r}"
                     )
 
-    def _moves(self, name: str, turn: ByAxis, home: _Home, buffer: BufferPlan) -> Iterator[_Move]:
+    def _moves(self, turn: ByAxis, home: _Home, buffer: BufferPlan) -> Iterator[_Move]:
         for leaf, old_leaf in home.leaves:
-            _check_same_leaf(name, leaf, buffer, old_leaf, home.buffer)
             in_shard, target = run_in_shard(buffer, leaf, self.position)
             # Note: a leaf that lies in other ranks' shards alone needs no reads here.
             if target.numel:
@@ -402,30 +404,11 @@ class _Unflattener:
                 yield _Move(leaf.path, in_shard, target, list(leaf_runs))
 
 
-def _packed_as(buffer: BufferPlan) -> str:
-    if buffer.packing is None:
-        return "as it is"
-    name, block, dtype, parts = buffer.packing.form
-    record_text = " and ".join(f"{part.dtype} {part.shape}" for part in parts)
-    return f"by {name!r}, which makes {record_text} of {block} elements of {dtype},"
-
-
-def _check_same_leaf(
-    name: str, leaf: LeafSpec, buffer: BufferPlan, old_leaf: LeafSpec, old: BufferPlan
-) -> None:
-    if own_axes(old.local, old_leaf.cuts) != own_axes(buffer.local, leaf.cuts):
-        raise ValueError(
-            f"{leaf.path!r} is local to ranks under only one of the two plans; make the new plan "
-            "with the same local. A leaf that ranks hold in slices must say which dimension "
-            f"they cut, as in local={{{leaf.path!r}: {{'tensor': 0}}}}"
-        )
-    if old_leaf.whole_shape != leaf.whole_shape:
-        whole_text = " as a whole" if leaf.cuts or old_leaf.cuts else ""
-        raise ValueError(
-            f"leaf {leaf.path!r} has shape {leaf.whole_shape}{whole_text} in the plan; found "
-            f"{old_leaf.whole_shape} stored in {name!r}: the plan is of another model, or cuts "
-            "another dimension"
-        )
+def _facts(leaf: LeafSpec, buffer: BufferPlan) -> dict[str, Any]:
+    """Return what a leaf must have under both plans."""
+    storage = None if buffer.packing is None else buffer.packing.form
+    own = own_axes(buffer.local, leaf.cuts)
+    return {"shape": leaf.whole_shape, "local axes": own, "storage": storage}
 
 
 def _container(spec: TreeSpec, children: list[Any]) -> Any:

@@ -10,7 +10,6 @@ import torch
 
 import funcshard as fs
 from funcshard._utils import tree
-from funcshard.checkpoint import resharding
 from funcshard.checkpoint.resharding import Run, copy_run
 from funcshard.plan import Box
 from tests.checkpoint.test_pieces import MESHES, NAMES, PARAMS
@@ -85,18 +84,6 @@ def test_the_table_shows_whole_tensors(tmp_path: Path) -> None:
     assert "shards, float64; shards, in slices along tensor, float64" in " ".join(table.split()), table
     assert f"{len(NAMES)}" in table
     assert str(numel) in table.replace(",", "")
-
-
-def test_the_same_degree_reads_runs_and_no_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resharding, "copy_run", lambda *_: pytest.fail("a box was read"))
-    shape = MESHES["shard 2, tensor 2"]
-
-    def main(mesh: fs.Mesh) -> None:
-        plan = plan_on(mesh.shape, PARAMS)
-        fs.save(tmp_path / "last", state_of(mesh, plan), plan, mesh)
-        check_state(fs.restore(tmp_path / "last", plan, mesh), plan, mesh)
-
-    ranks(main, shape)
 
 
 @pytest.mark.parametrize("within", [Box((0, 0, 0), (3, 4, 5)), Box((1, 1, 2), (2, 2, 3)), Box((0, 2, 0), (3, 2, 4))])

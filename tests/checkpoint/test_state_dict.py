@@ -397,7 +397,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     ),
     **{
         f"an offset of {offset}": (
-            changed_piece(offset=offset), rf"must lie inside its 16 elements; found offset {offset} with .*: count offset",
+            changed_piece(offset=offset), rf"must lie inside its slice, .* elements at offset {offset} within .*: pass the",
         )
         for offset in (-1, 11)
     },
