@@ -14,7 +14,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -428,13 +428,28 @@ def _table(contents: Contents) -> Table:
         plans_text = f"plans {', '.join(named_plans)}"
     saver = mesh_text(any_plan(contents.plan).mesh_axes)
     title = f"Checkpoint {contents.path.name} of {saved_at}, saved by {saver} under {plans_text}"
+    axes = any_plan(contents.plan).mesh_axes
+    buffers = buffers_of_shards(contents.outline, contents.plan)
+    everything = [*contents.shared.items()]
+    for rank in range(contents.world_size):
+        # Note: values of PerRank are in the tables alone, which is why these are read here.
+        everything += contents.table(rank).stored.items()
     kinds: dict[str, dict[str, None]] = {}
     sums: dict[str, Counter[str]] = {}
-    for stored, tensors, numel in _kept(contents):
-        kinds.setdefault(stored.label, {})[f"{_KEPT_AS[stored.kind]}, {stored.dtype}"] = None
-        nbytes = numel * dtype_of(stored.dtype).itemsize
-        label_sums = sums.setdefault(stored.label, Counter())
-        label_sums.update(tensors=tensors, numel=numel, bytes=nbytes)
+    for name, facts in everything:
+        sizes = [math.prod(facts.shape)]
+        if facts.kind == "shard" and name in buffers:
+            # Note: a whole leaf counts once, and a local one once for each index along its axes.
+            local = buffers[name].local
+            sizes = [
+                math.prod(leaf.whole_shape)
+                for leaf in buffers[name].leaves
+                for _ in range(math.prod(axes[axis] for axis in own_axes(local, leaf.cuts)))
+            ]
+        kinds.setdefault(facts.label, {})[f"{_KEPT_AS[facts.kind]}, {facts.dtype}"] = None
+        nbytes = sum(sizes) * dtype_of(facts.dtype).itemsize
+        label_sums = sums.setdefault(facts.label, Counter())
+        label_sums.update(tensors=len(sizes), numel=sum(sizes), bytes=nbytes)
     rows = [[label, "; ".join(kinds[label]), *_cells(sums[label])] for label in sums]
     values = list(contents.values.items())
     rows += [[path, f"= {value!r}"[:40], "", "", ""] for path, value in values[:_MOST_VALUES]]
@@ -446,22 +461,3 @@ def _table(contents: Contents) -> Table:
 
 def _cells(sums: Counter[str]) -> list[str]:
     return [table.count(sums["tensors"]), table.count(sums["numel"]), table.size(sums["bytes"])]
-
-
-def _kept(contents: Contents) -> Iterator[tuple[Stored, int, int]]:
-    """Yield each tensor, with the number of its whole tensors and their elements."""
-    axes = any_plan(contents.plan).mesh_axes
-    buffers = buffers_of_shards(contents.outline, contents.plan)
-    for name, stored in contents.shared.items():
-        if stored.kind != "shard" or name not in buffers:
-            yield stored, 1, math.prod(stored.shape)
-            continue
-        for leaf in buffers[name].leaves:
-            # Note: a whole leaf counts once, and a local one once for each index along its axes.
-            local_axes = own_axes(buffers[name].local, leaf.cuts)
-            copies = math.prod(axes[axis] for axis in local_axes)
-            yield stored, copies, math.prod(leaf.whole_shape) * copies
-    for rank in range(contents.world_size):
-        # Note: values of PerRank are in the tables alone, which is why these are read here.
-        for stored in contents.table(rank).stored.values():
-            yield stored, 1, math.prod(stored.shape)
