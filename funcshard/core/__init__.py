@@ -62,7 +62,6 @@ from funcshard.core.collectives import (
 )
 from funcshard.core.derivatives import gnvp, grad, hvp, jvp, linearize, vjp
 from funcshard.core.flat_buffer import (
-    all_gather_flat,
     all_reduce_flat,
     decoded_views,
     start_gather_flat,
@@ -126,7 +125,7 @@ __all__ = [
     "AllGatherHandle", "BufferComm", "CONSTANT", "Gathered", "GradReducer", "GradientFunction",
     "GradientKeywords", "GradientOptions", "LeafBlocks", "LeafChecksums", "Leaves", "Prefetcher",
     "RecomputeParams", "ScheduleLearner", "Shards", "Unshard", "accumulate",
-    "activate", "agree", "all_gather", "all_gather_flat",
+    "activate", "agree", "all_gather",
     "all_reduce_flat", "all_to_all", "any_order", "any_order_active", "axis_index", "axpy",
     "block_count", "broadcast", "broadcast_object", "broadcast_to_shards", "can_cast",
     "cast_inputs", "cast_outputs", "check_callable", "check_cut", "check_derivatives", "check_fits", "check_leaf",

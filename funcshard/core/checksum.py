@@ -66,8 +66,8 @@ class LeafChecksums:
             Exception: ``fault``, or else that of another rank.
         """
         mesh = self.mesh
+        raise_on_every_rank(mesh, fault)
         if mesh.world_size == 1:
-            raise_on_every_rank(mesh, fault)
             return
         # Why not meta: checksums have values even on a mesh that stands for an accelerator.
         device = torch.device("cpu") if mesh.device.type == "meta" else mesh.device
@@ -76,27 +76,18 @@ class LeafChecksums:
             values_by_axes.setdefault(local, []).append(value.to(device))
         # Why one sum for each set of axes: ranks may hold other values of leaves that are local
         # along them, and the message stays short for any number of ranks and leaves.
-        sums_by_axes: dict[str, tuple[tuple[str, ...], int]] = {}
-        for axes, values in values_by_axes.items():
-            sums_by_axes[" ".join(axes)] = axes, int(checksum(torch.stack(values)))
-        own_text = json.dumps([fault is not None, sums_by_axes], sort_keys=True)
-        rank_texts = all_gather_texts(mesh, own_text, "checksums")
-        if len(set(rank_texts)) == 1 and fault is None:
-            return
-        # Every rank has the same texts, so from here on every rank does the same.
-        fault_flags, rank_sums = zip(*map(json.loads, rank_texts), strict=True)
-        if any(fault_flags):
-            raise_on_every_rank(mesh, fault)
-        if not _differences(rank_sums, mesh):
-            return
-        own_sums = {name: (local, value.item()) for name, (local, value) in self.leaf_sums.items()}
-        rank_texts = all_gather_texts(mesh, json.dumps(own_sums), "checksums of leaves")
-        rank_sums = tuple(map(json.loads, rank_texts))
-        leaf_differences = _differences(rank_sums, mesh)
-        if leaf_differences:
-            self._raise_first(leaf_differences, len(set().union(*rank_sums)))
+        sums_by_axes: _Sums = {
+            " ".join(axes): (axes, int(checksum(torch.stack(values))))
+            for axes, values in values_by_axes.items()
+        }
+        # Every rank finds the same differences, so every rank does the same.
+        if _differences(sums_by_axes, mesh):
+            own_sums = {name: (axes, int(value)) for name, (axes, value) in self.leaf_sums.items()}
+            leaf_differences = _differences(own_sums, mesh)
+            if leaf_differences:
+                self._raise_first(leaf_differences)
 
-    def _raise_first(self, differences: _Differences, leaf_count: int) -> None:
+    def _raise_first(self, differences: _Differences) -> None:
         leaf_name = min(differences, key=tree.natural_key)
         local_axes, sharing_group, equal_groups = differences[leaf_name]
         sharing_ranks = "every rank"
@@ -111,7 +102,7 @@ class LeafChecksums:
         raise ValueError(
             f"leaf {leaf_name!r} of {self.what} must have the same values on {sharing_ranks}; "
             f"found {len(equal_groups)} different ones, on {ranks_text} ({len(differences)} of "
-            f"{leaf_count} leaves differ): {remedy}"
+            f"{len(self.leaf_sums)} leaves differ): {remedy}"
         )
 
 
@@ -123,8 +114,10 @@ _Sums = Mapping[str, tuple[Sequence[str], int]]
 _Differences = dict[str, tuple[Sequence[str], list[int], list[list[int]]]]
 
 
-def _differences(rank_sums: Sequence[_Sums], mesh: Mesh) -> _Differences:
-    """Return what differs between the ranks that share it."""
+def _differences(own_sums: _Sums, mesh: Mesh) -> _Differences:
+    """Return what differs between the ranks that share it, given what this rank has."""
+    own_text = json.dumps(own_sums, sort_keys=True)
+    rank_sums = [json.loads(text) for text in all_gather_texts(mesh, own_text, "checksums")]
     leaf_differences: _Differences = {}
     local_axes = {leaf_name: local for sums in rank_sums for leaf_name, (local, _) in sums.items()}
     for leaf_name, local in local_axes.items():

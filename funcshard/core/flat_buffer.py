@@ -254,43 +254,25 @@ def _by_rank(rows: Sequence[torch.Tensor], shard_numel: int, ranks: int) -> list
 # --- flat tensors of no unit, without autograd ----------------------------------------------------
 
 
-def all_gather_flat(
+def start_gather_flat(
     flat: torch.Tensor,
     mesh: Mesh,
-    *,
     unit: str | None = None,
     buffer: str = "",
+    *,
     sharded: bool = True,
     offload: bool = False,
-) -> torch.Tensor:
-    """Return the concatenation of every rank's ``flat`` along the shard axis, without autograd.
+) -> AllGatherHandle:
+    """Start to join every rank's ``flat`` along the shard axis; ``finish`` returns the whole.
 
     Arguments:
         flat: this rank's slice ``[n]``, of any dtype.
         mesh: the ranks.
         unit: name of the unit that the data belongs to, for events and errors.
         buffer: key of its buffer, likewise.
-        sharded: whether ``flat`` is a slice; if not, the function returns it.
+        sharded: whether ``flat`` is a slice; if not, the result is ``flat``.
         offload: whether ``flat`` is on the CPU although the mesh is not.
-
-    Returns:
-        The whole ``[n * ranks]``.
     """
-    gather_handle = start_gather_flat(flat, mesh, unit, buffer, sharded=sharded, offload=offload)
-    with torch.no_grad():
-        return gather_handle.finish()
-
-
-def start_gather_flat(
-    flat: torch.Tensor,
-    mesh: Mesh,
-    unit: str | None,
-    buffer: str,
-    *,
-    sharded: bool,
-    offload: bool,
-) -> AllGatherHandle:
-    """Start ``all_gather_flat``; the handle's ``finish`` waits, and returns the result."""
     note_collective(mesh)
     comm = BufferComm(Topology(mesh, sharded), unit, buffer, offload=offload)
     with torch.no_grad():

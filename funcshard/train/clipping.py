@@ -11,7 +11,7 @@ from funcshard._utils.donation import donate as donated
 from funcshard._utils.options import check_flag, check_number
 from funcshard._utils.torch_private import untraced
 from funcshard.comm import Mesh, Topology, at_own_rank
-from funcshard.core import Shards, all_gather_flat, check_cut, check_fits, psum_world
+from funcshard.core import Shards, check_cut, check_fits, psum_world, start_gather_flat
 from funcshard.plan import BufferPlan, Plan
 
 PIECE = 1024  # elements that norm_of_rows adds up in one pass
@@ -84,7 +84,7 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
             else:
                 unsharded.append(grad)
     # Along the shard axis only, because ranks along the replicate axis hold the same shards.
-    norms_of_shards = all_gather_flat(_norm(sharded, norm_type, mesh).reshape(1), mesh)
+    norms_of_shards = start_gather_flat(_norm(sharded, norm_type, mesh).reshape(1), mesh).finish()
     # Buffers that are not sharded are the same on all ranks, so they are counted once, here.
     norms = [norms_of_shards, _norm(unsharded, norm_type, mesh).reshape(1)]
     # Every rank knows from the plan whether this collective runs, whatever gradients it has.
