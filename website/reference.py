@@ -18,8 +18,6 @@ RETURNED = {
     "auto_plan": ("funcshard.estimate.Best", "funcshard.estimate.Infeasible", "funcshard.estimate.Space"),
     "compare": ("funcshard.estimate.Comparison",),
 }
-# Base classes that have the fields of a class.
-BASES = {"funcshard.estimate.Report": ("funcshard.estimate.walk.step.Step",)}
 
 CELL = re.compile(r"^\| (`(?:fs|funcshard)\.(?:[^|\\]|\\.)*) \|", re.MULTILINE)  # the first of a row
 NAME = re.compile(r"`(?:fs|funcshard)\.([\w.]+)")
@@ -107,8 +105,6 @@ def page_of(name: Name) -> str:
     """Return the Markdown of a name's page."""
     page = f"::: {name.full}\n    options:\n      heading: {name.title}\n      toc_label: {name.title}\n"
     page += "      merge_init_into_class: true\n" if name.constructed else ""
-    for base in BASES.get(name.full, ()):
-        page += f"\n::: {base}\n    options:\n      heading_level: 2\n"
     return page
 
 

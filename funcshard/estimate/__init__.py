@@ -19,7 +19,6 @@ from funcshard.estimate.machine import (
     collective_time,
     hardware_names,
     load_hardware,
-    reserved_band,
 )
 from funcshard.estimate.reports import (
     Comparison,
@@ -47,6 +46,7 @@ from funcshard.estimate.walk import (
     OPTIMIZERS,
     OptimizerMemory,
     Runtime,
+    reserved_band,
 )
 
 __all__ = [

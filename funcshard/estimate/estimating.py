@@ -9,8 +9,6 @@ from funcshard._utils.options import check_bytes, check_choice, check_count
 from funcshard.estimate.machine import (
     Hardware,
     load_hardware,
-    reserved_band,
-    reserved_how,
     source_of_sum,
     weakest,
 )
@@ -22,6 +20,8 @@ from funcshard.estimate.walk import (
     OptimizerMemory,
     Runtime,
     check_runtime,
+    reserved_band,
+    reserved_how,
     simulate_step,
 )
 from funcshard.plan import (
@@ -119,6 +119,9 @@ def estimate(
             reduce=reduce,
         )
     pool_bytes = simulation.ledger.pools(streams=on_device.streams)
+    step_how = source_of_sum((span.seconds, span.source) for span in simulation.spans)
+    if any(unit.offload for unit in plan.unit_list):  # copies have no spans
+        step_how = weakest(step_how, target_hardware.offload.source.how)
     reserved_range = (0, 0, "")  # the CPU's allocator keeps no pools
     if on_device.accelerator:
         reserved_range = reserved_band(pool_bytes, target_hardware.memory)
@@ -137,7 +140,6 @@ def estimate(
         timeline=simulation.ledger.timeline(),
         spans=simulation.spans,
         events=simulation.events,
-        rank=0,
         step_time=simulation.step_time,
         exposed=simulation.exposed,
         tokens=profile.tokens * micro_batches,
@@ -152,10 +154,7 @@ def estimate(
             "peak": "calibrated" if on_device.communicators else "traced",
             "traffic": "exact",
             "reserved": reserved_how(target_hardware.name),
-            "step_time": weakest(
-                clock.copied,
-                source_of_sum((span.seconds, span.source) for span in simulation.spans),
-            ),
+            "step_time": step_how,
             "budget": "given"
             if budget_limit == asked_budget
             else target_hardware.sources["memory"].how,

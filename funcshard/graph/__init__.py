@@ -3,22 +3,20 @@
 In reading order:
 
 - ``step_graph``: the graph, as data. ``recording`` makes it on tensors without data.
-- ``storages``, ``memory``, ``cost``: which operations share memory, and what a run takes.
-- ``tidying``, ``sections``, ``show``, ``difference``: simplify, divide, print and compare graphs.
+- ``storages``, ``memory``: which operations share memory, and what a run takes.
+- ``tidying``, ``sections``, ``show``: simplify, divide, print and compare graphs.
 - ``replay``: runs a graph on the groups of a mesh.
-- ``signatures``, ``named_sizes``: the arguments that a graph serves. ``filling``: forms of results.
-- ``saving``, ``loading``: graphs in files.
-- ``entries``: the recordings of a step. ``traced``: ``trace``, the front of all that.
-- ``effects``, ``checking``: the order that operations need, and whether a changed graph has it.
+- ``signatures``: the arguments that a graph serves. ``filling``: forms of results.
+- ``effects``: the order that operations need, and whether a changed graph has it.
+- ``traced``: ``trace``, and the recordings of a step. ``saving``, ``loading``: graphs in files.
 - ``passes``: functions from a traced step to a traced step. ``compiling``: compiled regions.
 """
 
 from __future__ import annotations
 
 from funcshard.graph import passes
-from funcshard.graph.cost import StepCost
 from funcshard.graph.loading import load_traced
-from funcshard.graph.memory import StepMemory
+from funcshard.graph.memory import StepCost, StepMemory
 from funcshard.graph.step_graph import StepGraph
 from funcshard.graph.traced import Traced, trace
 

@@ -20,18 +20,6 @@ from funcshard._utils.torch_private import recording_tensors, storage_id
 from funcshard.graph.signatures import sized
 from funcshard.graph.step_graph import StepGraph, collective_of
 
-# Operations that change the shape of the tensor itself, which is the result of another node too.
-_RELAYOUTS = {
-    "as_strided_",
-    "resize_",
-    "set_",
-    "squeeze_",
-    "swapdims_",
-    "t_",
-    "transpose_",
-    "unsqueeze_",
-}
-
 # For each tensor: number of its storage, the storage's bytes, offset in elements.
 InputMemory = list[list[int]]
 
@@ -87,9 +75,6 @@ def fill_in(
     Raises:
         ValueError: an operation can't take its arguments.
     """
-    operation_names = [operator_name(node.target).rpartition("::")[2] for node in graph.nodes]
-    # Note: such operations are rare, and the views cost a call for each result.
-    has_relayout = not _RELAYOUTS.isdisjoint(operation_names)
     with recording_tensors() as mode, torch.no_grad():
         input_tensors = iter(list(_inputs(leaves, sizes, memory)))
         for node in graph.nodes:
@@ -100,7 +85,7 @@ def fill_in(
                 if node in number_items:
                     node_result = node_result.item()
                 # Why a view: an operation that changes a tensor's shape leaves the view as it is.
-                node.meta["val"] = tree.map(_view_of, node_result) if has_relayout else node_result
+                node.meta["val"] = tree.map(_view_of, node_result)
             except Exception as error:
                 name = operator_name(node.target) or str(node.target)
                 first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]

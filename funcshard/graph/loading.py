@@ -12,11 +12,10 @@ import torch
 
 from funcshard._utils.options import check_path
 from funcshard.comm import Mesh, all_gather_texts
-from funcshard.graph.entries import Entry
-from funcshard.graph.named_sizes import NamedSizes
 from funcshard.graph.replay import bind
 from funcshard.graph.saving import graph_from, read_file
-from funcshard.graph.traced import Traced, torch_version
+from funcshard.graph.signatures import NamedSizes
+from funcshard.graph.traced import Entry, Traced, torch_version
 from funcshard.plan import Plan, axes_text, check_plan, plan_from_data
 from funcshard.train import TrainStep
 
@@ -165,7 +164,9 @@ class LoadedStep:
 
 def _read_together(path: Path, mesh: Mesh) -> tuple[dict[str, Any], list[Any]]:
     """Return the contents of a file; raise on every rank if one can't read it."""
-    facts, kinds, read_error = {"digest": ""}, [], None
+    facts: dict[str, Any] = {"digest": ""}
+    kinds: list[Any] = []
+    read_error = None
     try:
         facts, kinds = read_file(path)
     except (OSError, ValueError) as error:

@@ -33,8 +33,7 @@ from funcshard._utils.torch_private import (
 from funcshard._utils.torch_symbols import record_sized_graph
 from funcshard.comm import StepRecording, record_step
 from funcshard.graph.filling import fill_in, input_memory
-from funcshard.graph.named_sizes import Conditions, sizes_of
-from funcshard.graph.signatures import signature_of
+from funcshard.graph.signatures import Conditions, signature_of, sizes_of
 from funcshard.graph.step_graph import Constant, Place, StepGraph, starts_and_waits
 from funcshard.graph.tidying import tidy
 

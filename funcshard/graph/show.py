@@ -1,28 +1,31 @@
-"""A graph as text and as HTML."""
+"""A graph as text and as HTML, and how two graphs differ."""
 
 from __future__ import annotations
 
 import html
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
 from typing import Any
 
 import torch
 from torch import fx
 
 from funcshard._utils import table, tree
+from funcshard._utils.table import Bullets, Part, Shown, Table
 from funcshard._utils.torch_operators import operator_name
-from funcshard.graph.entries import sizes_text
+from funcshard.graph.memory import memory_of
 from funcshard.graph.sections import Section, sections_of
-from funcshard.graph.step_graph import StepGraph, collective_of
+from funcshard.graph.signatures import sizes_text
+from funcshard.graph.step_graph import STARTS, StepGraph, collective_of
 from funcshard.plan import dtype_name
 
-_SHORT = {
-    "float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16", "int64": "i64", "int32": "i32",
-    "int16": "i16", "int8": "i8", "uint8": "u8", "bool": "bool",
-}  # fmt: skip
 _VERBS = {
     "all_gather": "gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce", "broadcast": "broadcast",
     "all_to_all": "all-to-all",
 }  # fmt: skip
+_MOST = 40  # lines of a list
 
 
 def graph_text(step_graph: StepGraph) -> str:
@@ -104,7 +107,7 @@ def _results(step_graph: StepGraph, names: dict[fx.Node, str]) -> str:
     return f"return {', '.join(_operand(output, names) for output in outputs)}"
 
 
-def line_without_names(node: fx.Node) -> str:
+def _line_without_names(node: fx.Node) -> str:
     """Return the line of a node with forms in place of names."""
     form_of_node = {used: _form(used.meta.get("val")) for used in (node, *node.all_input_nodes)}
     if collective_of(node) in (*_VERBS, "wait"):
@@ -144,7 +147,9 @@ def _arrow(node: fx.Node) -> str:
 def _form(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         dtype = dtype_name(value.dtype)
-        return f"{_SHORT.get(dtype, dtype)}[{','.join(str(int(size)) for size in value.shape)}]"
+        for word, letter in (("float", "f"), ("uint", "u"), ("int", "i")):
+            dtype = dtype.replace(word, letter)
+        return f"{dtype}[{','.join(str(int(size)) for size in value.shape)}]"
     if isinstance(value, tuple | list):
         return f"({', '.join(_form(leaf) for leaf in tree.leaves(value))})"
     if isinstance(value, torch.SymInt | int):
@@ -162,3 +167,88 @@ def _operand(value: Any, names: dict[fx.Node, str]) -> str:
     if isinstance(value, torch.device):
         return value.type  # ranks have devices of other numbers
     return dtype_name(value) if isinstance(value, torch.dtype) else str(value)
+
+
+# --- two graphs -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class StepDifference(Shown):
+    """How a traced step differs from another one, for you to print."""
+
+    before: StepGraph
+    after: StepGraph
+    collectives: tuple[str, ...]
+    operations: tuple[str, ...]
+
+    @classmethod
+    def of(cls, before: StepGraph, after: StepGraph) -> StepDifference:
+        """Return how two graphs differ."""
+        change_parts: tuple[list[str], list[str]] = [], []
+        for change in _changes(_lines(before.graph), _lines(after.graph)):
+            _, _, line = change.partition(": ")
+            change_parts[line[0] not in "→←"].append(change)
+        return cls(before, after, *map(tuple, change_parts))
+
+    def _parts(self) -> Iterable[Part]:
+        rows = [*_collective_rows(self.before, self.after), *_memory_rows(self.before, self.after)]
+        yield Table("Two steps", ["what", "before", "after"], rows)
+        for heading, heading_lines in (
+            ("Collectives", self.collectives),
+            ("Operations", self.operations),
+        ):
+            if heading_lines:
+                yield Bullets(heading, _shortened(heading_lines))
+            else:
+                yield f"{heading}: the same, in the same order."
+
+
+def _collective_rows(*step_graphs: StepGraph) -> Iterable[list[str]]:
+    for kind in STARTS:
+        kind_sizes = [[e.bytes for e in graph.events if e.kind == kind] for graph in step_graphs]
+        if any(kind_sizes):
+            cells = [
+                f"{len(part)} of {table.size(sum(part))}" if part else "none" for part in kind_sizes
+            ]
+            yield [f"{_VERBS[kind]}s", *cells]
+
+
+def _memory_rows(*step_graphs: StepGraph) -> Iterable[list[str]]:
+    memories = list(map(memory_of, step_graphs))
+    yield ["peak", *(table.size(memory.peak) for memory in memories)]
+    yield ["peak gathered", *(table.size(memory.peak_gathered) for memory in memories)]
+
+
+def _lines(graph: fx.Graph) -> list[str]:
+    nodes = (node for node in graph.nodes if node.op not in ("placeholder", "output"))
+    return list(map(_line_without_names, nodes))
+
+
+def _changes(before: Sequence[str], after: Sequence[str]) -> list[str]:
+    """Return the lines that are new, gone, earlier or later, in order."""
+    listed_changes: list[str] = []
+    unpaired: dict[tuple[str, str], list[int]] = defaultdict(list)  # places in that list
+    for verb, other_verb, line in _edits(before, after):
+        # Note: a line that is gone at one place and new at another one has moved.
+        if places := unpaired[other_verb, line]:
+            direction = "earlier" if verb == "gone" else "later"
+            listed_changes[places.pop(0)] = f"{direction}: {line}"
+        else:
+            unpaired[verb, line].append(len(listed_changes))
+            listed_changes.append(f"{verb}: {line}")
+    return listed_changes
+
+
+def _edits(before: Sequence[str], after: Sequence[str]) -> Iterable[tuple[str, str, str]]:
+    matcher = SequenceMatcher(None, before, after, autojunk=False)
+    for kind, old_begin, old_end, new_begin, new_end in matcher.get_opcodes():
+        if kind != "equal":
+            yield from (("gone", "new", line) for line in before[old_begin:old_end])
+            yield from (("new", "gone", line) for line in after[new_begin:new_end])
+
+
+def _shortened(lines: Sequence[str]) -> list[str]:
+    shown_lines = list(lines[:_MOST])
+    if len(lines) > _MOST:
+        shown_lines.append(f"and {len(lines) - _MOST} more")
+    return shown_lines

@@ -1,14 +1,21 @@
-"""The signature of a graph."""
+"""The signature of a graph, and the sizes of a batch that later calls may change."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+import ast
+import keyword
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
 
 from funcshard._utils import tree
 from funcshard.plan import dtype_name
+
+Names = tuple[str | None, ...]  # of each dim of a tensor; ``None`` for a dim of a fixed size
 
 
 class Signature(NamedTuple):
@@ -86,49 +93,205 @@ def sized(leaf: Any, sizes: Mapping[str, int]) -> Any:
     return shape, dtype, device, strides, requires_grad
 
 
+# --- sizes with names -----------------------------------------------------------------------------
+
+
+class NamedSizes:
+    """The names that ``trace(dynamic_shapes=...)`` gives to dims of the batch.
+
+    ``spec`` is that argument; ``None`` gives no names.
+    """
+
+    def __init__(self, spec: Any) -> None:
+        self.spec = spec
+        # By form of the arguments: the text of each leaf.
+        self._known_texts: dict[Any, dict[int, str]] = {}
+
+    def of(self, leaves: Sequence[Any], form: Any) -> dict[int, Names]:
+        """Return the names of dims by leaf of ``(state, batch)``."""
+        if self.spec is None:
+            return {}
+        # Why kept: the next batches have this form too, and each call asks.
+        text_of_leaf = self._known_texts.get(form)
+        if text_of_leaf is None:
+            _, batch = tree.build_form(form, range(form.num_leaves))
+            text_of_leaf = self._known_texts[form] = dict(_spread(self.spec, batch, "batch"))
+        return {
+            leaf_index: _names(dims_text, leaves[leaf_index])
+            for leaf_index, dims_text in text_of_leaf.items()
+            if isinstance(leaves[leaf_index], torch.Tensor)
+        }
+
+
+def _parse_names(text: str) -> tuple[list[str | None], bool]:
+    """Return the names in a text, and whether further dims may follow."""
+    dim_names = [part.strip() for part in text.split(",")]
+    has_more = dim_names[-1] == "..."
+    if has_more:
+        dim_names.pop()
+    for name in dim_names:
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise ValueError(
+                "dynamic_shapes names the sizes that may change: 'b, ...' for dim 0, 'b, t' for "
+                "two dims, with _ for a fixed one and ... at the end for all further ones; found "
+                f"{text!r}"
+            )
+    return [None if name == "_" else name for name in dim_names], has_more
+
+
+def _spread(spec: Any, batch: Any, path: str) -> Iterator[tuple[int, str]]:
+    """Yield the text for each leaf of a batch."""
+    if spec is None:
+        return
+    if isinstance(spec, str):
+        yield from dict.fromkeys(tree.leaves(batch), spec).items()
+        return
+    keys: Iterable[Any] = ()
+    fits = isinstance(spec, tuple | list | Mapping) and not isinstance(batch, int)
+    if fits:
+        keys = spec if isinstance(spec, Mapping) else range(len(spec))
+        fits = len(batch) == len(spec) and isinstance(batch, Mapping) == isinstance(spec, Mapping)
+    if not fits or (isinstance(batch, Mapping) and batch.keys() != spec.keys()):
+        raise ValueError(
+            "dynamic_shapes has the form of the batch, with a text such as 'b, ...' or None for each "
+            f"part; found another form at `{path}`"
+        )
+    for key in keys:
+        yield from _spread(spec[key], batch[key], f"{path}[{key!r}]")
+
+
+def _names(text: str, tensor: torch.Tensor) -> Names:
+    dim_names, has_more = _parse_names(text)
+    if len(dim_names) > tensor.ndim or (len(dim_names) < tensor.ndim and not has_more):
+        raise ValueError(
+            f"dynamic_shapes={text!r} names {len(dim_names)} dims; found a tensor of shape "
+            f"{list(tensor.shape)} in the batch: pass a tree of texts in the form of the batch, "
+            "with None for tensors of fixed shapes, and '...' for further dims"
+        )
+    return tuple(dim_names) + (None,) * (tensor.ndim - len(dim_names))
+
+
+def sizes_of(leaves: Sequence[Any], names: Mapping[int, Names]) -> dict[str, int]:
+    """Return the size of each name in the leaves; raise ``ValueError`` if two differ."""
+    sizes_by_name: dict[str, int] = {}
+    for leaf_index, named_dims in names.items():
+        for name, size in zip(named_dims, leaves[leaf_index].shape, strict=True):
+            if name is not None and sizes_by_name.setdefault(name, size) != size:
+                raise ValueError(
+                    f"dynamic_shapes gives the name {name!r} to dims of one size; found the sizes "
+                    f"{sizes_by_name[name]} and {size} in the batch: give them two names"
+                )
+    return sizes_by_name
+
+
+def sizes_text(sizes: Mapping[str, int]) -> str:
+    """Return sizes as text, such as ``b = 4, t = 16``."""
+    return ", ".join(f"{name} = {size}" for name, size in sizes.items())
+
+
+# --- conditions -----------------------------------------------------------------------------------
+
+# All that a condition may consist of, besides names, numbers and calls of these functions.
+_ARITHMETIC = (
+    ast.Expression, ast.Name, ast.Load, ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.Div,
+    ast.UnaryOp, ast.Not, ast.USub, ast.BoolOp, ast.And, ast.Or,
+    ast.Compare, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE,
+)  # fmt: skip
+_FUNCTIONS = {"min": min, "max": max, "abs": abs, "float": float, "int": int}
+_LONGEST = 2000  # characters; a condition of torch has some dozens
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """Comparisons that the sizes of a batch have to fulfil.
+
+    Attributes:
+        texts: the conditions as Python code, such as ``"b % 2 == 0"``.
+    """
+
+    texts: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
+    _codes: tuple[CodeType, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_codes", tuple(map(_compiled, self.texts)))
+
+    def failing(self, sizes: Mapping[str, int]) -> str:
+        """Return the first condition that sizes don't fulfil, with its place, or ``""``."""
+        # Why no builtins: eval would add all of them, __import__ too.
+        known_values = {"__builtins__": {}, **sizes}
+        known_values |= {f"{name}()": function for name, function in _FUNCTIONS.items()}
+        for text, place, code in zip_longest(self.texts, self.places, self._codes, fillvalue=""):
+            if not eval(code, known_values):
+                return f"{text} ({place})" if place else text
+        return ""
+
+
+def _compiled(text: str) -> CodeType:
+    try:
+        if len(text) > _LONGEST:
+            raise ValueError(f"{len(text)} characters")
+        parsed_text = ast.parse(text, mode="eval")
+        for node in ast.walk(parsed_text):
+            # Why: a file must not run other code than arithmetic.
+            _check_node(node)
+        return compile(parsed_text, "<condition>", "eval", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"found the condition {text[:60]!r}, which is no comparison of sizes: {error}"
+        ) from None
+
+
+def _check_node(node: ast.AST) -> None:
+    match node:
+        case ast.Constant(value=value) if type(value) in (int, float, bool):
+            pass
+        case ast.Call(func=ast.Name(id=name) as func, args=[_, *_], keywords=[]) if (
+            name in _FUNCTIONS
+        ):
+            func.id = f"{name}()"  # because a size may have the name of a function
+        case _ if not isinstance(node, _ARITHMETIC):
+            raise ValueError(type(node).__name__)
+
+
 # --- differences as text --------------------------------------------------------------------------
 
 
 def nearest_difference(found: Signature, recorded: Iterable[Signature]) -> str:
-    """Return how a signature differs from the nearest of several."""
-    return difference(min(recorded, key=lambda each: _distance(each, found)), found)
+    """Return how arguments differ from the nearest of several signatures.
 
-
-def difference(recorded: Signature, found: Signature) -> str:
-    """Return how arguments differ: ``leaf `batch[0]`: recorded float32[4], found float32[5]``.
-
-    It names one leaf, and how many others differ; ``""`` if none does.
+    It names one difference, ``leaf `batch[0]`: recorded float32[4], found float32[5]``, and the
+    number of others.
     """
+
+    def distance(each: Signature) -> tuple[bool, int]:
+        return each.form != found.form, len(_differences(each, found))
+
+    first_text, *other_texts = _differences(min(recorded, key=distance), found) or [""]
+    return f"{first_text}, and {len(other_texts)} more" if other_texts else first_text
+
+
+def _differences(recorded: Signature, found: Signature) -> list[str]:
+    old_paths, new_paths = dict.fromkeys(_paths(recorded.form)), dict.fromkeys(_paths(found.form))
     if recorded.form != found.form:
-        return _form_difference(_paths(recorded.form), _paths(found.form))
-    names = ("inference mode", "autocast on the CPU", "autocast on CUDA")
-    for name, *modes in zip(names, recorded.modes, found.modes, strict=True):
-        if modes[0] != modes[1]:
-            return f"{name}: recorded {_mode(modes[0])}, found {_mode(modes[1])}"
-    leaf_pairs = list(zip(_paths(found.form), recorded.leaves, found.leaves, strict=True))
-    differing_leaves = [pair for pair in leaf_pairs if pair[1] != pair[2]]
-    if not differing_leaves:
-        return ""
+        texts = [
+            f"the tree has the new leaf `{path}`" for path in new_paths if path not in old_paths
+        ]
+        texts += [
+            f"the tree lacks the leaf `{path}`" for path in old_paths if path not in new_paths
+        ]
+        return texts or ["the tree has the same leaves in containers of other types"]
+    mode_names = ("inference mode", "autocast on the CPU", "autocast on CUDA")
+    names = [*mode_names, *(f"leaf `{path}`" for path in new_paths)]
+    old_facts, new_facts = ((*each.modes, *each.leaves) for each in (recorded, found))
+    texts = []
+    for name, *facts in zip(names, old_facts, new_facts, strict=True):
+        for old_text, new_text in zip_longest(*map(_fact_texts, facts), fillvalue="nothing"):
+            if old_text != new_text:
+                texts.append(f"{name}: recorded {old_text}, found {new_text}")
+                break
     # Why the batch first: other shapes of a batch are the usual reason.
-    differing_leaves.sort(key=lambda pair: not pair[0].startswith("batch"))
-    path, *leaves = differing_leaves[0]
-    for fact_count in range(2, 6):
-        recorded_text, found_text = (_described(leaf, fact_count) for leaf in leaves)
-        if recorded_text != found_text:
-            break
-    others, further_text = len(differing_leaves) - 1, ""
-    if others:
-        verb = "leaf differs" if others == 1 else "leaves differ"
-        further_text = f", and {others} other {verb}"
-    return f"leaf `{path}`: recorded {recorded_text}, found {found_text}{further_text}"
-
-
-def _distance(recorded: Signature, found: Signature) -> tuple[int, int]:
-    """Return how far two signatures are apart; trees count more than leaves."""
-    if recorded.form != found.form:
-        return 1, len({*_paths(recorded.form)} ^ {*_paths(found.form)})
-    all_facts = [(*signature.modes, *signature.leaves) for signature in (recorded, found)]
-    return 0, sum(fact != other_fact for fact, other_fact in zip(*all_facts, strict=True))
+    return sorted(texts, key=lambda text: not text.startswith("leaf `batch"))
 
 
 def _paths(form: Any) -> list[str]:
@@ -137,36 +300,21 @@ def _paths(form: Any) -> list[str]:
     return tree.code_paths(state, "state") + tree.code_paths(batch, "batch")
 
 
-def _form_difference(recorded: list[str], found: list[str]) -> str:
-    old_set, new_set = {*recorded}, {*found}
-    new_paths = [path for path in found if path not in old_set]
-    gone_paths = [path for path in recorded if path not in new_set]
-    changed_paths = new_paths or gone_paths
-    if not changed_paths:
-        return "the tree has the same leaves in containers of other types"
-    verb_text = "has the new leaf" if new_paths else "lacks the leaf"
-    further_text = f" and {len(changed_paths) - 1} more" * (len(changed_paths) > 1)
-    return f"the tree {verb_text} `{changed_paths[0]}`{further_text}"
-
-
-def _mode(mode: Any) -> str:
-    if isinstance(mode, bool):
-        return "on" if mode else "off"
-    enabled, dtype = mode
-    return f"{_mode(enabled)} with {dtype_name(dtype)}"
-
-
-def _described(leaf: Any, fact_count: int) -> str:
-    """Return a leaf as text, with as many facts as tell two leaves apart."""
-    if leaf is int:
-        return "a counter"
-    if len(leaf) == 2:
-        return f"{leaf[0].__name__} {leaf[1]!r}"
-    shape, dtype, device, stride, requires_grad = leaf
-    fact_texts = [
+def _fact_texts(fact: Any) -> list[str]:
+    """Return a mode or a leaf as texts."""
+    if isinstance(fact, bool):
+        return ["on" if fact else "off"]
+    if fact is int:
+        return ["a counter"]
+    if len(fact) == 2:
+        first, value = fact
+        if isinstance(first, bool):
+            return [f"{'on' if first else 'off'} with {dtype_name(value)}"]
+        return [f"{first.__name__} {value!r}"]
+    shape, dtype, device, stride, requires_grad = fact
+    return [
         f"{dtype_name(dtype)}[{', '.join(map(str, shape))}]",
         f"on {device}",
-        "contiguous" if stride is None else f"of strides {list(stride)}",
-        "that requires a gradient" if requires_grad else "without gradient",
+        "contiguous" if stride is None else f"strides {list(stride)}",
+        "a gradient" if requires_grad else "no gradient",
     ]
-    return " ".join(fact_texts[: fact_count - 1])

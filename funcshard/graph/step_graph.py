@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from funcshard._utils.torch_operators import operator_name
-from funcshard.graph.named_sizes import Conditions
-from funcshard.graph.signatures import Signature
+from funcshard.graph.signatures import Conditions, Signature
 from funcshard.plan import Event
 
 # The operations that start a collective.

@@ -8,8 +8,8 @@ import logging
 import operator
 import os
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,20 +18,24 @@ from funcshard._utils.compiled_outside import Warned, untraced_with_warning
 from funcshard._utils.donation import DONATED_STATE, donate
 from funcshard._utils.options import check_count, check_path
 from funcshard.comm import UNDO, Mesh
-from funcshard.graph.checking import check_graph
 from funcshard.graph.compiling import Backend, CompilingBind
-from funcshard.graph.cost import StepCost, cost_of
-from funcshard.graph.difference import StepDifference
-from funcshard.graph.entries import Entries, Entry, sizes_text
+from funcshard.graph.effects import check_graph, check_order
 from funcshard.graph.filling import filled
-from funcshard.graph.memory import StepMemory, memory_of
-from funcshard.graph.named_sizes import NamedSizes, sizes_of
+from funcshard.graph.memory import StepCost, StepMemory, cost_of, memory_of
 from funcshard.graph.recording import record
 from funcshard.graph.replay import bind
 from funcshard.graph.saving import graph_to, recordings_text, save_together, text_digest
-from funcshard.graph.show import graph_html, graph_text
-from funcshard.graph.signatures import Signature, signature_of
+from funcshard.graph.show import StepDifference, graph_html, graph_text
+from funcshard.graph.signatures import (
+    NamedSizes,
+    Signature,
+    nearest_difference,
+    signature_of,
+    sizes_of,
+    sizes_text,
+)
 from funcshard.graph.step_graph import Place, StepGraph, collective_of, starts_and_waits
+from funcshard.graph.tidying import drop_unused_nodes
 from funcshard.plan import Event, Plan
 from funcshard.train import TrainStep, copy
 
@@ -94,6 +98,13 @@ def trace(step: TrainStep, state: Any, batch: Any, *, dynamic_shapes: Any = None
     return traced
 
 
+class Entry(NamedTuple):
+    """A recording, and its graph as a function."""
+
+    step_graph: StepGraph
+    run: Callable[..., list[Any]]
+
+
 Change = Callable[[StepGraph], StepGraph]  # a pass: it leaves its argument as it is
 Bind = Callable[[StepGraph, Mesh], Callable[..., list[Any]]]
 
@@ -141,9 +152,7 @@ class Traced:
         self.step, self.mesh = step, mesh
         self._changes, self._bind, self._fixed, self._earlier = changes, bind, fixed, earlier
         self._names = names or NamedSizes(None)
-        self._entries = Entries()
-        for entry in entries:
-            self._entries.add(entry)
+        self._entries = {entry.step_graph.signature: entry for entry in entries}
         self.warned = Warned()
 
     def changed(self, change: Change) -> Traced:
@@ -163,13 +172,10 @@ class Traced:
             return new_graph
 
         new_entries = []
-        for entry in self._entries:
+        for entry in self._entries.values():
             step_graph = checked(entry.step_graph)
-            if self._bind is bind:
-                # Why later: most passes are not the last. Compiling takes long, and is done now.
-                run = _run_later(functools.partial(bind, step_graph, self.mesh))
-            else:
-                run = self._bind(step_graph, self.mesh)
+            # Why later: most passes are not the last.
+            run = _run_later(functools.partial(self._bind, step_graph, self.mesh))
             new_entries.append(Entry(step_graph, run))
         return self._like(new_entries, (*self._changes, checked), self._bind)
 
@@ -204,21 +210,13 @@ class Traced:
             [1, 1]
         """
         bind = CompilingBind(backend)
-        step_graphs = [entry.step_graph for entry in self._entries]
+        step_graphs = [entry.step_graph for entry in self._entries.values()]
         new_entries = [Entry(step_graph, bind(step_graph, self.mesh)) for step_graph in step_graphs]
         return self._like(new_entries, self._changes, bind)
 
     def _like(self, entries: Iterable[Entry], changes: tuple[Change, ...], bind: Bind) -> Traced:
-        return Traced(
-            self.step,
-            self.mesh,
-            entries,
-            changes=changes,
-            bind=bind,
-            fixed=self._fixed,
-            earlier=self._earlier,
-            names=self._names,
-        )
+        facts: Any = {"fixed": self._fixed, "earlier": self._earlier, "names": self._names}
+        return Traced(self.step, self.mesh, entries, changes=changes, bind=bind, **facts)
 
     def with_sizes(self, **sizes: int) -> Traced:
         """Return this step with ``memory()``, ``cost()`` and text for other sizes.
@@ -259,7 +257,7 @@ class Traced:
             # Note: one function runs all sizes; only the forms for memory, cost and text are
             # others.
             Entry(filled(entry.step_graph, sizes), entry.run)
-            for entry in self._entries
+            for entry in self._entries.values()
             if not entry.step_graph.conditions.failing(sizes)
         ]
         if not new_entries:
@@ -320,15 +318,38 @@ class Traced:
     def graph_for(self, state: Any, batch: Any) -> tuple[Entry, list[Any]]:
         """Return the graph for some arguments, recorded if need be, and their leaves."""
         leaves, dim_names, sizes, signature = self._facts(state, batch)
-        step_entry = self._entries.find(signature, sizes)
+        step_entry = self._find(signature, sizes)
         if step_entry is None:
             step_entry, state_after = self._record(signature, sizes, dim_names, state, batch)
             # The next step's state may have another form. Why no further: a number in it may change
             # with every step.
             _, dim_names, _, ahead = self._facts(state_after, batch)
-            if self._entries.find(ahead, sizes) is None:
+            if self._find(ahead, sizes) is None:
                 self._record(ahead, sizes, dim_names, state_after, batch, what="the step after it")
         return step_entry, leaves
+
+    def _find(self, signature: Signature, sizes: Mapping[str, int]) -> Entry | None:
+        """Return the recording that serves arguments, or ``None``."""
+        # Note: without names the arguments' own facts are the key, which is the fast way.
+        if not sizes:
+            return self._entries.get(signature)
+        for entry in self._alike(signature):
+            if not entry.step_graph.conditions.failing(sizes):
+                return entry
+        return None
+
+    def _difference(self, signature: Signature, sizes: Mapping[str, int]) -> str:
+        """Return why no recording serves arguments; ``""`` if there's no recording."""
+        if entries := self._alike(signature):
+            failing_rule = entries[-1].step_graph.conditions.failing(sizes)
+            return f"found {sizes_text(sizes)}; the recording needs {failing_rule}"
+        return nearest_difference(signature, self._entries) if self._entries else ""
+
+    def _alike(self, signature: Signature) -> list[Entry]:
+        """Return the recordings for a signature, whatever their sizes."""
+        entries = self._entries.items()
+        # Note: arguments have no conditions, so those of the recording don't count here.
+        return [entry for key, entry in entries if key._replace(conditions=()) == signature]
 
     def _facts(
         self, state: Any, batch: Any
@@ -346,7 +367,7 @@ class Traced:
     @property
     def graph(self) -> StepGraph:
         """The graph of the last recording: that of all steps but the first."""
-        return self._entries.last.step_graph
+        return next(reversed(self._entries.values())).step_graph
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -413,7 +434,7 @@ class Traced:
         }
         collectives = [
             f"{collective_of(start)} {start.meta.get('event')}"
-            for entry in self._entries
+            for entry in self._entries.values()
             for start, _ in starts_and_waits(entry.step_graph.graph)
         ]
         # Note: a rank with an error calls this too, because the others wait for it there.
@@ -428,7 +449,9 @@ class Traced:
         return text_digest(self._text())[:16]
 
     def _text(self) -> str:
-        step_graphs = [graph_to(entry.step_graph, self.step.schedules) for entry in self._entries]
+        step_graphs = [
+            graph_to(entry.step_graph, self.step.schedules) for entry in self._entries.values()
+        ]
         return recordings_text(step_graphs)
 
     @property
@@ -447,7 +470,7 @@ class Traced:
         *,
         what: str = "a step again",
     ) -> tuple[Entry, Any]:
-        difference = self._entries.difference(signature, sizes)
+        difference = self._difference(signature, sizes)
         if self._fixed:
             raise ValueError(
                 f"this traced step has no graph for these arguments ({difference}), and "
@@ -458,7 +481,7 @@ class Traced:
         for change in self._changes:
             step_graph = change(step_graph)
         entry = Entry(step_graph, self._bind(step_graph, self.mesh))
-        self._entries.add(entry)
+        self._entries[step_graph.signature] = entry
         _log.debug(
             "trace records %s; it has %d recordings",
             f"{what}: {difference}" if difference else "a step",
@@ -474,6 +497,28 @@ class Traced:
                 stacklevel=3,
             )
         return entry, state_after
+
+
+def applied(traced: Traced, edit: Callable[[StepGraph], None], name: str) -> Traced:
+    """Return a traced step whose graphs ``edit`` changes, later recordings too.
+
+    Arguments:
+        edit: changes a graph in place; unused nodes go afterwards.
+    """
+    if not isinstance(traced, Traced):
+        raise TypeError(
+            f"{name} takes the traced step that fs.trace returned; found {type(traced).__name__}"
+        )
+
+    def change(step_graph: StepGraph) -> StepGraph:
+        changed_graph = step_graph.copy()
+        edit(changed_graph)
+        drop_unused_nodes(changed_graph.graph)
+        check_order(changed_graph.graph, step_graph.graph)
+        return changed_graph
+
+    # Note: changed checks that the graph may run.
+    return traced.changed(change)
 
 
 def torch_version() -> str:

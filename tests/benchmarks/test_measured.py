@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.measured import MeasuredStep, estimate_step, read_steps
-from funcshard.estimate.machine import RESERVED_RUNS
+from funcshard.estimate.walk import RESERVED_RUNS
 
 pytest.importorskip("transformers", reason="an optional dependency of the tests")
 

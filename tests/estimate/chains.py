@@ -26,7 +26,7 @@ def chain(units: list[Unit]) -> Profile:
     forms = {f"u{i}.w": torch.empty(unit.numel, device="meta", requires_grad=True) for i, unit in enumerate(units)}
     return Profile(
         retrace=lambda remat, apart: _tape(units, remat), dtypes=dict.fromkeys(forms, "float32"), tokens=8, inputs=64,
-        buffers=0, embedded=0, forms=forms,
+        buffers=0, forms=forms,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import torch
 
 import funcshard as fs
 from funcshard.estimate.reports.report import Report
-from funcshard.estimate.walk.step import Moment, Span
+from funcshard.estimate.walk import Moment, Span
 
 MIB = 1 << 20
 
@@ -61,7 +61,7 @@ def report_of(plan: fs.Plan | None = None, *, seconds: float = 0.01, saved: int 
     timeline.append(Moment(now, "optimizer", "", fixed))
     options = {"remat": (), "micro_batches": 1, **changes.pop("options", {})}
     report = Report(
-        plan, schedule, "h100-8x400gbps", tuple(timeline), tuple(spans), fs.predict_events(plan, schedule), 0, now, seconds,
+        plan, schedule, "h100-8x400gbps", tuple(timeline), tuple(spans), fs.predict_events(plan, schedule), now, seconds,
         tokens=4096, flops=10**12, peak_flops=1e15, reserved=(int(1.02 * most[0]), int(1.2 * most[0])), budget=80 * MIB,
         reserved_source="a source", unit_memory=most[1], options=options,
     )  # fmt: skip

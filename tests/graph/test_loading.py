@@ -110,7 +110,7 @@ def test_a_new_process_without_the_model_takes_the_same_steps(traced: fs.graph.T
 
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "another shape": (lambda s: (s, BATCH[:1]), r"leaf `batch`: recorded float32\[2, 3\], found float32\[1, 3\]"),
-    "other strides": (lambda s: (s, BATCH.t().contiguous().t()), r"of strides \[3, 1\], found .* of strides \[1, 2\]"),
+    "other strides": (lambda s: (s, BATCH.t().contiguous().t()), r"recorded strides \[3, 1\], found strides \[1, 2\]"),
     "a state without shards": (
         lambda s: (s._replace(shards={}), BATCH),
         r"lacks the leaf `state.shards\[''\]\['float32'\]`",
@@ -213,7 +213,7 @@ FORGED: dict[str, tuple[Callable[[str], str], str]] = {
     "no JSON": (lambda text: "abc", "cannot be read"),
     "half a file": (lambda text: text[: len(text) // 2], "cannot be read"),
     "deep JSON": (lambda text: text.partition("\n")[0] + "\n" + "[" * 100_000, "nested in more than 500 levels"),
-    "a deep tree": (replaced('"form": ', f'"form": {"[" * 900}1{"]" * 900},"x": '), "nested in more than 500 levels"),
+    "a deep tree": (replaced('"form":', f'"form":{"[" * 900}1{"]" * 900},"x":'), "nested in more than 500 levels"),
     "another torch": (replaced(torch.__version__.partition("+")[0], "1.0.0"), "recorded with torch 1.0.0"),
     "an operator that reads files": (replaced(POWER, "aten::from_file.default"), "must not run other code"),
     "an operator of Python": (replaced(POWER, "builtins.eval"), "must not run other code"),

@@ -14,7 +14,7 @@ from benchmarks.published import END, HEADER, START, compare
 from benchmarks.published_cases import KINDS, UNSEEN, Case, cases, fitted_rows, rows, tokens_per_second
 from benchmarks.results import put
 from funcshard.estimate import load_hardware
-from funcshard.estimate.machine import RESERVED_RUNS
+from funcshard.estimate.walk import RESERVED_RUNS
 
 PAGE = Path(__file__).parents[2] / "docs" / "dev" / "estimates.md"
 GIB = 2**30

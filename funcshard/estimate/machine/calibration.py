@@ -9,7 +9,7 @@ import socket
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,11 @@ import torch.multiprocessing
 
 from funcshard._utils.options import check_count, check_flag, check_path
 from funcshard.comm import init_mesh
-from funcshard.estimate.machine.hardware import Hardware, Link
-from funcshard.estimate.machine.measuring import PASSES, PRODUCTS, ROUNDS, TENSORS, cores, measure
-from funcshard.estimate.machine.reference import Reference, StepRates
-from funcshard.estimate.machine.sources import Source
+from funcshard.estimate.machine.hardware import Hardware, Link, Source
+from funcshard.estimate.machine.measuring import Reference, StepRates, cores, measure
 from funcshard.estimate.machine.timing import KINDS
 
 SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes of the whole buffer
-SECONDS = 0.2  # time for each peak
 
 
 def calibrate(
@@ -35,9 +32,7 @@ def calibrate(
     ranks: int = 2,
     shared_memory: bool = True,
     sizes: Sequence[int] = SIZES,
-    seconds: float = SECONDS,
     reference: Reference | None = None,
-    progress: Callable[[str], None] | None = None,
 ) -> Hardware:
     """Measure your machine, and return its description.
 
@@ -50,12 +45,10 @@ def calibrate(
         shared_memory: whether ranks communicate through shared memory, as in ``fs.init_mesh``, or
             through gloo.
         sizes: bytes of the collectives' whole buffers.
-        seconds: seconds for each peak.
         reference: sizes of the transformer whose step gives the efficiencies.
-        progress: receives a line before each part; by default standard error does.
 
     Raises:
-        ValueError: fewer than 2 ranks, fewer than 2 sizes, or a path in a missing folder.
+        ValueError: fewer than 2 ranks, or a path in a missing folder.
         ProcessRaisedException: a rank failed (of ``torch.multiprocessing``).
 
     Example:
@@ -67,12 +60,6 @@ def calibrate(
         "ranks", ranks, 2, remedy="pass at least 2, since one rank issues no collectives"
     )
     check_flag("shared_memory", shared_memory)
-    sizes = sorted({check_count("sizes", size, 4 * ranks, of="bytes") for size in sizes})
-    if len(sizes) < 2:
-        raise ValueError(
-            f"sizes must hold at least 2 sizes, for a latency and a bandwidth; found {sizes}: add "
-            "one"
-        )
     if path is not None:
         path = check_path("path", path)
     if path is not None and not path.parent.is_dir():
@@ -80,16 +67,12 @@ def calibrate(
             f"path must lie in a folder that exists; found {os.fspath(path)!r}: create "
             f"{path.parent}"
         )
-    report_progress = progress or _say
     way = "shared memory" if shared_memory else "gloo"
-    report_progress(
-        f"Measuring {ranks} ranks over {way}: about {_expected(len(sizes), seconds):.0f} s on an "
-        "idle machine …"
-    )
+    print(f"Measuring {ranks} ranks over {way} …", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="funcshard-calibrate-") as temporary_folder:
         torch.multiprocessing.spawn(
             _rank,
-            (ranks, temporary_folder, shared_memory, sizes, seconds, reference or Reference()),
+            (ranks, temporary_folder, shared_memory, sizes, reference or Reference()),
             nprocs=ranks,
         )
         rank_results = [
@@ -98,7 +81,7 @@ def calibrate(
     hardware = _describe(rank_results, ranks, shared_memory)
     if path is not None:
         Path(path).write_text(hardware.to_json(), encoding="utf-8")
-        report_progress(f"Wrote {os.fspath(path)}")
+        print(f"Wrote {os.fspath(path)}", file=sys.stderr, flush=True)
     return hardware
 
 
@@ -108,33 +91,17 @@ def fit_link(kind: str, size: int, times: Mapping[int, float], source: Source) -
     Arguments:
         times: measured seconds by bytes, for at least two sizes.
     """
-    # Why 1 / seconds²: it makes the errors relative, so that small and large buffers count alike.
-    weighted_points = [(nbytes, seconds, 1 / seconds**2) for nbytes, seconds in times.items()]
-
-    # Note: the sums of a weighted least-squares line.
-    def total(term: Callable[[float, float], float]) -> float:
-        return sum(weight * term(nbytes, seconds) for nbytes, seconds, weight in weighted_points)
-
-    total_weight = total(lambda x, y: 1)
-    mean_x, mean_y = total(lambda x, y: x) / total_weight, total(lambda x, y: y) / total_weight
-    slope = total(lambda x, y: (x - mean_x) * (y - mean_y)) / total(lambda x, y: (x - mean_x) ** 2)
-    if slope <= 0:  # noise hides the bandwidth: the largest buffer gives a lower bound
-        slope = times[max(times)] / max(times)
-    # Note: a latency below zero is noise too.
-    latency = mean_y - slope * mean_x
-    if latency < 0:  # the best line through zero
-        latency, slope = 0.0, total(lambda x, y: x * y) / total(lambda x, y: x * x)
+    sizes, seconds = torch.tensor(list(times.items()), dtype=torch.float64, device="cpu").T
+    # Why divided by the seconds: errors are relative then, so small and large buffers count alike.
+    rows = torch.stack([sizes / seconds, 1 / seconds], dim=1)
+    slope, latency = torch.linalg.lstsq(rows, torch.ones_like(rows[:, :1])).solution[:, 0].tolist()
+    # Note: noise may hide the bandwidth, and then the largest buffer gives a lower bound of it.
+    if slope <= 0:
+        slope, latency = times[max(times)] / max(times), 0.0
+    # Note: a latency below zero is noise too; this is the best line through zero.
+    if latency < 0:
+        slope, latency = float(rows[:, 0].sum() / rows[:, 0].square().sum()), 0.0
     return Link(size, latency, 1 / slope, source, kind)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _expected(sizes: int, seconds: float) -> float:
-    # A collective with its sweep takes 0.01 s, and two steps 0.4 s each.
-    run_seconds = PASSES * ROUNDS * (len(KINDS) * sizes * 0.01 + 2 * 0.4)
-    return 10 + run_seconds + seconds * (len(PRODUCTS) + 2 + len(TENSORS) + 1)
 
 
 def _rank(
@@ -143,7 +110,6 @@ def _rank(
     folder: str,
     shared_memory: bool,
     sizes: Sequence[int],
-    seconds: float,
     reference: Reference,
 ) -> None:
     """Measure on one rank and save the times in ``folder``."""
@@ -159,7 +125,7 @@ def _rank(
         "gloo", store=file_store, rank=rank, world_size=ranks, timeout=store_timeout
     )
     mesh = init_mesh({"shard": ranks}, device="cpu", shared_memory=shared_memory)
-    rank_results = measure(mesh, sizes, seconds, reference)
+    rank_results = measure(mesh, sizes, reference)
     dist.destroy_process_group()
     torch.save(rank_results, Path(folder, f"rank{rank}.pt"))
 

@@ -1,20 +1,84 @@
-"""``Hardware``: a machine as data and as JSON."""
+"""``Hardware``: a machine as data and as JSON.
+
+Every number of a report and of a machine has a source, which says how far you can trust it:
+
+- ``exact``: it follows from the plan alone.
+- ``traced``: it comes from the trace of forward and backward.
+- ``calibrated``: it comes from a measurement of such hardware.
+- ``extrapolated``: it lies outside of that measurement.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from funcshard._utils import file_data
 from funcshard._utils.options import check_choice, check_count, check_number, did_you_mean
 from funcshard._utils.regular_files import read_regular
-from funcshard.estimate.machine.sources import Source
+
+SOURCES = ("exact", "traced", "calibrated", "extrapolated")
+
+_SMALL = 0.05  # of a sum: smaller parts do not count
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a figure comes from.
+
+    Attributes:
+        text: a URL, or the words "measured by" and the command.
+        how: ``"calibrated"`` for a measured or stated figure, ``"extrapolated"`` for one of another
+            machine.
+    """
+
+    text: str
+    how: str = "calibrated"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str) or not self.text.strip():
+            raise ValueError(
+                f"source must name where a figure comes from; found {self.text!r}: give a URL or a "
+                "command"
+            )
+        check_choice("how", self.how, SOURCES)
+
+
+def weakest(*sources: str) -> str:
+    """Return the least trustworthy of some sources.
+
+    Example:
+        >>> weakest("exact", "extrapolated", "traced")
+        'extrapolated'
+    """
+    return max(sources, key=SOURCES.index, default=SOURCES[0])
+
+
+def source_of_sum(parts: Iterable[tuple[float, str]]) -> str:
+    """Return the weakest source of a sum's parts, but for the least twentieth of the sum.
+
+    Arguments:
+        parts: the size and the source of each part.
+
+    Example:
+        >>> source_of_sum([(1000.0, "calibrated"), (1.0, "extrapolated")])
+        'calibrated'
+    """
+    sizes = dict.fromkeys(SOURCES, 0.0)
+    for size, source in parts:
+        sizes[source] += size
+    total, weaker = sum(sizes.values()), 0.0
+    for source in reversed(SOURCES):
+        weaker += sizes[source]
+        if weaker > _SMALL * total:
+            return source
+    return SOURCES[0]
+
 
 ALL_KINDS = "any"  # a Link of this kind serves every kind of collective
 _FOLDER = Path(__file__).with_name("descriptions")
@@ -65,11 +129,6 @@ class SizeFactor:
         check_number(
             "factor", self.factor, above=0, remedy="pass a share of the bandwidth, such as 0.87"
         )
-        if self.factor > 1:
-            raise ValueError(
-                f"factor must be at most 1, a share of the bandwidth; found {self.factor!r}: pass "
-                "at most 1"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +171,7 @@ class Hardware:
     name: str
     memory: int
     memory_bandwidth: float
-    flops: Mapping[str, float]
+    flops: Mapping[str, float] = field(hash=False)
     flops_efficiency: float
     memory_efficiency: float
     kernel_overhead: float
@@ -120,7 +179,7 @@ class Hardware:
     ranks_per_node: int
     node: tuple[Link, ...]
     network: tuple[Link, ...]
-    sources: Mapping[str, Source]
+    sources: Mapping[str, Source] = field(hash=False)
     size_factors: tuple[SizeFactor, ...] = ()
     about: str = ""
     aliases: tuple[str, ...] = field(default=(), compare=False)
@@ -128,22 +187,16 @@ class Hardware:
     optimizer_efficiency: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise ValueError(
-                f"name of a hardware description must be a text; found {self.name!r}: pass a name"
-            )
-        # Why copies: a description is immutable, also if the caller's dictionaries change.
-        object.__setattr__(self, "flops", MappingProxyType(dict(self.flops)))
-        object.__setattr__(self, "sources", MappingProxyType(dict(self.sources)))
-        for name in ("node", "network", "size_factors", "aliases"):
+        # Why copies: the caller's dictionaries may change.
+        object.__setattr__(self, "flops", dict(self.flops))
+        object.__setattr__(self, "sources", dict(self.sources))
+        for name in ("node", "network", "aliases"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        factors = sorted(self.size_factors, key=lambda size_factor: size_factor.bytes)
+        object.__setattr__(self, "size_factors", tuple(factors))
         check_choice("device", self.device, ("cuda", "cpu"))
         check_count("memory", self.memory, of="bytes")
         check_count("ranks_per_node", self.ranks_per_node, of="ranks")
-        if not self.flops:
-            raise ValueError(
-                f"flops of {self.name!r} must name at least one dtype; found none: add 'float32'"
-            )
         for name, value in self._numbers().items():
             figure_label = f"{name} of {self.name!r}"
             if name == "kernel_overhead":
@@ -160,23 +213,6 @@ class Hardware:
                 raise ValueError(
                     f"{name} must be at most 1, a share of the peak; found {getattr(self, name)!r}"
                 )
-        if self.ranks_per_node > 1 and not self.node:
-            raise ValueError(
-                f"{self.name!r} has {self.ranks_per_node} ranks in a node, so it must have links "
-                "of a node; found none: add the latency and bandwidth of at least one number of "
-                "ranks"
-            )
-        factor_sizes = [size_factor.bytes for size_factor in self.size_factors]
-        if factor_sizes != sorted(set(factor_sizes)):
-            raise ValueError(
-                f"size_factors must stand in order of their bytes; found {factor_sizes}: sort them"
-            )
-
-    def __hash__(self) -> int:
-        return hash((self.name, self.memory, self.flops_efficiency, self.node, self.network))
-
-    def __reduce__(self) -> tuple[Any, ...]:  # mapping proxies cannot be pickled
-        return Hardware.from_json, (self.to_json(),)
 
     def _numbers(self) -> dict[str, Any]:
         """Return every figure that is no link, by the key of its source."""
@@ -208,49 +244,35 @@ class Hardware:
         """Return the description that ``to_json`` wrote.
 
         Raises:
-            TypeError: the argument is no text.
-            ValueError: the text is no JSON, a figure is missing, or it has no source.
+            ValueError: the text is no JSON, or a figure is missing, out of bounds or without a
+                source.
         """
         try:
-            data = file_data.parse(text)
-        except ValueError as error:
+            return _from_data(file_data.parse(text))
+        except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(
-                f"a hardware description must be JSON; found {text[:40]!r} …: {error}"
+                "a hardware description must have the form of those that come with funcshard; "
+                f"found {type(error).__name__}: {error}"
             ) from None
-        if not isinstance(data, dict):
-            raise ValueError(f"a hardware description must be a JSON object; found {text[:40]!r} …")
-        try:
-            return _from_data(data)
-        except TypeError as error:  # a figure is no number
-            raise ValueError(str(error)) from None
 
 
 def _from_data(data: dict[str, Any]) -> Hardware:
-    known_fields = {class_field.name for class_field in fields(Hardware)} - {"sources"}
-    if wrong_fields := sorted(set(data) - known_fields):
-        raise ValueError(
-            f"a hardware description must have the fields {', '.join(sorted(known_fields))}; found "
-            f"{wrong_fields[0]!r}: "
-            + did_you_mean(wrong_fields[0], known_fields, otherwise="remove it")
-        )
-    values: dict[str, Any] = {"name": _part(data, "name"), "flops": {}}
     sources: dict[str, Source] = {}
-    optional_figures = {"optimizer_efficiency"}.intersection(data)
-    for name in (*_FIGURES, *optional_figures):
-        values[name], sources[name] = _figure(name, _part(data, name))
-    for dtype, figure in file_data.table("flops", _part(data, "flops")).items():
-        values["flops"][dtype], sources[f"flops.{dtype}"] = _figure(f"flops.{dtype}", figure)
-    values["offload"] = _record(Link, "offload", _part(data, "offload"))
-    for name, record in _LISTS.items():
-        records = file_data.listed(name, data.get(name, []))
-        values[name] = tuple(_record(record, name, record_data) for record_data in records)
-    return Hardware(
-        sources=sources,
-        about=file_data.text("about", data.get("about", "")),
-        aliases=file_data.texts("aliases", data.get("aliases", [])),
-        device=data.get("device", "cuda"),
-        **values,
-    )
+
+    def figure(name: str, record: Mapping[str, Any]) -> Any:
+        sources[name] = Source(record["source"], record.get("how", "calibrated"))
+        return record["value"]
+
+    values = dict(data)
+    for name in {*_FIGURES, "optimizer_efficiency"}.intersection(data):
+        values[name] = figure(name, data[name])
+    values["flops"] = {
+        dtype: figure(f"flops.{dtype}", record) for dtype, record in data["flops"].items()
+    }
+    values["offload"] = _record(Link, data["offload"])
+    for name, record_class in _LISTS.items():
+        values[name] = [_record(record_class, record) for record in data.get(name, ())]
+    return Hardware(**values, sources=sources)
 
 
 _FIGURES = (
@@ -286,31 +308,19 @@ def load_hardware(hardware: str | os.PathLike[str] | Hardware) -> Hardware:
     """
     if isinstance(hardware, Hardware):
         return hardware
-    if not isinstance(hardware, str | os.PathLike):
-        raise TypeError(
-            f"hardware must be a name, a path or a Hardware; found {hardware!r}: pass "
-            "'h100-8x400gbps'"
-        )
     hardware_text = os.fspath(hardware)
     # Note: a name wins over a file of the same name; a Path is always a file.
     if isinstance(hardware, str) and hardware_text in _names():
         return _shipped(_names()[hardware_text])
     path = Path(hardware_text)
     if not path.is_file():
-        shipped_names, all_names = hardware_names(), _names()
-        short_names = sorted(all_names.keys() - set(shipped_names))
         advice = "python -m funcshard calibrate writes such a file"
         raise ValueError(
-            f"hardware must be one of {', '.join(shipped_names)}, one of their short names "
-            f"{', '.join(short_names)}, or the path of a JSON file; found {hardware_text!r}: "
-            + did_you_mean(hardware_text, all_names, otherwise=advice)
+            f"hardware must be one of {', '.join(sorted(_names()))}, or the path of a JSON file; "
+            f"found {hardware_text!r}: " + did_you_mean(hardware_text, _names(), otherwise=advice)
         )
     try:
         return Hardware.from_json(read_regular(path).decode())
-    except UnicodeDecodeError:
-        raise ValueError(
-            f"{path}: a hardware description must be JSON; found bytes that are no text"
-        ) from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -334,36 +344,12 @@ def _names() -> Mapping[str, str]:
         names_by_alias |= dict.fromkeys(
             json.loads(path.read_text(encoding="utf-8")).get("aliases", ()), path.stem
         )
-    return MappingProxyType(names_by_alias)
+    return names_by_alias
 
 
 @functools.cache
 def _shipped(name: str) -> Hardware:
     return Hardware.from_json((_FOLDER / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def _part(data: Mapping[str, Any], name: str) -> Any:
-    if name not in data:
-        raise ValueError(f"a hardware description must have {name!r}; found {data!r:.60}: add it")
-    return data[name]
-
-
-def _figure(name: str, data: Any) -> tuple[Any, Source]:
-    if not isinstance(data, Mapping) or "value" not in data:
-        raise ValueError(
-            f"{name} must be written as {{'value': …, 'source': …}}; found {data!r:.60}: add the "
-            "source"
-        )
-    return data["value"], _source(name, data)
-
-
-def _source(name: str, data: Mapping[str, Any]) -> Source:
-    if "source" not in data:
-        raise ValueError(
-            f"every figure must have a source; found none for {name}: add 'source' beside "
-            f"{data!r:.60}"
-        )
-    return Source(data["source"], data.get("how", "calibrated"))
 
 
 def _source_data(source: Source) -> dict[str, str]:
@@ -373,21 +359,15 @@ def _source_data(source: Source) -> dict[str, str]:
     return data
 
 
-def _record(record: type[Any], name: str, data: Any) -> Any:
-    file_data.table(name, data)
-    record_figures = {key: _part(data, key) for key in _figures_of(record)}
-    # Note: a link without a kind serves all kinds.
-    kind = {"kind": file_data.text("kind", data["kind"])} if "kind" in data else {}
-    return record(**record_figures, **kind, source=_source(name, data))
+def _record(record_class: type[Any], data: Mapping[str, Any]) -> Any:
+    source = Source(data["source"], data.get("how", "calibrated"))
+    figures = {key: value for key, value in data.items() if key not in ("source", "how")}
+    return record_class(**figures, source=source)
 
 
 def _record_data(record: Link | SizeFactor) -> dict[str, Any]:
-    kind = getattr(record, "kind", ALL_KINDS)
-    data = {} if kind == ALL_KINDS else {"kind": kind}
-    record_figures = {key: getattr(record, key) for key in _figures_of(type(record))}
-    return {**data, **record_figures, **_source_data(record.source)}
-
-
-def _figures_of(record: type[Link | SizeFactor]) -> list[str]:
-    names = [class_field.name for class_field in fields(record)]
-    return [name for name in names if name not in ("source", "kind")]
+    names = [class_field.name for class_field in fields(record) if class_field.name != "source"]
+    data = {name: getattr(record, name) for name in sorted(names, key="kind".__ne__)}
+    if data.get("kind") == ALL_KINDS:  # which a link has by default
+        del data["kind"]
+    return data | _source_data(record.source)

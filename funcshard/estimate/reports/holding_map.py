@@ -6,13 +6,11 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from funcshard._utils import table
 from funcshard._utils.table import Shown, Table
 from funcshard.plan import (
     BufferPlan,
-    LeafPart,
     Plan,
     UnitGroup,
     axes_text,
@@ -24,39 +22,6 @@ from funcshard.plan import (
 )
 
 _MOST_GROUPS = 4  # groups of ranks with a column of their own
-
-
-class Held(NamedTuple):
-    """The elements of one leaf that a rank holds: ``part``, of ``bytes`` bytes."""
-
-    unit: str
-    path: str
-    part: LeafPart
-    bytes: int
-
-
-class RankGroup(NamedTuple):
-    """Ranks that hold equally many bytes of each buffer.
-
-    Attributes:
-        begin: the first index on the shard axis.
-        end: the index after the last one.
-        ranks: number of ranks, over all other axes.
-    """
-
-    begin: int
-    end: int
-    ranks: int
-
-    @property
-    def title(self) -> str:
-        """Name of the group for tables, such as ``shard 0–6``."""
-        last_shard = self.end - 1
-        return (
-            f"shard {self.begin}"
-            if self.begin == last_shard
-            else f"shard {self.begin}–{last_shard}"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,43 +78,24 @@ class Holdings(Shown):
     Attributes:
         plan: the plan.
         rows: how the ranks hold each buffer, equal units once.
-        ranks: the groups of equal ranks.
     """
 
     plan: Plan
     rows: tuple[Holding, ...]
-    ranks: tuple[RankGroup, ...]
 
-    def of_rank(self, rank: int) -> tuple[Held, ...]:
-        """Return the elements of leaves that one rank holds, in plan order.
-
-        Raises:
-            ValueError: the mesh has no such rank.
-        """
-        world_size = self.plan.world_size
-        if not 0 <= rank < world_size:
-            raise ValueError(
-                f"rank must be one of the plan's {world_size} ranks; found {rank}: pass 0 to "
-                f"{world_size - 1}"
-            )
-        shard = position_of(rank, self.plan.mesh_axes)["shard"]
-        return tuple(
-            Held(unit.name, leaf.path, part, part.numel * buffer.itemsize)
-            for unit in self.plan.unit_list
-            for buffer in unit.buffers
-            for leaf in buffer.leaves
-            if (part := buffer.part(leaf, shard)).numel
-        )
-
-    def bytes_of(self, rank: int) -> int:
-        """Return the bytes of leaves that one rank holds, without padding."""
-        return self._held(position_of(rank, self.plan.mesh_axes)["shard"])
+    def shard_groups(self) -> list[range]:
+        """Return the indices on the shard axis at which ranks hold equally much, as ranges."""
+        shards = self.plan.mesh_shape[1]
+        bounds = {0, shards}
+        for row in self.rows:
+            bounds.update(bound for bound in _bounds(row.buffer) if bound < row.buffer.shards)
+        return [range(*pair) for pair in itertools.pairwise(sorted(bounds))]
 
     def _parts(self) -> list[Table]:
         # Note: the first groups and the last one have a column; most groups differ by a few bytes.
-        shown_groups = self.ranks
+        shard_groups = shown_groups = self.shard_groups()
         if len(shown_groups) > _MOST_GROUPS:
-            shown_groups = (*shown_groups[: _MOST_GROUPS - 1], shown_groups[-1])
+            shown_groups = [*shown_groups[: _MOST_GROUPS - 1], shown_groups[-1]]
         header = ["unit", "buffer", "gathered", "parts", "copies"]
         rows = [
             [row.group.title, row.buffer.key, table.size(row.gathered), _parts_text(row), str(row.copies)]
@@ -158,18 +104,16 @@ class Holdings(Shown):
         gathered_bytes = sum(row.gathered * len(row.group.units) for row in self.rows)
         total_row = ["total", "", table.size(gathered_bytes), "", ""]
         for group in shown_groups:
-            header.append(group.title)
+            bounds = dict.fromkeys((group[0], group[-1]))
+            header.append(f"shard {'–'.join(map(str, bounds))}")
             for cells, row in zip(rows, self.rows, strict=True):
-                cells.append(table.size(row.held(group.begin)))
-            total_row.append(table.size(self._held(group.begin)))
+                cells.append(table.size(row.held(group[0])))
+            held_bytes = sum(row.held(group[0]) * len(row.group.units) for row in self.rows)
+            total_row.append(table.size(held_bytes))
         title = f"Holdings of {mesh_text(self.plan.mesh_axes)}, bytes without padding of one unit and rank"
-        if len(shown_groups) < len(self.ranks):
-            left_out = len(self.ranks) - len(shown_groups)
+        if left_out := len(shard_groups) - len(shown_groups):
             title += f"; {left_out} groups of ranks with other padding are left out"
         return [Table(title, header, rows, total_row)]
-
-    def _held(self, shard: int) -> int:
-        return sum(row.held(shard) * len(row.group.units) for row in self.rows)
 
 
 def holdings(plan: Plan) -> Holdings:
@@ -187,26 +131,14 @@ def holdings(plan: Plan) -> Holdings:
     Example:
         >>> import torch
         >>> import funcshard as fs
-        >>> from funcshard.estimate.reports.holding_map import holdings
+        >>> from funcshard.estimate import holdings
         >>> params = {"blocks": [{"w": torch.zeros(5)} for _ in range(3)]}
         >>> found = holdings(fs.make_plan(params, {"replicate": 2, "shard": 2}, units=["blocks.*"]))
-        >>> [(group.title, group.ranks) for group in found.ranks]
-        [('shard 0', 2), ('shard 1', 2)]
-        >>> found.bytes_of(0), found.bytes_of(1), found.of_rank(1)[0].part.in_leaf
-        (36, 24, slice(3, 5, None))
+        >>> [(row.group.title, row.held(0), row.held(1)) for row in found.rows]
+        [('3 × blocks.*', 12, 8)]
     """
     check_plan(plan)
-    rows = tuple(_rows(plan))
-    shards = plan.mesh_shape[1]
-    shard_bounds = {0, shards}
-    for row in rows:
-        shard_bounds.update(bound for bound in _bounds(row.buffer) if bound < row.buffer.shards)
-    ranks_per_shard = plan.world_size // shards
-    rank_groups = tuple(
-        RankGroup(begin, end, (end - begin) * ranks_per_shard)
-        for begin, end in itertools.pairwise(sorted(shard_bounds))
-    )
-    return Holdings(plan, rows, rank_groups)
+    return Holdings(plan, tuple(_rows(plan)))
 
 
 def _rows(plan: Plan) -> Iterator[Holding]:

@@ -6,13 +6,13 @@ with colour blindness.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from funcshard._utils import table
 from funcshard.estimate.reports.holding_map import Holding, holdings
-from funcshard.estimate.reports.perfetto import tracks_of, used_categories
 from funcshard.estimate.reports.report import Report, moment_text
 from funcshard.plan import Plan, mesh_text
 
@@ -25,16 +25,16 @@ _COLOURS = {
     "gathered": "#332288", "activations": "#88CCEE", "temporaries": "#6699CC", "loss": "#882255", "gradients": "#117733",
     "reduction": "#CC6677", "gradient shards": "#44AA99",
 }  # fmt: skip
-_OTHER = "#AA4499"
-_INK, _FAINT, _ALARM = "#333333", "#dddddd", "#CC3311"
+# Light ones, on which the names of units can be read.
 _PHASES = {
-    "forward": "#88CCEE", "loss": "#882255", "backward": "#332288", "optimizer": "#888888",
-    "all_gather": "#44AA99", "reduce_scatter": "#CC6677", "all_reduce": "#AA4499",
+    "forward": "#88CCEE", "loss": "#DDAACC", "backward": "#99AADD", "optimizer": "#bbbbbb",
+    "all_gather": "#88CCBB", "reduce_scatter": "#EE99AA", "all_reduce": "#CCAADD",
 }  # fmt: skip
+_OTHER, _INK, _ALARM = "#DDCC77", "#333333", "#CC3311"
 _SIZES = (("B", 1), ("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("TiB", 1 << 40))
-_TIMES = (("µs", 1e-6), ("ms", 1e-3), ("s", 1.0))
 _MOST_RANKS, _MOST_NAMES = 64, 14
-_FAR = 2.0  # a budget above so many peaks is named, but not drawn: its line would flatten the rest
+_FAR = 2.0  # a budget above so many peaks is not drawn: its line would flatten the rest
+_BESIDE = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "frameon": False, "fontsize": 8}
 
 
 def draw_memory(report: Report, *, path: str | Path | None = None) -> Figure:
@@ -45,69 +45,38 @@ def draw_memory(report: Report, *, path: str | Path | None = None) -> Figure:
         path: file to save, such as ``memory.png``.
     """
     figure, axes = _figure(9.0, 4.2)
-    category_names = used_categories(report)
+    category_names = report.categories
     last_second = max(report.step_time, report.timeline[-1].seconds)
-    time_scale, time_unit = _scale(last_second, _TIMES)
-    byte_scale, size_unit = _scale(max(report.peak, report.budget or 0), _SIZES)
-    scaled_times = [
-        *(moment.seconds / time_scale for moment in report.timeline),
-        last_second / time_scale,
-    ]
+    byte_scale, size_unit = _scale(report.peak)
     # Note: the last moment lasts until the end of the step.
     moments = [*report.timeline, report.timeline[-1]]
-    category_stacks = [
-        [moment.memory.get(name, 0) / byte_scale for moment in moments] for name in category_names
-    ]
-    colours = [_COLOURS.get(name, _OTHER) for name in category_names]
-    stack_layers = axes.stackplot(
-        scaled_times, category_stacks, colors=colours, step="post", **_edges(len(moments))
-    )
+    seconds = [*(moment.seconds for moment in report.timeline), last_second]
     peak_moment = report.peak_moment
-    axes.plot(
-        [peak_moment.seconds / time_scale],
-        [peak_moment.total / byte_scale],
-        marker="o",
-        color=_INK,
-        markersize=5,
-        zorder=5,
+    axes.stackplot(
+        seconds,
+        [
+            [moment.memory.get(name, 0) / byte_scale for moment in moments]
+            for name in category_names
+        ],
+        labels=[
+            f"{name}  {table.size(peak_moment.memory.get(name, 0))}" for name in category_names
+        ],
+        colors=[_COLOURS.get(name, _OTHER) for name in category_names],
+        step="post",
     )
-    highest_line = peak_moment.total / byte_scale
+    axes.plot([peak_moment.seconds], [peak_moment.total / byte_scale], "o", color=_INK)
+    legend_title = f"peak {table.size(peak_moment.total)} (dot)\nin the {moment_text(peak_moment)}"
     if report.budget is not None:
-        budget_height = report.budget / byte_scale
-        budget_text = f"budget {table.size(report.budget)}"
-        text_style = {
-            "color": _ALARM,
-            "bbox": {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1.5},
-        }
-        if budget_height <= _FAR * highest_line:
-            highest_line = max(highest_line, budget_height)
-            axes.axhline(budget_height, color=_ALARM, linestyle="--", linewidth=1.2)
-            axes.annotate(
-                budget_text,
-                (0, budget_height),
-                (4, 4),
-                textcoords="offset points",
-                va="bottom",
-                **text_style,
-            )
-        else:
-            corner_place = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "top"}
-            axes.annotate(f"↑ {budget_text}", (0, 1), (4, -4), **corner_place, **text_style)
-    axes.set_xlim(0, scaled_times[-1])
-    axes.set_ylim(0, 1.15 * highest_line)
-    axes.set_xlabel(f"time in the step ({time_unit})")
-    axes.set_ylabel(f"memory of rank {report.rank} ({size_unit})")
+        legend_title += f"\nbudget {table.size(report.budget)}"
+        if report.budget <= _FAR * report.peak:
+            axes.axhline(report.budget / byte_scale, color=_ALARM, linestyle="--")
+    axes.set(xlim=(0, last_second), ylim=(0, None))
+    _label_times(axes.xaxis, "time in the step")
+    axes.set_ylabel(f"memory of a rank ({size_unit})")
     axes.set_title(
         f"Memory of a step on {report.hardware}, {mesh_text(report.plan.mesh_axes)}", loc="left"
     )
-    labels = [
-        f"{name}  {table.size(peak_moment.memory[name]) if peak_moment.memory.get(name) else '-'}"
-        for name in category_names
-    ]
-    legend_title = (
-        f"peak {table.size(peak_moment.total)} (dot)\nin the {moment_text(peak_moment)}\n"
-    )
-    _legend(axes, stack_layers[::-1], labels[::-1], legend_title)
+    axes.legend(title=legend_title, reverse=True, **_BESIDE)
     return _saved(figure, path)
 
 
@@ -124,46 +93,30 @@ def draw_timeline(
     """
     figure, axes = _figure(10.0, 2.6)
     last_second = report.step_time if end is None else end
-    time_scale, time_unit = _scale(last_second, _TIMES)
-    span_tracks = {name: spans for name, spans in tracks_of(report).items() if spans}
-    shown_spans = [
-        (span, row)
-        for row, spans in enumerate(span_tracks.values())
-        for span in spans
-        if span.end > begin and span.begin < last_second
-    ]
-    shown_spans.sort(key=lambda item: item[0].begin)
-    colours = {span.what: _PHASES.get(span.what, _OTHER) for span, _ in shown_spans}
-    # Why by colour and row: matplotlib draws a collection in one go, and thousands of bars slowly.
-    bar_intervals: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for span, row in shown_spans:
-        bar_intervals.setdefault((span.what, row), []).append(
-            (span.begin / time_scale, span.seconds / time_scale)
-        )
+    span_tracks = report.tracks
+    # Why by work and row: matplotlib draws a collection in one go, and thousands of bars slowly.
+    bar_intervals: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    for row, spans in enumerate(span_tracks.values()):
+        for span in spans:
+            if span.end > begin and span.begin < last_second:
+                bar_intervals[span.what, row].append((span.begin, span.seconds))
+                if span.seconds > 0.06 * (last_second - begin):
+                    middle = (max(span.begin, begin) + min(span.end, last_second)) / 2
+                    text_style = {"ha": "center", "va": "center", "fontsize": 7, "clip_on": True}
+                    axes.text(middle, row, span.unit or "(root)", **text_style)
+    bars_of_work = {}
     for (work, row), intervals in bar_intervals.items():
-        edge_style, bar_place = _edges(len(shown_spans)), (row - 0.38, 0.76)
-        axes.broken_barh(intervals, bar_place, facecolors=colours[work], snap=False, **edge_style)
-    for span, row in shown_spans:
-        if span.seconds > 0.06 * (last_second - begin):
-            middle = (max(span.begin, begin) + min(span.end, last_second)) / 2 / time_scale
-            is_dark = colours[span.what] in ("#332288", "#882255", "#888888", "#AA4499", "#CC6677")
-            axes.text(
-                middle, row, span.unit or "(root)", ha="center", va="center", fontsize=7,
-                color="white" if is_dark else _INK, clip_on=True,
-            )  # fmt: skip
+        colour = _PHASES.get(work, _OTHER)
+        bars_of_work[work] = axes.broken_barh(intervals, (row - 0.38, 0.76), color=colour)
     axes.set_yticks(range(len(span_tracks)), [*span_tracks])
-    axes.set_ylim(len(span_tracks) - 0.5, -0.5)
-    axes.set_xlim(begin / time_scale, last_second / time_scale)
-    axes.set_xlabel(f"time in the step ({time_unit})")
+    axes.set(ylim=(len(span_tracks) - 0.5, -0.5))
+    axes.set(xlim=(begin, last_second))
+    _label_times(axes.xaxis, "time in the step")
     step_text, wait_text = table.duration(report.step_time), table.duration(report.exposed)
     lane_text = f"{step_text} a step, {wait_text} of them waiting for collectives"
-    axes.set_title(f"Lanes of rank {report.rank}: {lane_text}", loc="left")
-    axes.tick_params(left=False)
-    axes.grid(visible=False, axis="y")
-    from matplotlib.patches import Patch
-
-    legend_handles = [Patch(color=colour) for colour in colours.values()]
-    _legend(axes, legend_handles, [work.replace("_", "-") for work in colours])
+    axes.set_title(f"Lanes of a rank: {lane_text}", loc="left")
+    work_names = [work.replace("_", "-") for work in bars_of_work]
+    axes.legend(list(bars_of_work.values()), work_names, **_BESIDE)
     return _saved(figure, path)
 
 
@@ -183,54 +136,31 @@ def draw_pareto(reports: Mapping[str, Report], *, path: str | Path | None = None
             "reports"
         )
     figure, axes = _figure(8.0, 4.6)
-    byte_scale, size_unit = _scale(max(report.peak for report in reports.values()), _SIZES)
-    time_scale, time_unit = _scale(max(report.step_time for report in reports.values()), _TIMES)
+    most_bytes = max(report.peak for report in reports.values())
+    byte_scale, size_unit = _scale(most_bytes)
     points = {
-        name: (report.peak / byte_scale, report.step_time / time_scale)
-        for name, report in reports.items()
+        name: (report.peak / byte_scale, report.step_time) for name, report in reports.items()
     }
     front_names = pareto_front(reports)
-    beaten_points = [points[name] for name in reports if name not in front_names]
-    if beaten_points:
-        point_style = {"color": "#bbbbbb", "s": 26, "zorder": 2}
-        axes.scatter(
-            *zip(*beaten_points, strict=True), label="beaten in time and memory", **point_style
-        )
-    axes.plot(
-        *zip(*(points[name] for name in front_names), strict=True), color="#332288", marker="o", drawstyle="steps-post",
-        linewidth=1.3, label="front",
-    )  # fmt: skip
-    report_budgets = {report.budget for report in reports.values() if report.budget is not None}
-    axis_width = max(x for x, _ in points.values())
-    if len(report_budgets) == 1:
-        budget = report_budgets.pop()
-        label, dashed_style = f"budget {table.size(budget)}", {"color": _ALARM, "linestyle": "--"}
-        if budget / byte_scale <= _FAR * axis_width:
-            axis_width = max(axis_width, budget / byte_scale)
-            axes.axvline(budget / byte_scale, linewidth=1.2, label=label, **dashed_style)
-        else:
-            axes.plot([], [], label=f"{label}, off the right edge", **dashed_style)
-    axes.set_xlim(0, 1.08 * axis_width)
-    axes.set_ylim(0, 1.2 * max(y for _, y in points.values()))
-    front_labels = []
-    for front_number, name in enumerate(front_names, start=1):
-        front_labels.append(f"{front_number}  {name}")
-        axes.annotate(
-            str(front_number), points[name], (-5, -5), textcoords="offset points", ha="right", va="top", fontsize=8,
-            color=_INK,
-        )  # fmt: skip
-    if len(front_labels) > _MOST_NAMES:
-        front_labels[_MOST_NAMES:] = [f"and {len(front_labels) - _MOST_NAMES} more"]
+    axes.scatter(*zip(*points.values(), strict=True), color="#bbbbbb", label="all plans")
+    front_points = [points[name] for name in front_names]
+    axes.plot(*zip(*front_points, strict=True), "o-", drawstyle="steps-post", label="front")
+    budget, *other_budgets = {report.budget for report in reports.values()}
+    if budget is not None and not other_budgets and budget <= _FAR * most_bytes:
+        label = f"budget {table.size(budget)}"
+        axes.axvline(budget / byte_scale, color=_ALARM, linestyle="--", label=label)
+    for number, name in enumerate(front_names[:_MOST_NAMES], start=1):
+        axes.annotate(str(number), points[name], (3, 3), textcoords="offset points", fontsize=8)
+        axes.plot([], [], " ", label=f"{number}  {name}")
+    if len(front_names) > _MOST_NAMES:
+        axes.plot([], [], " ", label=f"and {len(front_names) - _MOST_NAMES} more")
+    axes.set(xlim=(0, None), ylim=(0, None))
     axes.set_xlabel(f"peak memory of a rank ({size_unit})")
-    axes.set_ylabel(f"step time ({time_unit})")
+    _label_times(axes.yaxis, "step time")
     axes.set_title(
         f"Time against memory of {len(reports)} plans; {len(front_names)} on the front", loc="left"
     )
-    handles, labels = axes.get_legend_handles_labels()
-    from matplotlib.lines import Line2D
-
-    empty_handles = [Line2D([], [], linestyle="") for _ in front_labels]
-    _legend(axes, [*handles, *empty_handles], [*labels, *front_labels])
+    axes.legend(**_BESIDE)
     return _saved(figure, path)
 
 
@@ -255,39 +185,24 @@ def draw_holdings(
         ranks: the ranks to draw; by default the first 64.
         path: file to save.
     """
-    import numpy as np
-
-    rank_holdings = holdings(plan)
     # Note: more cells than that are no picture anymore.
     chosen_ranks = list(range(min(plan.world_size, _MOST_RANKS)) if ranks is None else ranks)
-    rows = [row for row in rank_holdings.rows if row.buffer.numel]
-    part_shades = np.array([[_shade(row, rank) for rank in chosen_ranks] for row in rows])
-    part_shades = part_shades.reshape(len(rows), len(chosen_ranks))
-    figure, axes = _figure(
-        max(5.0, min(12.0, 3.2 + 0.32 * len(chosen_ranks))), 1.3 + 0.36 * len(rows)
-    )
-    axes.pcolormesh(part_shades, cmap="cividis", vmin=0, vmax=1, edgecolors="white", linewidth=1.0)
-    axes.set_ylim(len(rows), 0)
-    row_titles = [row.group.title for row in rows]
-    if len({row.buffer.key for row in rows}) > 1:
-        row_titles = [f"{row.group.title}  {row.buffer.key}" for row in rows]
+    rows = [row for row in holdings(plan).rows if row.buffer.numel]
+    part_shades = [[_shade(row, rank) for rank in chosen_ranks] for row in rows]
+    width = max(5.0, min(12.0, 3.2 + 0.32 * len(chosen_ranks)))
+    figure, axes = _figure(width, 1.3 + 0.36 * len(rows))
+    axes.pcolormesh(part_shades, cmap="cividis", vmin=0, vmax=1, edgecolors="white")
+    axes.set(ylim=(len(rows), 0))
+    row_titles = [f"{row.group.title}  {row.buffer.key}" for row in rows]
     axes.set_yticks([i + 0.5 for i in range(len(rows))], row_titles)
     tick_places = range(0, len(chosen_ranks), max(1, len(chosen_ranks) // 16))
     axes.set_xticks([i + 0.5 for i in tick_places], [str(chosen_ranks[i]) for i in tick_places])
     for i, row in enumerate(rows):
-        row_text = (
-            f"{table.size(row.bytes)} a rank, {row.parts} {'part' if row.parts == 1 else 'parts'}"
-        )
-        if row.copies > 1:
-            row_text += f" × {row.copies} copies"
-        axes.text(len(chosen_ranks) + 0.25, i + 0.5, row_text, va="center", fontsize=8, color=_INK)
-    axes.set_xlabel("rank")
-    shown_text = (
-        "" if len(chosen_ranks) == plan.world_size else f"; {len(chosen_ranks)} ranks are drawn"
-    )
-    axes.set_title(f"Parts of units, {mesh_text(plan.mesh_axes)}{shown_text}", loc="left")
-    axes.tick_params(left=False, bottom=False)
-    axes.grid(visible=False)
+        row_text = f"{table.size(row.bytes)} a rank, {row.parts} × {row.copies}"
+        axes.text(len(chosen_ranks) + 0.25, i + 0.5, row_text, va="center", fontsize=8)
+    axes.set_xlabel(f"{len(chosen_ranks)} of {plan.world_size} ranks")
+    title = f"Parts of units, {mesh_text(plan.mesh_axes)}; beside them parts × copies"
+    axes.set_title(title, loc="left")
     return _saved(figure, path)
 
 
@@ -298,10 +213,14 @@ def _shade(row: Holding, rank: int) -> float:
     return row.part(rank) / (row.parts - 1)
 
 
-def _scale(largest: float, units: Sequence[tuple[str, float]]) -> tuple[float, str]:
-    """Return the largest unit up to ``largest``, and its name."""
-    name, size = next(((name, size) for name, size in reversed(units) if largest >= size), units[0])
-    return size, name
+def _scale(largest: int) -> tuple[int, str]:
+    """Return the largest unit of bytes up to ``largest``, and its name."""
+    return next((size, name) for name, size in reversed(_SIZES) if largest >= size or size == 1)
+
+
+def _label_times(axis: Any, label: str) -> None:
+    axis.set_major_formatter(lambda seconds, _: table.duration(seconds))
+    axis.set_label_text(label)
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Any]:
@@ -309,31 +228,8 @@ def _figure(width: float, height: float) -> tuple[Figure, Any]:
 
     figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
     pyplot.close(figure)  # the caller shows it; pyplot would show it a second time, and keep it
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(_FAINT)
-    axes.tick_params(colors=_INK, color=_FAINT)
-    axes.set_axisbelow(True)
-    axes.grid(visible=True, axis="y", color=_FAINT, linewidth=0.6)
-    axes.title.set_fontsize(11)
+    axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
-
-
-def _edges(number: int) -> dict[str, Any]:
-    """Return the style of edges: none where they would cover the areas."""
-    if number > 60:
-        return {"linewidth": 0}
-    return {"edgecolor": "white", "linewidth": 0.3}
-
-
-def _legend(
-    axes: Any, handles: Sequence[Any], labels: Sequence[str], title: str | None = None
-) -> None:
-    axes.legend(
-        handles, labels, title=title, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=8,
-        title_fontsize=8, alignment="left", borderaxespad=0.0,
-    )  # fmt: skip
 
 
 def _saved(figure: Figure, path: str | Path | None) -> Figure:

@@ -14,7 +14,7 @@ import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ from funcshard.estimate.trace import Profile
 from funcshard.estimate.walk import HardwareClock, OptimizerMemory, Runtime, check_runtime
 from funcshard.plan import Plan, Schedule, make_plan
 
-Profiles = Profile | Sequence[Profile] | Mapping[int, Profile | Sequence[Profile]]
+Profiles = Profile | Mapping[int, Profile]
 
 _LEAN = 24  # candidates that are simulated to find a lean one if none fits
 
@@ -124,8 +124,7 @@ def auto_plan(
     same as a search of all plans.
 
     Arguments:
-        profile: the profile of a rank's batch. ``{1: whole, 2: half}`` also tries micro-batches,
-            and a sequence of profiles several precisions.
+        profile: the profile of a rank's batch. ``{1: whole, 2: half}`` also tries micro-batches.
         ranks: number of ranks.
         budget: as in ``estimate``.
         hardware: as in ``estimate``.
@@ -154,10 +153,6 @@ def auto_plan(
     """
     ranks = check_count("ranks", ranks, of="ranks")
     space = Space() if space is None else space
-    if not isinstance(space, Space):
-        raise TypeError(
-            f"space must be a Space, or None for the usual one; found {space!r}: pass Space(...)"
-        )
     check_runtime(runtime)
     for unit_options in units.values() if isinstance(units, Mapping) else ():
         if unit_options_set := [
@@ -235,9 +230,7 @@ class _Result:
 
 
 def _search(scorer: Scorer, space: Space, ranks: int, budget: int) -> _Result:
-    all_ladders = list(
-        ladders(space, ranks, scorer.classes, len(scorer.profiles), splices=scorer.splices())
-    )
+    all_ladders = list(ladders(space, ranks, scorer.classes, len(scorer.profiles)))
     assert all_ladders, "a space has at least one plan"
     fixed_figures = [scorer.fixed(ladder.first) for ladder in all_ladders]
     least_seconds = [
@@ -304,9 +297,8 @@ def _report(
     scorer: Scorer, candidate: Candidate, optimizer: Any, budget: int | str | None
 ) -> Report:
     micro_batches, profile = scorer.profiles[candidate.profile]
-    plan = scorer.plan(candidate)
     return estimate(
-        profile, plan, hardware=scorer.hardware, optimizer=optimizer, schedule=scorer.schedule(candidate, plan),
+        profile, scorer.plan(candidate), hardware=scorer.hardware, optimizer=optimizer,
         remat=scorer.remat(candidate), micro_batches=micro_batches, budget=budget, runtime=scorer.runtime,
     )  # fmt: skip
 
@@ -314,23 +306,15 @@ def _report(
 def _profiles(profile: Profiles) -> Iterator[tuple[int, Profile]]:
     """Yield the number of micro-batches and the profile of each way to split the batch."""
     by_count = profile if isinstance(profile, Mapping) else {1: profile}
-    profile_lists = {
-        count: list(profiles) if isinstance(profiles, list | tuple) else [profiles]
-        for count, profiles in by_count.items()
-    }
-    if not profile_lists or not all(profile_lists.values()):
-        raise ValueError(
-            f"profile must hold at least one Profile; found {profile!r}: pass fs.profile(...)"
-        )
-    for count, profiles in profile_lists.items():
-        for single_profile in profiles:
-            if not isinstance(single_profile, Profile):
-                raise TypeError(
-                    "profile must be the Profile that fs.profile returned, a sequence of them, or "
-                    "a dictionary from numbers of micro-batches to them; found "
-                    f"{type(single_profile).__name__}"
-                )
-            yield check_count("micro-batches", count, of="micro-batches"), single_profile
+    if not by_count:
+        raise ValueError("profile must hold at least one Profile; found {}: pass fs.profile(...)")
+    for count, single_profile in by_count.items():
+        if not isinstance(single_profile, Profile):
+            raise TypeError(
+                "profile must be the Profile that fs.profile returned, or a dictionary from numbers "
+                f"of micro-batches to them; found {type(single_profile).__name__}"
+            )
+        yield check_count("micro-batches", count, of="micro-batches"), single_profile
 
 
 def _pareto(scores: Mapping[Candidate, Score], scorer: Scorer) -> Iterator[Point]:
@@ -345,23 +329,16 @@ def described(candidate: Candidate, scorer: Scorer) -> str:
     """Return a candidate as text."""
     replicate, shard = candidate.mesh
     parts = [f"{shard} shards" if replicate == 1 else f"{replicate} × {shard} ranks"]
-    micro_batches, profile = scorer.profiles[candidate.profile]
     if len(scorer.profiles) > 1:
-        dtype = getattr(profile.precision, "param_dtype", None)
-        dtype_text = "" if dtype is None else f" in {dtype}"
-        parts.append(f"{micro_batches} micro-batches{dtype_text}")
+        parts.append(f"{scorer.profiles[candidate.profile][0]} micro-batches")
     for units, choice in zip(scorer.classes, candidate.choices, strict=True):
         unit_count = len(units.names)
         for count, choice_verb in (
             (unit_count * (choice.strategy == "no_shard"), "replicate"),
             (choice.kept, "keep"),
-            ((unit_count - choice.kept) * bool(choice.slices), f"hold by {choice.slices} ranks"),
             (choice.remat, "remat"),
-            (unit_count * choice.offload, "offload"),
         ):
             how_many = f"all {unit_count} " if count == unit_count else f"{count} of {unit_count} "
             if count:
                 parts.append(f"{choice_verb} {how_many if unit_count > 1 else ''}{units.title}")
-    if candidate.limit > 1:
-        parts.append(f"{candidate.limit} gathered ahead")
     return ", ".join(parts)

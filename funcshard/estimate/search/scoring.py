@@ -6,6 +6,7 @@ A simulation takes milliseconds, a bound of many candidates microseconds.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 from funcshard.estimate.machine import Hardware
 from funcshard.estimate.search.space import Candidate, UnitClass, on_mesh
-from funcshard.estimate.search.splicing import MARGIN, in_pieces, splice
+from funcshard.estimate.search.splicing import MARGIN, splice
 from funcshard.estimate.trace import Profile, Program, Run
 from funcshard.estimate.walk import (
     HardwareClock,
@@ -23,7 +24,7 @@ from funcshard.estimate.walk import (
     simulate_step,
     sizes_by_unit,
 )
-from funcshard.plan import Plan, Schedule, UnitPlan, make_plan, make_schedule, predict_events
+from funcshard.plan import Plan, UnitPlan, make_plan, make_schedule, predict_events
 
 _LESS = 1 - 1e-9  # sums in another order differ in their last digits
 
@@ -43,19 +44,11 @@ class Fixed(NamedTuple):
     updating: float  # seconds of the optimizer
 
 
-class _Mode(NamedTuple):
-    strategy: str
-    offload: bool
-    slices: int
-
-    def options(self, unit: UnitPlan) -> dict[str, Any]:
-        # Note: the root stays gathered, because backward would gather it again at once.
-        is_freed = self.strategy == "full_shard" and unit.name != ""
-        return {
-            "strategy": self.strategy,
-            "offload": self.offload,
-            "reshard_after_forward": is_freed and (self.slices or True),
-        }
+def unit_options(strategy: str, unit: UnitPlan) -> dict[str, Any]:
+    """Return the fields of a unit's plan that follow from a strategy."""
+    # Note: the root stays gathered, because backward would gather it again at once.
+    is_freed = strategy == "full_shard" and unit.name != ""
+    return {"strategy": strategy, "reshard_after_forward": is_freed}
 
 
 class _Base(NamedTuple):
@@ -93,46 +86,34 @@ class Scorer:
     _seconds: dict[Any, float] = field(default_factory=dict)  # of a program's computations
 
     def plan(self, candidate: Candidate) -> Plan:
-        unit_modes = self._modes(candidate)
-        mode_plans = {mode: self._base(candidate, mode).plan for mode in set(unit_modes.values())}
+        unit_strategies = self._strategies(candidate)
+        plans = {
+            strategy: self._base(candidate, strategy).plan
+            for strategy in set(unit_strategies.values())
+        }
         # Note: all of these plans have the same units in the same order.
-        first_plan = next(iter(mode_plans.values()))
+        first_plan = next(iter(plans.values()))
         units = tuple(
-            mode_plans[unit_modes[unit.name]].unit_list[i]
+            plans[unit_strategies[unit.name]].unit_list[i]
             for i, unit in enumerate(first_plan.unit_list)
         )
         return dataclasses.replace(first_plan, unit_list=units)
 
-    def _modes(self, candidate: Candidate) -> dict[str, _Mode]:
+    def _strategies(self, candidate: Candidate) -> dict[str, str]:
         # Note: the last units of a class stay gathered, because backward needs them first.
-        modes_by_unit: dict[str, _Mode] = {}
+        strategy_of_unit: dict[str, str] = {}
         for units, choice in zip(self.classes, candidate.choices, strict=True):
             freed_count = len(units.names) - choice.kept
             for position, name in enumerate(units.names):
                 is_kept = position >= freed_count and choice.strategy == "full_shard"
                 strategy = "shard_grad_op" if is_kept else choice.strategy
-                modes_by_unit[name] = _Mode(
-                    strategy, choice.offload, 0 if is_kept else choice.slices
-                )
-        return modes_by_unit
+                strategy_of_unit[name] = strategy
+        return strategy_of_unit
 
     def remat(self, candidate: Candidate) -> tuple[str, ...]:
         """Return the names of the units that backward recomputes."""
         pairs = zip(self.classes, candidate.choices, strict=True)
         return tuple(name for units, choice in pairs for name in units.again[: choice.remat])
-
-    def splices(self) -> bool:
-        """Return whether programs of the largest class can be spliced."""
-        largest_class = max(self.classes, key=lambda each: (each.repeated, len(each.names)))
-        plain_program = self._traced(0, (0,) * len(self.classes))
-        return (
-            not self.exact
-            and largest_class.repeated
-            and in_pieces(plain_program, largest_class.names)
-        )
-
-    def schedule(self, candidate: Candidate, plan: Plan) -> Schedule:
-        return make_schedule(plan, limit=candidate.limit)
 
     def score(self, candidate: Candidate) -> Score:
         micro_batches, profile = self.profiles[candidate.profile]
@@ -144,7 +125,7 @@ class Scorer:
             self._clock(candidate.mesh),
             optimizer=self.optimizer,
             runtime=self.runtime,
-            schedule=self.schedule(candidate, plan),
+            schedule=make_schedule(plan),
             micro_batches=micro_batches,
         )
         return Score(simulation.step_time, simulation.peak)
@@ -155,14 +136,13 @@ class Scorer:
         optimizer, runtime = self.optimizer, self.runtime
         held_bytes = profile.buffers + profile.inputs * micro_batches + runtime.communicators
         updated_bytes, lane_totals = 0, [0.0, 0.0, 0.0]
-        for name, mode in self._modes(candidate).items():
-            base = self._base(candidate, mode)
+        for name, strategy in self._strategies(candidate).items():
+            base = self._base(candidate, strategy)
             sizes = base.sizes[name]
-            if not sizes.offload:
-                states = 0 if optimizer is None else optimizer.states_before
-                held_bytes += sizes.shard + states * sizes.trainable_shard
-                updated_bytes += sizes.trainable_shard
-            if mode.strategy == "shard_grad_op" and sizes.reduced:  # it stays until backward
+            states = 0 if optimizer is None else optimizer.states_before
+            held_bytes += sizes.shard + states * sizes.trainable_shard
+            updated_bytes += sizes.trainable_shard
+            if strategy == "shard_grad_op" and sizes.reduced:  # it stays until backward
                 held_bytes += sizes.gathered
             for lane_index, unit_seconds in enumerate(base.seconds[name]):
                 lane_totals[lane_index] += unit_seconds
@@ -248,11 +228,12 @@ class Scorer:
             )
         return self._singles[profile_index]
 
-    def _base(self, candidate: Candidate, mode: _Mode) -> _Base:
-        key = (candidate.profile, candidate.mesh, mode)
+    def _base(self, candidate: Candidate, strategy: str) -> _Base:
+        key = (candidate.profile, candidate.mesh, strategy)
         if key not in self._bases:
             # Note: units are cut from the plan for one rank, which is planned once.
-            plan = on_mesh(self._single(candidate.profile), candidate.mesh, mode.options)
+            options = functools.partial(unit_options, strategy)
+            plan = on_mesh(self._single(candidate.profile), candidate.mesh, options)
             self._bases[key] = self._measured(plan, candidate)
         return self._bases[key]
 

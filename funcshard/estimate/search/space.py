@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from funcshard._utils.options import check_choice, check_count, check_flag
 from funcshard.estimate.search.splicing import MARGIN
 from funcshard.estimate.trace import Program, Run
 from funcshard.plan import Plan, UnitPlan, fold_units
@@ -38,14 +37,10 @@ class Space:
             and backward; 0: none.
         remat: steps in which to try how many units of a class backward recomputes; 0: none.
             ``None``: steps of one unit in the largest class, at most 128, and eighths of others.
-        offload: whether shards live on the host, for each class.
-        slices: numbers of ranks that may hold a freed unit together (``reshard_after_forward=n``),
-            for each class.
-        limits: how many units are gathered ahead.
 
     Example:
         >>> from funcshard.estimate import Space
-        >>> Space(meshes=((1, 64),), remat=4, offload=(False, True), slices=(8,)).kept
+        >>> Space(meshes=((1, 64),), remat=4).kept
         2
     """
 
@@ -53,41 +48,6 @@ class Space:
     strategies: tuple[str, ...] = STRATEGIES
     kept: int = 2
     remat: int | None = None
-    offload: tuple[bool, ...] = (False,)
-    slices: tuple[int, ...] = ()
-    limits: tuple[int, ...] = (1,)
-
-    def __post_init__(self) -> None:
-        for name in ("strategies", "offload", "slices", "limits"):
-            if isinstance(space_option := getattr(self, name), str) or not isinstance(
-                space_option, Sequence
-            ):
-                raise TypeError(
-                    f"{name} must be a tuple of values to try; found {space_option!r}: write ({space_option!r},)"
-                )
-        for mesh in self.meshes or ():
-            if not isinstance(mesh, Sequence) or len(mesh) != 2:
-                raise ValueError(
-                    f"meshes must hold pairs (replicate, shard); found {mesh!r}: write ((1, 8),)"
-                )
-            for size in mesh:
-                check_count("size of a mesh axis", size, of="ranks")
-        for strategy in self.strategies:
-            check_choice("strategy", strategy, STRATEGIES)
-        for name in ("strategies", "offload", "limits"):
-            if not getattr(self, name):
-                raise ValueError(
-                    f"{name} must hold at least one value to try; found {getattr(self, name)!r}"
-                )
-        for flag in self.offload:
-            check_flag("offload", flag)
-        check_count("kept", self.kept, 0, of="parts")
-        if self.remat is not None:
-            check_count("remat", self.remat, 0, of="parts")
-        for ranks in self.slices:
-            check_count("slices", ranks, 2, of="ranks")
-        for limit in self.limits:
-            check_count("limits", limit, of="units")
 
 
 class Choice(NamedTuple):
@@ -97,15 +57,11 @@ class Choice(NamedTuple):
         strategy: ``"full_shard"`` or ``"no_shard"``.
         kept: how many units, the last ones, stay gathered.
         remat: how many of ``UnitClass.again`` backward recomputes.
-        offload: whether their shards live on the host.
-        slices: number of ranks that hold a freed unit together; 0 for the whole shard axis.
     """
 
     strategy: str
     kept: int
     remat: int
-    offload: bool = False
-    slices: int = 0
 
 
 class Candidate(NamedTuple):
@@ -113,7 +69,6 @@ class Candidate(NamedTuple):
 
     profile: int
     mesh: tuple[int, int]
-    limit: int
     choices: tuple[Choice, ...]
 
 
@@ -242,7 +197,7 @@ def on_mesh(
 
 
 def ladders(
-    space: Space, ranks: int, classes: Sequence[UnitClass], profiles: int, *, splices: bool
+    space: Space, ranks: int, classes: Sequence[UnitClass], profiles: int
 ) -> Iterator[Ladder]:
     """Yield all plans of a space as ladders, in a fixed order.
 
@@ -251,7 +206,6 @@ def ladders(
         ranks: number of ranks.
         classes: the classes of units.
         profiles: number of profiles.
-        splices: whether programs of equal units can be spliced, so that a step takes no trace.
     """
     mesh_list = space.meshes or tuple((ranks // size, size) for size in _divisors(ranks))
     # Note: beside equal units, single ones save little, and each of them takes a trace.
@@ -268,19 +222,19 @@ def ladders(
         ]
     remat_counts = list(map(_counts, able_counts, part_counts))
     if space.remat is None and (
-        able_counts[climbed_class] <= _FEW or (splices and classes[climbed_class].repeated)
+        able_counts[climbed_class] <= _FEW or classes[climbed_class].repeated
     ):
         remat_counts[climbed_class] = _fine_counts(able_counts[climbed_class])
     # Note: the rungs of a ladder are the counts of its climbed class.
     rung_counts = tuple(remat_counts[climbed_class])
     remat_counts[climbed_class] = [0]
-    for profile, mesh, limit in itertools.product(range(profiles), mesh_list, space.limits):
+    for profile, mesh in itertools.product(range(profiles), mesh_list):
         options = [
             _choices(space, mesh, units, class_counts)
             for units, class_counts in zip(classes, remat_counts, strict=True)
         ]
         for choices in itertools.product(*options):
-            yield Ladder(Candidate(profile, mesh, limit, choices), climbed_class, rung_counts)
+            yield Ladder(Candidate(profile, mesh, choices), climbed_class, rung_counts)
 
 
 def _divisors(number: int) -> list[int]:
@@ -296,22 +250,13 @@ def _choices(
     space: Space, mesh: tuple[int, int], units: UnitClass, remat: Sequence[int]
 ) -> list[Choice]:
     unit_choices = []
-    for strategy, offload in itertools.product(space.strategies, space.offload):
+    for strategy in space.strategies:
         # Why one shard is left out: then nothing is gathered, as with no_shard.
         if strategy == "no_shard" and mesh[1] == 1 and "full_shard" in space.strategies:
             continue
         is_gathered = strategy == "full_shard" and mesh[1] > 1
         for kept in _counts(len(units.names), space.kept if is_gathered else 0):
-            slice_ranks = [0]
-            if is_gathered and any(units.names[: len(units.names) - kept]):
-                slice_ranks += [
-                    ranks for ranks in space.slices if ranks < mesh[1] and mesh[1] % ranks == 0
-                ]
-            unit_choices += [
-                Choice(strategy, kept, count, offload, ranks)
-                for ranks in slice_ranks
-                for count in remat
-            ]
+            unit_choices += [Choice(strategy, kept, count) for count in remat]
     return unit_choices
 
 

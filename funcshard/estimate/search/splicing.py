@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from funcshard.estimate.trace import Memory, Program, Run
@@ -63,12 +62,6 @@ def splice(program: Program, units: Sequence[str], made: int, wanted: int) -> Pr
         if source_unit in program.saved:
             saved[name] = program.saved[source_unit]
     return Program(tuple(steps), program.order, program.backward, not_saved, saved)
-
-
-def in_pieces(program: Program, units: Sequence[str]) -> bool:
-    """Return whether each unit's steps are one piece in forward and one in backward."""
-    piece_counts = Counter(name for name, _, _ in _parts(program.steps))
-    return all(piece_counts[name] == 2 for name in units)
 
 
 def _source(position: int, made: int, wanted: int) -> int:

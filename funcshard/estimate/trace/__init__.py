@@ -7,8 +7,8 @@ program. In reading order:
 - ``tracing``: runs a model on fake tensors. ``recorder`` writes down what happens there, and
   ``leaves`` tells it of parameters.
 - ``kernels``: the attention and the dropout that a GPU would choose.
-- ``kinds``: finds modules that may be equal. ``folding`` keeps the events of one of them, and
-  ``stubs`` represent the others.
+- ``kinds``: finds modules that may be equal. ``folding`` keeps the events of one of them, and lets
+  stubs represent the others.
 - ``compiled``: the tensors that a compiler keeps, and the operations that it fuses.
 - ``needs``: which units backward gathers, and in which order.
 - ``program``: a tape, cut where the units of a plan act. ``stretches`` adds up folded modules.

@@ -181,8 +181,8 @@ _PLAIN = (
     bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device, torch.layout,
     torch.memory_format,
 )  # fmt: skip
-_LIMIT = 10_000  # objects; a larger object is compared by its identity
-_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE, which classes in Python code have
+_EMPTY = types.CellType()  # of a variable that has no value yet
+_LIMIT = 8  # levels; what is nested deeper is compared by its identity
 
 
 def is_plain(value: Any) -> bool:
@@ -190,112 +190,42 @@ def is_plain(value: Any) -> bool:
     return type(value) in _PLAIN or isinstance(value, enum.Enum)
 
 
-def value_of(value: Any, owner: Any = None) -> Any:
+def value_of(value: Any, owner: Any = None, around: tuple[int, ...] = ()) -> Any:
     """Return a hashable value, equal to that of another object if both work alike.
 
-    Python objects, containers and functions are compared by what they hold, tensors by their form,
-    and all others by identity.
+    Containers and functions of Python are compared by what they hold, tensors by their form, and
+    all others by identity.
 
     Arguments:
         value: the object.
         owner: the object that holds it; its methods equal those of another owner.
+        around: identities of the containers around it.
     """
-    try:
-        return _Values(owner).of(value)
-    except RecursionError:
+    value_type = type(value)
+    # Why the type: 1, 1.0 and True are equal in Python, and work otherwise.
+    if is_plain(value):
+        return value_type, repr(value) if isinstance(value, float | complex) else value
+    if isinstance(value, torch.Tensor):
+        form = tuple(value.shape), tuple(value.stride()), value.dtype, value.requires_grad
+        return "tensor", form
+    if value is owner:
+        return "owner"
+    if id(value) in around:  # a container that holds itself
+        return "around", around.index(id(value))
+    parts: Any = None
+    if value_type in (list, tuple, set, frozenset, torch.Size):
+        parts = value
+    elif value_type in (dict, OrderedDict):
+        parts = itertools.chain.from_iterable(value.items())
+    elif value_type is types.MethodType:
+        parts = value.__func__, value.__self__
+    elif value_type is functools.partial:
+        parts = value.func, value.args, value.keywords
+    elif value_type is types.FunctionType:
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY]
+        parts = value.__code__, value.__defaults__, value.__kwdefaults__, cells
+    if parts is None or len(around) == _LIMIT:
         return "object", id(value)
-
-
-class _Values:
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-        # By id of an object: its place, for objects that refer to themselves.
-        self.seen: dict[int, int] = {}
-        self.kept: list[Any] = []  # objects made on the way, whose ids must not come again
-
-    def of(self, value: Any) -> Any:
-        # Why the type: 1, 1.0 and True are equal in Python, and work otherwise.
-        if is_plain(value):
-            return type(value), repr(value) if isinstance(value, (float, complex)) else value
-        if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
-            return type(value), id(value)
-        if isinstance(value, torch.Tensor):
-            return (
-                "tensor",
-                tuple(value.shape),
-                tuple(value.stride()),
-                value.dtype,
-                value.requires_grad,
-            )
-        if value is self.owner:
-            return "owner"
-        if id(value) in self.seen:
-            return "seen", self.seen[id(value)]
-        # Note: a module is compared as a module, by its own kind.
-        if len(self.seen) >= _LIMIT or isinstance(value, torch.nn.Module):
-            return "object", id(value)
-        self.seen[id(value)] = len(self.seen)
-        self.kept.append(value)
-        return self._inside(value)
-
-    def _inside(self, value: Any) -> Any:
-        value_type = type(value)
-        if isinstance(value, types.FunctionType):
-            cell_values = [self._cell(cell) for cell in value.__closure__ or ()]
-            function_state = value.__defaults__, value.__kwdefaults__, value.__dict__
-            return (
-                value_type,
-                value.__code__,
-                id(value.__globals__),
-                tuple(cell_values),
-                self.of(function_state),
-            )
-        # Note: a method of the owner equals the same method of another owner.
-        if isinstance(value, types.MethodType):
-            return value_type, self.of(value.__func__), self.of(value.__self__)
-        if value_type is functools.partial:
-            return value_type, self.of((value.func, value.args, value.keywords))
-        # Why __new__: a class that C code made may keep what Python does not show.
-        builtin = next(
-            base
-            for base in value_type.__mro__
-            if not base.__flags__ & _HEAP
-            or type(base.__dict__.get("__new__")) is types.BuiltinFunctionType
-        )
-        value_parts: list[Any] = [value_type]
-        if issubclass(builtin, dict):
-            value_parts += [
-                (self.of(key), self.of(dict_value)) for key, dict_value in dict.items(value)
-            ]
-        elif issubclass(builtin, (list, tuple)):
-            value_parts += map(self.of, builtin.__iter__(value))
-        elif issubclass(builtin, (set, frozenset)):
-            value_parts.append(frozenset(map(self.of, builtin.__iter__(value))))
-        elif builtin not in (object, types.SimpleNamespace):
-            return "object", id(value)
-        for base in value_type.__mro__:
-            slots = base.__dict__.get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                member = base.__dict__.get(name)
-                if isinstance(member, types.MemberDescriptorType):
-                    value_parts.append((name, self._slot(member, value)))
-        try:
-            object_state = object.__getattribute__(value, "__dict__")
-        except AttributeError:
-            return tuple(value_parts)
-        return (
-            *value_parts,
-            *((key, self.of(attribute)) for key, attribute in object_state.items()),
-        )
-
-    def _cell(self, cell: Any) -> Any:
-        try:
-            return self.of(cell.cell_contents)
-        except ValueError:  # it is empty
-            return None
-
-    def _slot(self, member: Any, value: Any) -> Any:
-        try:
-            return self.of(member.__get__(value))
-        except AttributeError:  # it is empty
-            return None
+    part_values = [value_of(part, owner, (*around, id(value))) for part in parts]
+    is_set = value_type in (set, frozenset)
+    return value_type, (frozenset if is_set else tuple)(part_values)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from funcshard._utils import tree
 from funcshard._utils.garbage import without_collection
@@ -19,7 +18,7 @@ from funcshard._utils.table import Shown, Table
 from funcshard._utils.tensors import is_dtensor, tensors_in
 from funcshard._utils.torch_private import asks_for_data, stored_parts
 from funcshard.estimate.trace.program import Program, Run, make_program
-from funcshard.estimate.trace.tape import Tape
+from funcshard.estimate.trace.tape import LOSS, At, Call, Event, Op, Tape
 from funcshard.estimate.trace.tracing import leaf_dtypes, trace_model
 from funcshard.plan import MixedPrecision, Plan, dtype_name, make_plan, match
 
@@ -36,7 +35,6 @@ class Profile(Shown):
         tokens: elements of the first input if they're whole numbers; else 0.
         inputs: bytes of the inputs.
         buffers: bytes of the model's buffers.
-        embedded: elements of embeddings.
         forms: the parameters on the meta device, for ``make_plan``.
         precision: that of ``profile``.
     """
@@ -46,7 +44,6 @@ class Profile(Shown):
     tokens: int
     inputs: int
     buffers: int
-    embedded: int
     forms: Mapping[str, torch.Tensor] = field(default_factory=dict)
     precision: MixedPrecision | None = None
     _tapes: dict[Any, Tape] = field(default_factory=dict)
@@ -146,7 +143,24 @@ class Profile(Shown):
         return value
 
     def _forward_flops(self) -> Mapping[str, int]:
-        return self._once("forward_flops", lambda: self.tape().forward_flops())
+        tape = self.tape()
+
+        @functools.cache  # a fold is counted once, and added for each of its calls
+        def of_fold(index: int) -> Counter[str]:
+            return count(tape.folds[index].parts.get("forward", ()))
+
+        def count(events: Iterable[Event]) -> Counter[str]:
+            dtype_flops, is_counted = Counter[str](), True
+            for event in events:
+                if isinstance(event, At):
+                    is_counted = event.phase == "forward" and event.path != LOSS
+                elif isinstance(event, Op) and is_counted:
+                    dtype_flops[event.dtype] += event.flops
+                elif isinstance(event, Call) and event.phase == "forward":
+                    dtype_flops.update(of_fold(event.fold))
+            return +dtype_flops  # those above 0
+
+        return self._once("forward_flops", lambda: count(tape.events))
 
     def _root(self) -> Program:
         return self._once("root", lambda: make_program(self.tape(), {"": ("",)}))
@@ -285,7 +299,6 @@ def profile(
         tokens=tokens,
         inputs=_stored_bytes((args, kwargs, targets)),
         buffers=_stored_bytes(buffers),
-        embedded=_embedded(apply.skeleton),
         forms=param_forms,
         precision=plan.precision,
     )
@@ -333,15 +346,6 @@ def _form(param: torch.Tensor, trainable: bool) -> torch.Tensor:
     meta_tensor = torch.empty_like(param, device="meta", requires_grad=trainable)
     meta_tensor.__dict__.update(param.__dict__)
     return meta_tensor
-
-
-def _embedded(skeleton: Any) -> int:
-    embedded_numel = 0
-    for name, names in skeleton.parameters.items():
-        owners = [skeleton.classes(parameter_name)[-1] for parameter_name in names]
-        if all(issubclass(owner, (nn.Embedding, nn.EmbeddingBag)) for owner in owners):
-            embedded_numel += math.prod(skeleton.shapes[name])
-    return embedded_numel
 
 
 def _stored_bytes(tensors: Any) -> int:

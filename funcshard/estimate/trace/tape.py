@@ -177,10 +177,6 @@ class Tape:
             else:
                 yield [event]
 
-    def forward_flops(self) -> Mapping[str, int]:
-        """Return the FLOPs of forward by dtype, without the loss."""
-        return self._forward_flops(self.events, {})
-
     def repeated(self, paths: Iterable[str]) -> set[str]:
         """Return the modules that one forward calls several times."""
         call_levels = [_calls(fold.parts.get("forward", ())) for fold in self.folds]
@@ -218,24 +214,6 @@ class Tape:
             ):
                 continue
             yield rewritten(event, inner_path, storage_number)
-
-    def _forward_flops(
-        self, events: tuple[Event, ...], known: dict[int, Counter[str]]
-    ) -> Counter[str]:
-        dtype_flops, is_counted = Counter[str](), True
-        for event in events:
-            if isinstance(event, At):
-                is_counted = event.phase == "forward" and event.path != LOSS
-            elif isinstance(event, Op):
-                if is_counted and event.flops:
-                    dtype_flops[event.dtype] += event.flops
-            elif isinstance(event, Call) and event.phase == "forward":
-                # Note: a fold is counted once, and added for each of its calls.
-                if event.fold not in known:
-                    fold_parts = self.folds[event.fold].parts
-                    known[event.fold] = self._forward_flops(fold_parts.get("forward", ()), known)
-                dtype_flops.update(known[event.fold])
-        return dtype_flops
 
 
 def _calls(events: Iterable[Event]) -> tuple[Counter[str], dict[str, int]]:

@@ -31,12 +31,11 @@ from funcshard._utils.torch_private import (
 )
 from funcshard.core import cast_inputs, cast_outputs, remat, run_in_full_precision
 from funcshard.estimate.trace.compiled import Region
-from funcshard.estimate.trace.folding import CannotFoldError, fold_log
+from funcshard.estimate.trace.folding import CannotFoldError, Form, Stub, Traced, fold_log
 from funcshard.estimate.trace.kernels import AcceleratorKernels
 from funcshard.estimate.trace.kinds import is_plain, kinds_of, value_of
 from funcshard.estimate.trace.leaves import Leaves, Table
 from funcshard.estimate.trace.recorder import Frame, Recorder
-from funcshard.estimate.trace.stubs import Form, Stub, Traced
 from funcshard.estimate.trace.tape import LOSS, Enter, Exit, Save, Tape
 from funcshard.plan import Plan
 
@@ -491,7 +490,8 @@ class _Tracer:
             else:
                 input_values.append(value_of(value))
         # Note: tensors inside other objects aren't leaves of the tree, so no form describes them.
-        if len(list(tensors_in(inputs))) != tensor_count or any(map(_holds_tensor, input_values)):
+        # And a module may write to an object.
+        if len(list(tensors_in(inputs))) != tensor_count or any(map(_is_opaque, input_values)):
             return None
         return tuple(tree.paths(inputs)), tuple(input_values)
 
@@ -684,8 +684,11 @@ def _in_region(region: Region, forward: Any, *args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
 
-def _holds_tensor(value: Any) -> bool:
-    return isinstance(value, tuple) and (value[:1] == ("tensor",) or any(map(_holds_tensor, value)))
+def _is_opaque(value: Any) -> bool:
+    """Return whether a result of ``value_of`` has a tensor or an unknown object."""
+    if not isinstance(value, tuple | frozenset):
+        return False
+    return bool({"tensor", "object"}.intersection(value)) or any(map(_is_opaque, value))
 
 
 def _loss_of(out: Any, loss: Loss | None) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 In reading order:
 
-- ``step``: the result, as data.
 - ``runtime``: the buffers that funcshard or a peer holds.
 - ``sizes``, ``ledger``: the bytes of a unit, and of a rank by category.
 - ``lanes``: the clocks of computation and communication.
@@ -11,13 +10,21 @@ In reading order:
 
 from __future__ import annotations
 
-from funcshard.estimate.walk.lanes import HardwareClock
+from funcshard.estimate.walk.lanes import LANES, HardwareClock, Span
+from funcshard.estimate.walk.ledger import (
+    CATEGORIES,
+    RESERVED_RUNS,
+    Moment,
+    Timeline,
+    reserved_band,
+    reserved_how,
+)
 from funcshard.estimate.walk.runtime import OPTIMIZERS, OptimizerMemory, Runtime, check_runtime
 from funcshard.estimate.walk.simulator import Simulation, simulate_step
 from funcshard.estimate.walk.sizes import UnitSizes, sizes_by_unit
-from funcshard.estimate.walk.step import CATEGORIES, LANES, Moment, Span, Step
 
 __all__ = [
-    "CATEGORIES", "HardwareClock", "LANES", "OPTIMIZERS", "Moment", "OptimizerMemory", "Runtime", "Simulation", "Span",
-    "Step", "UnitSizes", "check_runtime", "simulate_step", "sizes_by_unit",
+    "CATEGORIES", "HardwareClock", "LANES", "OPTIMIZERS", "Moment", "OptimizerMemory", "RESERVED_RUNS", "Runtime",
+    "Simulation", "Span", "Timeline", "UnitSizes", "check_runtime", "reserved_band", "reserved_how", "simulate_step",
+    "sizes_by_unit",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from funcshard.estimate.machine import (
     Hardware,
@@ -14,25 +14,45 @@ from funcshard.estimate.machine import (
     offload_time,
     source_of_sum,
     update_time,
-    weakest,
 )
 from funcshard.estimate.trace import Run
 from funcshard.estimate.walk.runtime import Runtime
-from funcshard.estimate.walk.step import Span
 from funcshard.plan import Event
+
+LANES = ("compute", "gather", "reduce", "replicate")
+
+
+class Span(NamedTuple):
+    """One computation or collective, and when it runs.
+
+    Attributes:
+        lane: one of ``LANES``; all-reduces that run apart have the last one.
+        what: ``"forward"``, ``"backward"``, ``"loss"``, ``"optimizer"``, or the kind of collective.
+        unit: name of the unit; ``""`` is the root.
+        begin: seconds since the start of the step.
+        bytes: bytes that a computation moves, or of the collective's whole buffer.
+    """
+
+    lane: str
+    what: str
+    unit: str
+    begin: float
+    seconds: float
+    bytes: int
+    flops: int
+    source: str
+
+    @property
+    def end(self) -> float:
+        return self.begin + self.seconds
 
 
 @dataclass(slots=True, eq=False)
 class HardwareClock:
-    """The time of everything that a step does on some hardware, with its source.
-
-    Attributes:
-        copied: the weakest source of copies to the host and back, which have no spans.
-    """
+    """The time of everything that a step does on some hardware, with its source."""
 
     hardware: Hardware
     mesh_axes: Mapping[str, int]
-    copied: str = "exact"
     _known_times: dict[Any, tuple[float, str]] = field(default_factory=dict)
     _strides: dict[str, int] = field(default_factory=dict)
 
@@ -70,9 +90,7 @@ class HardwareClock:
         return event_time
 
     def copy(self, nbytes: int) -> float:
-        timed_copy = offload_time(self.hardware, nbytes)
-        self.copied = weakest(self.copied, timed_copy.source)
-        return timed_copy.seconds
+        return offload_time(self.hardware, nbytes).seconds
 
     def move(self, nbytes: int) -> tuple[float, str]:
         """Return the time in which the optimizer reads or writes some bytes."""
@@ -141,7 +159,9 @@ class Lanes:
         elif runtime.one_lane:
             begin = max(begin, free_times["gather"], free_times["reduce"])
         end = begin + seconds
-        free_times["replicate" if runs_apart else lane] = end
+        if runs_apart:
+            lane = "replicate"
+        free_times[lane] = end
         self.spans.append(
             Span(lane, event.kind, event.unit or "", begin, seconds, event.bytes, 0, source)
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from funcshard._utils.options import check_choice, check_count, check_flag
+from funcshard._utils.options import check_choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +38,7 @@ class OptimizerMemory:
     first_step: bool = False
 
     def __post_init__(self) -> None:
-        check_count("states", self.states, 0, of="tensors of state")
         check_choice("temporaries", self.temporaries, ("none", "largest", "all", "foreach"))
-        for name in ("donate", "clip", "first_step"):
-            check_flag(name, getattr(self, name))
 
     @property
     def states_before(self) -> int:
@@ -94,10 +91,6 @@ class Runtime:
     streams: bool = False
     replicates_apart: bool = False
     lingering: int = 0
-
-    def __post_init__(self) -> None:
-        check_count("communicators", self.communicators, 0, of="bytes")
-        check_count("lingering", self.lingering, 0, of="units")
 
     @classmethod
     def on(cls, device: str) -> Runtime:

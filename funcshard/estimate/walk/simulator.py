@@ -22,11 +22,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from funcshard.estimate.trace import Profile, Program, Run
-from funcshard.estimate.walk.lanes import HardwareClock, Lanes
+from funcshard.estimate.walk.lanes import HardwareClock, Lanes, Span
 from funcshard.estimate.walk.ledger import Ledger
 from funcshard.estimate.walk.runtime import OptimizerMemory, Runtime
 from funcshard.estimate.walk.sizes import BufferSizes, UnitSizes, sizes_by_unit
-from funcshard.estimate.walk.step import Span
 from funcshard.plan import (
     Event,
     Plan,

@@ -18,8 +18,8 @@ from funcshard._utils.torch_symbols import put_number
 from funcshard.comm import Mesh
 from funcshard.graph.compiling.regions import Cut, Region, region_graph, region_text, view_in
 from funcshard.graph.filling import filled
-from funcshard.graph.named_sizes import Conditions
 from funcshard.graph.replay import lower
+from funcshard.graph.signatures import Conditions
 from funcshard.graph.step_graph import StepGraph, collective_of
 from funcshard.graph.storages import GraphStorages
 

@@ -149,12 +149,9 @@ class Cut:
         first_region, second_region = self._region_of[first], self._region_of[second]
         if first_region is second_region:
             return
-        # Why the smaller one: a long region that grows node by node is not copied each time.
-        smaller_region, larger_region = sorted(
-            (first_region, second_region), key=lambda region: len(region.nodes)
-        )
-        larger_region.nodes += smaller_region.nodes
-        self._region_of.update(dict.fromkeys(smaller_region.nodes, larger_region))
+        # Why the first: a new operation joins the long region of what it reads.
+        second_region.nodes += first_region.nodes
+        self._region_of.update(dict.fromkeys(first_region.nodes, second_region))
 
     def _end_stretch(self) -> None:
         """Add the calls and regions of the stretch; a small region as its nodes."""

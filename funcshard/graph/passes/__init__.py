@@ -1,8 +1,7 @@
 """Passes: pure functions from a traced step to a traced step, as ``fs.passes``.
 
-In reading order:
+In reading order; ``traced.applied`` changes each recording, and checks the result:
 
-- ``applying``: how a pass changes each recording, and checks the result.
 - ``keeping``: ``keep_gathered``. ``updating``: ``update_early``.
 - ``moving``: ``gather_earlier`` and ``wait_later``, and the memory while operations move.
 

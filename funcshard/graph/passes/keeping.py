@@ -12,7 +12,6 @@ from torch import fx
 
 from funcshard._utils.options import check_bytes
 from funcshard.graph.effects import is_pure, writers_of
-from funcshard.graph.passes.applying import applied
 from funcshard.graph.step_graph import (
     STARTS,
     StepGraph,
@@ -22,7 +21,7 @@ from funcshard.graph.step_graph import (
 )
 from funcshard.graph.storages import GraphStorages
 from funcshard.graph.tidying import replace_node
-from funcshard.graph.traced import Traced
+from funcshard.graph.traced import Traced, applied
 
 
 def keep_gathered(traced: Traced, *, budget: int | str) -> Traced:

@@ -10,10 +10,9 @@ from torch import fx
 from funcshard._utils.options import check_bytes, check_count
 from funcshard.graph.effects import communicates, dependencies, is_pure, is_view
 from funcshard.graph.memory import memory_of
-from funcshard.graph.passes.applying import applied
 from funcshard.graph.step_graph import StepGraph, collective_of, is_unit_gather, starts_and_waits
 from funcshard.graph.storages import GraphStorages, held_until
-from funcshard.graph.traced import Traced
+from funcshard.graph.traced import Traced, applied
 
 
 def gather_earlier(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -11,11 +11,10 @@ from torch import fx
 from funcshard._utils import tree
 from funcshard._utils.torch_operators import list_arguments, operator_arguments, operator_name
 from funcshard.graph.effects import communicates, dependencies, written_storages
-from funcshard.graph.passes.applying import applied
 from funcshard.graph.step_graph import Place, StepGraph, starts_and_waits
 from funcshard.graph.storages import GraphStorages
 from funcshard.graph.tidying import add_node, replace_node
-from funcshard.graph.traced import Traced
+from funcshard.graph.traced import Traced, applied
 
 
 def update_early(traced: Traced) -> Traced:
@@ -86,11 +85,12 @@ def _update_early(step_graph: StepGraph) -> None:
         # Why: ranks would issue it at another place among their collectives.
         collectives = [group_node for group_node in needed_group if communicates(group_node)]
         if len({arrivals[wait] for wait in awaited_by[node]}) > 1:
-            failure_reasons.append(_joining_operation(node, needed_before, awaited_by, arrivals))
+            unit_count = len({arrivals[wait] for wait in awaited_by[node]})
+            failure_reasons.append(f"{node.name!r}, which needs gradients of {unit_count} units")
         elif collectives:
             failure_reasons.append(
                 f"a collective, {collectives[0].name!r}, on which the update of "
-                f"{_names([arrivals[arrival]])} depends"
+                f"{arrivals[arrival]!r} depends"
             )
         else:
             for group_node in sorted(needed_group, key=node_position.__getitem__):
@@ -148,30 +148,6 @@ def _updates(step_graph: StepGraph, storages: GraphStorages) -> list[fx.Node]:
         if "placeholder" in written_makers:
             update_nodes[node] = None
     return [node for node in update_nodes if node.op == "call_function"]
-
-
-def _joining_operation(
-    node: fx.Node,
-    needed: Mapping[fx.Node, Sequence[fx.Node]],
-    awaited: Mapping[fx.Node, frozenset[fx.Node]],
-    arrivals: Mapping[fx.Node, str],
-) -> str:
-    """Describe the first operation behind a node that joins several units."""
-    joining_nodes = [node]
-    # Note: this walks towards the inputs, as long as an input joins several units already.
-    while joining_nodes:
-        node, *_ = joining_nodes
-        joining_nodes = [
-            before for before in needed[node] if len({arrivals[w] for w in awaited[before]}) > 1
-        ]
-    joined_units = {arrivals[wait] for wait in awaited[node]}
-    return f"{operator_name(node.target) or node.name}, which joins gradients of {_names(joined_units)}"
-
-
-def _names(units: Iterable[str]) -> str:
-    unit_names = sorted(unit or "(root)" for unit in units)
-    further_text = f" and {len(unit_names) - 3} more" * (len(unit_names) > 3)
-    return f"{', '.join(map(repr, unit_names[:3]))}{further_text}"
 
 
 # --- operations on lists --------------------------------------------------------------------------

@@ -2,8 +2,7 @@
 
 What a file can't hold is a ``ValueError``.
 
-- ``operations``: operations that a file may name, and their arguments.
-- ``recordings``: a whole ``StepGraph``, with its signature.
+- ``recordings``: a whole ``StepGraph``, and the operations that a file may name.
 - ``graph_file``: the file for all ranks: checksum, facts and graphs.
 """
 

@@ -1,7 +1,7 @@
 """The file of a traced step, for all ranks.
 
-The first line has the format and a checksum of the rest, the second one facts. An operation has a
-line, so that files can be compared.
+The first line has the format and a checksum of the rest, the second one facts, the third one the
+graphs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +22,8 @@ FORMAT = "funcshard.graph/2"
 
 
 def recordings_text(recordings: Sequence[dict[str, Any]]) -> str:
-    """Return recordings as JSON, with a line for each operation and leaf."""
-    recording_texts = ["{\n" + _fields(recording) + "\n}" for recording in recordings]
-    return _lines(recording_texts)
-
-
-def _fields(data: dict[str, Any]) -> str:
-    return ",\n".join(f"{json.dumps(key)}: {_value_text(key, data[key])}" for key in data)
-
-
-def _value_text(key: str, value: Any) -> str:
-    if key in ("nodes", "leaves"):
-        return _lines(map(_short, value))
-    return "{" + _fields(value) + "}" if key == "signature" else _short(value)
-
-
-def _lines(texts: Iterable[str]) -> str:
-    return "[\n" + ",\n".join(texts) + "\n]"
+    """Return recordings as JSON."""
+    return _short(recordings)
 
 
 def _short(value: Any) -> str:
@@ -52,7 +37,7 @@ def text_digest(text: str) -> str:
 
 def write_file(path: Path, facts: dict[str, Any], kinds: Sequence[str]) -> None:
     """Write a file under another name, and rename it once it's complete."""
-    file_text = f"{_short(facts)}\n{_lines(kinds)}\n"
+    file_text = f"{_short(facts)}\n[{','.join(kinds)}]\n"
     first_line = _short({"format": FORMAT, "sha256": text_digest(file_text)})
     part_path = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

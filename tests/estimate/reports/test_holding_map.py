@@ -36,14 +36,14 @@ def plan_of(case: str) -> fs.Plan:
 def test_the_ranks_hold_what_the_map_says(case: str) -> None:
     plan = plan_of(case)
     found = holdings(plan)
-    assert sum(group.ranks for group in found.ranks) == plan.world_size
-    sizes = Counter(found.bytes_of(rank) for rank in range(plan.world_size))
-    for rank in range(plan.world_size):
-        assert sum(held.bytes for held in found.of_rank(rank)) == found.bytes_of(rank)
-    for group in found.ranks:
-        each = sum(row.held(group.begin) * len(row.group.units) for row in found.rows)
-        assert all(row.held(group.begin) == row.held(group.end - 1) for row in found.rows)
-        assert sizes[each] >= group.ranks
+    groups = found.shard_groups()
+    assert [shard for group in groups for shard in group] == list(range(plan.mesh_shape[1]))
+    for row in found.rows:
+        for group in groups:
+            assert len({row.held(shard) for shard in group}) == 1
+        for shard in range(plan.mesh_shape[1]):
+            parts = [row.buffer.part(leaf, shard).numel for leaf in row.buffer.leaves]
+            assert row.held(shard) == sum(parts) * row.buffer.itemsize
 
 
 @pytest.mark.parametrize("case", ["one axis", "hybrid", "local to a rank", "local along shard", "cut along tensor"])
@@ -68,23 +68,13 @@ def test_parts_and_copies_count_the_ranks(case: str) -> None:
         assert set(ranks.values()) == {row.copies}
 
 
-def test_ranks_of_one_part_of_the_shard_axis_hold_the_same_elements() -> None:
-    found = holdings(plan_of("hybrid"))
-    assert [found.of_rank(rank) == found.of_rank(rank + 3) for rank in range(3)] == [True] * 3
-    assert found.of_rank(0) != found.of_rank(1)
-    whole = [held for rank in range(3) for held in found.of_rank(rank) if held.path == "blocks.1.w"]
-    assert sorted((held.part.begin, held.part.end) for held in whole) == [(0, 3), (3, 10), (10, 15)]
-
-
 def test_the_map_of_many_ranks_is_short() -> None:
     plan = fs.make_plan(PARAMS, {"replicate": 4, "shard": 4096}, units=["blocks.*"])
     found = holdings(plan)
-    assert [group.begin for group in found.ranks] == [0, 4, 9, 19]
+    assert [group[0] for group in found.shard_groups()] == [0, 4, 9, 19]
     assert len(str(found).splitlines()) == 9
 
 
-def test_a_rank_outside_of_the_mesh_is_refused() -> None:
-    with pytest.raises(ValueError, match="rank must be one of the plan's 4 ranks; found 4: pass 0 to 3"):
-        holdings(plan_of("one axis")).of_rank(4)
+def test_only_a_plan_has_holdings() -> None:
     with pytest.raises(TypeError, match="plan must be the Plan that make_plan returned; found dict"):
         holdings({})  # type: ignore[arg-type]

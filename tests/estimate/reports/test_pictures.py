@@ -32,39 +32,36 @@ def test_the_stack_reaches_the_peak_and_starts_at_zero() -> None:
     assert max(tops) == pytest.approx(REPORT.peak / MIB)
     assert axes.get_ylim()[0] == axes.get_xlim()[0] == 0
     assert axes.get_ylim()[1] > 24
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("time in the step (ms)", "memory of rank 0 (MiB)")
-    assert axes.get_xlim()[1] == pytest.approx(1000 * REPORT.step_time)
-    assert [text.get_text() for text in axes.texts] == ["budget 24.0 MiB"]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("time in the step", "memory of a rank (MiB)")
+    assert axes.get_xlim()[1] == pytest.approx(REPORT.step_time)
     assert legend_of(figure) == [
         "gradients  2.0 MiB", "activations  12.0 MiB", "gathered  2.0 MiB", "inputs  64 B", "optimizer  2.2 MiB",
         "shards  1.1 MiB",
     ]  # fmt: skip
-    assert axes.get_legend().get_title().get_text() == "peak 19.4 MiB (dot)\nin the backward of blocks.3\n"
+    assert axes.get_legend().get_title().get_text() == "peak 19.4 MiB (dot)\nin the backward of blocks.3\nbudget 24.0 MiB"
 
 
-@pytest.mark.parametrize(
-    ("budget", "texts", "top"), [(38, ["budget 38.0 MiB"], 38), (80, ["↑ budget 80.0 MiB"], None), (None, [], None)]
-)
-def test_a_budget_far_above_the_peak_does_not_flatten_the_picture(budget: Any, texts: list[str], top: Any) -> None:
+@pytest.mark.parametrize(("budget", "lines"), [(38, 2), (80, 1), (None, 1)])
+def test_a_budget_far_above_the_peak_does_not_flatten_the_picture(budget: Any, lines: int) -> None:
     (axes,) = draw_memory(dataclasses.replace(REPORT, budget=budget and budget * MIB)).axes
-    assert [text.get_text() for text in axes.texts] == texts
-    assert len(axes.lines) == (2 if top else 1)  # the dot, and the budget
-    assert axes.get_ylim()[1] == pytest.approx(1.15 * (top or REPORT.peak / MIB))
+    assert len(axes.lines) == lines  # the dot, and the budget
+    assert axes.get_ylim()[1] == pytest.approx(1.05 * (budget if lines == 2 else REPORT.peak / MIB), rel=0.05)
+    assert (f"budget {budget}.0 MiB" in axes.get_legend().get_title().get_text()) == bool(budget)
 
 
 def test_each_lane_has_its_spans() -> None:
     figure = draw_timeline(REPORT)
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["compute", "gather", "reduce"]
-    widths = [np.ptp(path.vertices[:, 0]) / 1e3 for bars in axes.collections for path in bars.get_paths()]
+    widths = [np.ptp(path.vertices[:, 0]) for bars in axes.collections for path in bars.get_paths()]
     assert sum(widths) == pytest.approx(sum(span.seconds for span in REPORT.spans))
-    assert legend_of(figure) == ["all-gather", "forward", "backward", "reduce-scatter"]
+    assert legend_of(figure) == ["forward", "backward", "all-gather", "reduce-scatter"]
     assert [text.get_text() for text in axes.texts][:4] == [f"blocks.{i}" for i in range(4)]
 
 
 def test_a_part_of_the_step_can_be_drawn() -> None:
     (axes,) = draw_timeline(REPORT, begin=0.09, end=0.12).axes
-    assert axes.get_xlim() == pytest.approx((90, 120))
+    assert axes.get_xlim() == pytest.approx((0.09, 0.12))
     assert len([path for bars in axes.collections for path in bars.get_paths()]) == 5
 
 
@@ -84,17 +81,17 @@ def test_the_front_has_the_reports_that_none_beats(pairs: list[tuple[int, float]
 def test_the_pareto_picture_numbers_the_front_and_names_it_in_the_legend() -> None:
     figure = draw_pareto(reports_of((1, 5.0), (2, 4.0), (3, 4.5), (4, 3.0)))
     (axes,) = figure.axes
-    assert axes.get_ylabel() == "step time (s)"
+    assert axes.get_ylabel() == "step time"
     assert [text.get_text() for text in axes.texts] == ["1", "2", "3"]
-    assert axes.collections[0].get_offsets()[:, 1].tolist() == [4.5]
+    assert axes.collections[0].get_offsets()[:, 1].tolist() == [5.0, 4.0, 4.5, 3.0]
     assert axes.lines[0].get_ydata().tolist() == [5.0, 4.0, 3.0]
     assert legend_of(figure) == [
-        "beaten in time and memory", "front", "budget 80.0 MiB, off the right edge", "1  1, 5.0", "2  2, 4.0", "3  4, 3.0",
+        "all plans", "front", "1  1, 5.0", "2  2, 4.0", "3  4, 3.0",
     ]  # fmt: skip
     assert (axes.get_xlim()[0], axes.get_ylim()[0]) == (0, 0)
-    in_ms = draw_pareto(reports_of((1, 0.005), (2, 0.004))).axes[0]
-    assert (in_ms.get_ylabel(), in_ms.lines[0].get_ydata().tolist()) == ("step time (ms)", [5.0, 4.0])
-    assert len(legend_of(draw_pareto(reports_of(*((i, 50.0 - i) for i in range(1, 21)))))) == 2 + 14 + 1
+    assert len(legend_of(draw_pareto(reports_of(*((i, 50.0 - i) for i in range(1, 21)))))) == 3 + 14 + 1  # the budget too
+    tight = {name: dataclasses.replace(report, budget=15 * MIB) for name, report in reports_of((1, 5.0), (2, 4.0)).items()}
+    assert "budget 15.0 MiB" in legend_of(draw_pareto(tight))
 
 
 def test_a_pareto_picture_needs_a_report() -> None:
@@ -105,7 +102,7 @@ def test_a_pareto_picture_needs_a_report() -> None:
 def test_the_map_of_many_ranks_draws_the_first_or_the_given_ones() -> None:
     plan = plan_of(2, 4096)
     (axes,) = draw_holdings(plan).axes
-    assert axes.get_title(loc="left").endswith("4096 ranks; 64 ranks are drawn")
+    assert axes.get_xlabel() == "64 of 4096 ranks"
     (axes,) = draw_holdings(plan, ranks=[0, 4095]).axes
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "4095"]
 
@@ -117,9 +114,3 @@ def test_pictures_are_saved(tmp_path: Path) -> None:
     from matplotlib import pyplot
 
     assert not pyplot.get_fignums()
-
-
-@pytest.mark.parametrize(("times", "width"), [(1, 0.3), (20, 0)])
-def test_areas_have_edges_unless_the_edges_would_cover_them(times: int, width: float) -> None:
-    figure = draw_memory(dataclasses.replace(REPORT, timeline=REPORT.timeline * times))
-    assert {float(each) for layer in figure.axes[0].collections for each in layer.get_linewidth()} == {width}

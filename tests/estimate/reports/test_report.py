@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from funcshard.estimate.machine.sources import SOURCES
-from funcshard.estimate.reports.report import Report, binds_text, moment_text, source_of
-from funcshard.estimate.walk.step import Moment
+from funcshard.estimate.machine import SOURCES
+from funcshard.estimate.reports.report import Report, moment_text
+from funcshard.estimate.walk import Moment
 from tests.estimate.made_reports import MIB, report_of
 
 REPORT = report_of()
@@ -94,7 +94,7 @@ def test_html_has_the_tables_of_the_text() -> None:
 )
 def test_the_title_says_what_binds(changes, words) -> None:  # type: ignore[no-untyped-def]
     report = dataclasses.replace(REPORT, **changes)
-    assert binds_text(report) == words
+    assert report.binds == words
     assert str(report).splitlines()[0].endswith(words)
 
 
@@ -103,7 +103,6 @@ def test_the_title_says_what_binds(changes, words) -> None:  # type: ignore[no-u
     [
         ("peak", {}, "traced"),
         ("peak", {"peak": "calibrated"}, "calibrated"),
-        ("peak", {"activations": "extrapolated"}, "extrapolated"),
         ("shards", {}, "exact"),
         ("communicators", {}, "calibrated"),
         ("activations", {}, "traced"),
@@ -112,7 +111,7 @@ def test_the_title_says_what_binds(changes, words) -> None:  # type: ignore[no-u
     ],
 )
 def test_a_number_has_the_weakest_source_of_its_parts(name: str, given: dict[str, str], source: str) -> None:
-    assert source_of(dataclasses.replace(REPORT, sources=given), name) == source
+    assert dataclasses.replace(REPORT, sources=given).source_of(name) == source
 
 
 def test_moments_are_named_by_what_runs_and_the_unit() -> None:

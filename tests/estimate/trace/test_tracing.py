@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from funcshard.demo.gpt import GPT, GPTConfig
+from funcshard.estimate.trace.folding import Form
 from funcshard.estimate.trace.program import Run, make_program
-from funcshard.estimate.trace.stubs import Form
 from funcshard.estimate.trace.tape import Alloc, Call, Free, Grad, Op, Save
 from funcshard.estimate.trace.tracing import trace_model
 from tests.module.law import Runs
@@ -210,8 +210,6 @@ def summary(tape):
             grads.append(event.path)
     program = make_program(tape, {"": ("",)})
     runs = [(run.what, run.highest.total, run.end.total) for run in program.steps if isinstance(run, Run)]
-    forward = [work.flops for run in program.steps if isinstance(run, Run) and run.what == "forward" for work in run.work]
-    assert sum(tape.forward_flops().values()) == sum(forward)
     return {
         "highest": highest, "flops": flops, "moved": moved, "kernels": kernels, "saved": saved, "grads": sorted(grads),
         "runs": max(each[1] for each in runs), "end": runs[-1][2], "kept": sum(program.saved.values()),

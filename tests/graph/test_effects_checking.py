@@ -10,8 +10,7 @@ import torch
 from torch import fx
 
 import funcshard as fs
-from funcshard.graph.checking import check_graph, check_order
-from funcshard.graph.effects import communicates
+from funcshard.graph.effects import check_graph, check_order, communicates
 from funcshard.graph.step_graph import StepGraph, collective_of, starts_and_waits
 from tests.graph.test_memory import made
 

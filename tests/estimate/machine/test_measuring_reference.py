@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import funcshard as fs
-from funcshard.estimate.machine.reference import KernelTime, Reference, rates_of, reference_step, times_of
+from funcshard.estimate.machine.measuring import KernelTime, Reference, rates_of, reference_step, times_of
 from funcshard.estimate.trace.tape import Op
 
 TINY = Reference(width=16, heads=2, layers=2, batch=2, length=8, vocabulary=11)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import funcshard as fs
-from funcshard.graph.difference import _changes
+from funcshard.graph.show import _changes
 from tests.graph.test_memory import made
 
 

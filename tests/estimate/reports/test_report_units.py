@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 import funcshard as fs
-from funcshard.estimate.reports.unit_use import by_unit, recomputed_units
+from funcshard.estimate.reports.report import by_unit, recomputed_units
 from tests.estimate.made_reports import MIB, plan_of, report_of
 
 PLANS = {

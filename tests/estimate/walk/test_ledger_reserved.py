@@ -2,7 +2,7 @@
 
 import pytest
 
-from funcshard.estimate.machine import RESERVED_RUNS, reserved_band
+from funcshard.estimate.walk import RESERVED_RUNS, reserved_band
 
 
 def test_the_band_spans_the_factors_of_the_runs():

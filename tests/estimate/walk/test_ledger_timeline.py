@@ -2,8 +2,7 @@
 
 import pytest
 
-from funcshard.estimate.walk import CATEGORIES, Moment
-from funcshard.estimate.walk.step import Timeline
+from funcshard.estimate.walk import CATEGORIES, Moment, Timeline
 
 
 def row(seconds: float, **sizes: int) -> tuple[float, str, str, tuple[int, ...]]:

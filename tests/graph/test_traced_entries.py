@@ -93,10 +93,10 @@ AGAIN = {
     "a size of one": ("b, ...", lambda x: x.sum(), 1, "found b = 1; the recording needs b >= 2 (torch)"),
     "a branch": (
         "b, ...", lambda x: x.sum() if x.shape[0] % 2 == 0 else x.mean(), 5,
-        "found b = 5; the recording needs (b % 2) == 0 (test_entries.py, line",
+        "found b = 5; the recording needs (b % 2) == 0 (test_traced_entries.py, line",
     ),
     "a number of Python": (
-        "b, ...", lambda x: x.sum() / len(x), 6, "found b = 6; the recording needs b == 4 (test_entries.py, line",
+        "b, ...", lambda x: x.sum() / len(x), 6, "found b = 6; the recording needs b == 4 (test_traced_entries.py, line",
     ),
 }  # fmt: skip
 
