@@ -81,8 +81,8 @@ def test_another_plan_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[
     plan = ["plan", *SMALL, "--ranks", "4", "--json"]
     other.write_text(printed([*plan, "--strategy", "no_shard", "--precision", "bf16"], capsys))
     out = printed([*ESTIMATE, "--compare", str(other)], capsys)
-    assert "  - all units have the strategy full_shard instead of no_shard" in out
-    assert "  - all units use the dtypes of the leaves instead of bfloat16" in out
+    assert "  - all units: strategy is full_shard instead of no_shard" in out
+    assert "  - all units: param_dtype is None instead of torch.bfloat16" in out
 
 
 def test_a_model_of_ones_own_takes_inputs_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,9 +129,9 @@ BAD = {
     "unknown hardware": ("--hardware h1000", "found 'h1000': did you mean 'h100'?"),
     "hardware like no other": ("--hardware ?", "found '?': python -m funcshard calibrate writes such a file"),
     "too many ranks": ("--ranks 100000000", "--ranks must be at most 1,000,000; found 100,000,000: no machine"),
-    "no description": ("--hardware linear.json", "a hardware description must have the fields about, "),
-    "description of bytes": ("--hardware bytes.json", "a hardware description must be JSON; found bytes that are no text"),
-    "description of text": (f"--hardware {__file__}", "a hardware description must be JSON; found '"),
+    "no description": ("--hardware linear.json", "have the form of those that come with funcshard"),
+    "description of bytes": ("--hardware bytes.json", "bytes.json: 'utf-8' codec can't decode"),
+    "description of text": (f"--hardware {__file__}", "it is no JSON: "),
     "budget": ("--hardware h100 --budget much", "budget must be a number of bytes, or text such as '500MB'"),
     "no plan": (f"--hardware h100 --compare {__file__}", "which holds no plan ("),
     "no file": ("--hardware h100 --compare no/such.json", "which cannot be read (No such file or directory)"),
