@@ -149,8 +149,9 @@ class _Flattener:
         # Note: TorchOpt's own classes and the opt_state of a TrainState are optimizers for sure.
         is_state = False
         if zone == "state" and node_kind == "namedtuple":
-            zone = "optimizer" if meta.startswith("torchopt.") else zone
             is_state = find_class(meta) is TrainState
+            if meta.startswith("torchopt."):
+                zone = "optimizer"
         # Why there alone: elsewhere, a list that is the same on every rank would be cut.
         if zone == "optimizer":
             orders = self._orders(children)

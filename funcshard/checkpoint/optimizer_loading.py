@@ -229,8 +229,7 @@ class _Loading:
         on_device = any(group.get("fused") or group.get("capturable") for group in options)
         shard_values: dict[str, dict[str, Any]] = {name: {} for name in self.plan.units}
         for unit, buffer in trainable_buffers(self.plan):
-            first_value = initial[unit.name][buffer.key]
-            entries = {node.name: first_value} if node.name else dict(first_value)
+            entries = dict(node.entries(initial[unit.name][buffer.key]))
             paths = [leaf.path for leaf in buffer.leaves if leaf.path in group_of]
             begun_paths = [path for path in paths if path in states]
             # Note: with strict, a leaf without state gets zeros; find_leaves says if it may.
@@ -255,7 +254,7 @@ class _Loading:
                     if isinstance(scalar, torch.Tensor):
                         scalars[group_index] = scalar.detach().to(scalar_device, copy=True)
                 entries[name] = tuple(scalars) if node.layout.count > 1 else scalars[0]
-            shard_values[unit.name][buffer.key] = entries[node.name] if node.name else entries
+            shard_values[unit.name][buffer.key] = entries.get(node.name, entries)
         return shard_values
 
     def flat_tensor(
@@ -310,7 +309,7 @@ def _flat_names(
             for unit, buffer in trainable_buffers(plan)
         )
         return {node.name} if is_flat else set()
-    known = {} if node.step.known is None else node.step.known.flat
+    known = getattr(node.step.known, "flat", {})
     shapes = {leaf.path: leaf.whole_shape for leaf in plan.leaves}
     return {
         name
@@ -325,7 +324,7 @@ def _check_names(states: Mapping[str, LeafState], node: StateNode) -> None:
     names_by_group: dict[int, set[str]] = {}
     for path, leaf_state in states.items():
         names = names_by_group.setdefault(node.layout.group_of[path], set())
-        names.update([node.name] if node.name else leaf_state)
+        names.update(node.entries(leaf_state))
     for path, leaf_state in states.items():
         names = names_by_group[node.layout.group_of[path]]
         if names - leaf_state.keys():
@@ -415,7 +414,7 @@ def _by_path(
             "optimizer.state_dict(): get it with "
             "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)"
         )
-    first_group = param_groups[0] if param_groups else {}
+    first_group: Mapping[str, Any] = next(iter(param_groups), {})
     options = {key: value for key, value in first_group.items() if key != "params"}
     if not state:
         return {}, options

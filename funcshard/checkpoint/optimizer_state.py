@@ -113,8 +113,7 @@ def optimizer_to_state_dict(
     states_by_path: dict[str, LeafState] = {path: {} for path in trainable_paths(plan)}
     for path, node in nodes.items():
         for unit, buffer in trainable_buffers(plan):
-            shard_value = per_shard[path][unit.name][buffer.key]
-            entries = {node.name: shard_value} if node.name else shard_value
+            entries = node.entries(per_shard[path][unit.name][buffer.key])
             # Note: every rank has the same entries in the same order, because flat ones are
             # gathered.
             for name, value in entries.items():

@@ -74,8 +74,7 @@ def own_pieces(
     for leaf in buffer.leaves:
         in_shard, run = run_in_shard(buffer, leaf, mesh.position)
         # Why empty pieces too: every rank then has all names, and the dtypes of optimizer state.
-        own_elements = flat.detach()[in_shard] if run.numel else flat.detach()[:0]
-        yield leaf, piece_of(own_elements, run, leaf, copy)
+        yield leaf, piece_of(flat.detach()[in_shard], run, leaf, copy)
 
 
 def piece_of(elements: torch.Tensor, run: Run, leaf: LeafSpec, copy: int = 0) -> Piece:
@@ -111,16 +110,16 @@ def check_pieces(
     """
     planned_dtype = dtype_of(buffer.dtype)
     for piece in pieces:
-        dtype = piece.tensor.dtype
-        is_castable = can_cast(dtype, planned_dtype)
+        dtype, shape = piece.tensor.dtype, piece.shape
+        is_castable = dtype != planned_dtype and can_cast(dtype, planned_dtype)
+        has_dtype = dtype == planned_dtype or (cast and is_castable)
         # Note: a piece has the shape of the whole leaf, and elements of its slice.
-        if piece.shape != leaf.whole_shape or not (
-            dtype == planned_dtype or (cast and is_castable)
-        ):
+        if piece.tensor.ndim != 1 or shape != leaf.whole_shape or not has_dtype:
             remedy = ": pass cast=True to convert them" * (cast is False and is_castable)
             raise ValueError(
-                f"pieces of leaf {leaf.path!r} of {where} must be of shape {leaf.whole_shape} and "
-                f"dtype {buffer.dtype}, as planned; found {piece.shape} and {dtype_name(dtype)}{remedy}"
+                f"pieces of leaf {leaf.path!r} of {where} must be 1-D, of shape {leaf.whole_shape} "
+                f"and dtype {buffer.dtype}, as planned; found {shape} and {dtype_name(dtype)} in "
+                f"{piece.tensor.ndim} dimensions{remedy}"
             )
         ends = [begin + size for begin, size in piece.within] or piece.shape
         is_inside = len(ends) == len(piece.shape) and all(map(operator.le, ends, piece.shape))

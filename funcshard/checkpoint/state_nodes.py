@@ -35,6 +35,10 @@ class StateNode(NamedTuple):
     layout: ParamGroupLayout
     step: TorchStep | None = None
 
+    def entries(self, value: Any) -> Mapping[str, Any]:
+        """Return a value as named entries, which it may be already."""
+        return {self.name: value} if self.name else value
+
 
 def nodes_of(opt_state: Any, paths: Set[str], optimizer: Any, plan: Plan, mesh: Mesh) -> Any:
     """Return what each node of an optimizer's state holds: ``{path: StateNode}``.

@@ -5,7 +5,7 @@ The caller has the elements of tensors: ``replan`` in memory, ``restore`` in fil
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -344,7 +344,17 @@ class _Unflattener:
             pin_memory=unit.offload and mesh_device.type == "cuda",
         )
         dtype = self._dtype_of(shard, homes[0], buffer)
-        self._fill(shard, names, place)
+        for name, home in zip(names, homes, strict=True):
+            for move in self._moves(name, home, buffer):
+                shard_part = shard[move.in_shard]
+                copied_numel = read_run(
+                    shard_part, move.target, move.sources, name, self.saved.read
+                )
+                if copied_numel != shard_part.numel():
+                    raise ValueError(
+                        f"{self.saved.title} holds {copied_numel} of {shard_part.numel()} needed "
+                        f"elements of {move.path!r}"
+                    )
         if (filled := buffer.filled(self.position["shard"])) < shard.numel():
             # Why bytes: torch cannot fill tensors of some dtypes.
             byte_view(shard[filled:]).zero_()
@@ -366,47 +376,34 @@ class _Unflattener:
             f"and it is of {buffer.dtype} in the plan: {remedy}"
         )
 
-    def _fill(self, shard: torch.Tensor, names: Sequence[str], place: _Place) -> None:
-        """Read the elements of all leaves in this rank's shard of a buffer."""
-        for name, home in zip(names, place.homes, strict=True):
-            turn = turn_of(self.saved.stored[name].turn, home.buffer, self.old_axes)
-            # Note: all trees of a state have the same homes, whose ids stay unique because
-            # ``places`` keeps them. A turn picks one of the copies.
-            move_key = (id(home), *turn.values())
-            # Note: an optimizer's trees have the runs of the parameters.
-            if move_key not in self.moves:
-                self.moves[move_key] = list(self._moves(turn, home, place.buffer))
-            for move in self.moves[move_key]:
-                shard_part = shard[move.in_shard]
-                copied_numel = read_run(
-                    shard_part, move.target, move.sources, name, self.saved.read
-                )
-                if copied_numel != shard_part.numel():
-                    raise ValueError(
-                        f"{self.saved.title} holds {copied_numel} of {shard_part.numel()} needed elements "
-                        f"of {move.path!r}"
-                    )
-
-    def _moves(self, turn: ByAxis, home: _Home, buffer: BufferPlan) -> Iterator[_Move]:
+    def _moves(self, name: str, home: _Home, buffer: BufferPlan) -> list[_Move]:
+        """Return the runs of this rank's shard that a stored tensor of an old buffer has."""
+        # Note: a turn picks one of the copies.
+        turn = turn_of(self.saved.stored[name].turn, home.buffer, self.old_axes)
+        # Note: all trees of a state have the same homes, whose ids stay unique because
+        # ``places`` keeps them.
+        move_key = (id(home), *turn.values())
+        if move_key in self.moves:  # an optimizer's trees have the runs of the parameters
+            return self.moves[move_key]
+        moves = self.moves[move_key] = []
         for leaf, old_leaf in home.leaves:
             in_shard, target = run_in_shard(buffer, leaf, self.position)
             # Note: a leaf that lies in other ranks' shards alone needs no reads here.
             if target.numel:
-                local_axes = own_axes(buffer.local, leaf.cuts)
+                own = own_axes(buffer.local, leaf.cuts)
                 start_position = {
                     **dict.fromkeys(self.old_axes, 0),
                     **turn,
-                    **old_position(local_axes, self.position, self.axes, self.old_axes),
+                    **old_position(own, self.position, self.axes, self.old_axes),
                 }
-                leaf_runs = leaf_sources(
-                    home.buffer, old_leaf, self.old_axes, start_position, target
-                )
-                yield _Move(leaf.path, in_shard, target, list(leaf_runs))
+                sources = leaf_sources(home.buffer, old_leaf, self.old_axes, start_position, target)
+                moves.append(_Move(leaf.path, in_shard, target, list(sources)))
+        return moves
 
 
 def _facts(leaf: LeafSpec, buffer: BufferPlan) -> dict[str, Any]:
     """Return what a leaf must have under both plans."""
-    storage = None if buffer.packing is None else buffer.packing.form
+    storage = buffer.packing and buffer.packing.form
     own = own_axes(buffer.local, leaf.cuts)
     return {"shape": leaf.whole_shape, "local axes": own, "storage": storage}
 

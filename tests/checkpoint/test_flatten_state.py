@@ -68,7 +68,7 @@ CASES: dict[str, tuple[Any, fs.Plan, dict[str, str]]] = {
         {"float32.m": "shard", "float32.n": "whole"},
     ),
     "a rank's own": (
-        {"own": fs.PerRank({"a": {"float32": UNIT}, "r": ROOT})}, PLAN, {"own.a.float32": "rank", "own.r": "rank"},
+        {"own": fs.PerRank([{"a": {"float32": UNIT}}, ROOT])}, PLAN, {"own.0.a.float32": "rank", "own.1": "rank"},
     ),
     "the same name in a dictionary of one's own": ({"a": {"w": UNIT}}, PLAN, {"a.w": "whole"}),
 }  # fmt: skip

@@ -383,7 +383,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     ),
     "no tensor": (lambda d, p: {**d, "b": 3}, "leaf 'b' .* must be a tensor, a DTensor, a Piece .* found int"),
     "a piece of another shape": (
-        changed_piece(shape=(5,)), r"pieces of leaf 'a' .* must be of shape \(4, 4\) and .*; found \(5,\) and",
+        changed_piece(shape=(5,)), r"pieces of leaf 'a' .* must be 1-D, of shape \(4, 4\) and .*; found \(5,\) and",
     ),
     "a piece of another dtype": (
         changed_piece(tensor=lambda piece: piece.tensor.half()), r"dtype float32, as planned; found \(4, 4\) and float16",

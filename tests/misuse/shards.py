@@ -158,9 +158,9 @@ def full_pieces(cut):
 CASES += [
     ("from_state_dict", "buffers among the parameters", right(values),
      lambda mesh: loaded(mesh, {**values(), "9.running_mean": torch.ones(3)})),
-    ("Piece", "the tensor has the leaf's shape", ValueError("a 1-D tensor, the index of its first element"),
+    ("Piece", "the tensor has the leaf's shape", ValueError("must be 1-D, of shape"),
      lambda mesh: loaded(mesh, full_pieces(lambda flat, shape: fs.Piece(flat.view(1, -1), 0, shape)))),
-    ("Piece", "offset and shape swapped", ValueError("a 1-D tensor, the index of its first element"),
+    ("Piece", "offset and shape swapped", ValueError("must be 1-D, of shape"),
      lambda mesh: loaded(mesh, full_pieces(lambda flat, shape: fs.Piece(flat, shape, 0)))),
 ]  # fmt: skip
 
