@@ -22,9 +22,15 @@ from typing import Any, TypeVar
 from funcshard._utils import file_data, table
 from funcshard._utils.garbage import without_collection
 from funcshard._utils.options import check_flag, check_path
-from funcshard._utils.regular_files import open_regular
 from funcshard._utils.table import Shown, Table
-from funcshard.checkpoint.folders import TRIES, StrPath, folders, has_our_index, pause
+from funcshard.checkpoint.folders import (
+    TRIES,
+    StrPath,
+    folders,
+    has_our_index,
+    pause,
+    start_of_index,
+)
 from funcshard.checkpoint.foreign_folders import what_it_holds
 from funcshard.checkpoint.rank_files import (
     INDEX,
@@ -324,12 +330,8 @@ def save_at(path: Path) -> str:
 
 def _head_of(path: Path) -> tuple[int, str]:
     """Return time and token from the first bytes of an index."""
-    try:
-        with open(open_regular(path / INDEX, links=False), "rb") as file:
-            head_pattern = rb'^\{"saved":(\d{1,20}),"save":"([0-9a-f]{8})"'
-            head_match = re.search(head_pattern, file.read(1000), re.MULTILINE)
-    except (OSError, ValueError):
-        return 0, ""
+    head_pattern = rb'^\{"saved":(\d{1,20}),"save":"([0-9a-f]{8})"'
+    head_match = re.search(head_pattern, start_of_index(path), re.MULTILINE)
     return (int(head_match[1]), head_match[2].decode()) if head_match else (0, "")
 
 

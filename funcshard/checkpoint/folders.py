@@ -52,11 +52,16 @@ def _has_index(path: Path) -> bool:
 
 def has_our_index(folder: Path) -> bool:
     """Return whether a folder holds the index of a checkpoint."""
+    return FORMAT.encode() in start_of_index(folder).partition(b"\n")[0]
+
+
+def start_of_index(folder: Path) -> bytes:
+    """Return the first bytes of an index, or none if it can't be read."""
     try:
         with open(open_regular(folder / INDEX, links=False), "rb") as opened:
-            return FORMAT.encode() in opened.readline(1000)
+            return opened.read(1000)
     except (OSError, ValueError):
-        return False
+        return b""
 
 
 def check_replaceable(path: Path) -> None:

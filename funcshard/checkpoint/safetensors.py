@@ -39,7 +39,7 @@ from funcshard.checkpoint.state_dict import (
 from funcshard.checkpoint.stored_state import each_leaf
 from funcshard.comm import Mesh
 from funcshard.core import LeafChecksums, Shards, check_mesh, cut, raise_on_every_rank
-from funcshard.plan import Plan, UnitPlan, own_axes
+from funcshard.plan import Plan, own_axes
 
 # Number of bytes of each leaf that ranks compare.
 COMPARED = 1 << 16
@@ -131,7 +131,20 @@ def export_model(
 
     def tensors() -> Iterator[torch.Tensor]:
         for unit, unit_entries in zip(plan.unit_list, entry_groups, strict=True):
-            unit_leaves = _full_leaves(shards, unit, mesh)
+            # Note: on rank 0's CPU alone.
+            unit_leaves = {
+                leaf.path: value
+                for buffer in unit.buffers
+                for leaf, value in leaves_for_this_rank(
+                    shards[unit.name][buffer.key],
+                    unit,
+                    buffer,
+                    mesh,
+                    rank0_only=True,
+                    offload=True,
+                    sharded=False,
+                )
+            }
             if mesh.rank == 0:
                 # Note: experts, for example, are one leaf, and several tensors in files.
                 stored_tensors = stored(module, unit_leaves)
@@ -167,23 +180,6 @@ def stored_entries(module: nn.Module | None, plan: Plan) -> list[list[Header]]:
             "the plan: save under a plan of whole layers, which from_pretrained makes by default"
         )
     return entry_groups
-
-
-def _full_leaves(shards: Shards, unit: UnitPlan, mesh: Mesh) -> dict[str, torch.Tensor]:
-    """Gather a unit, and return its leaves by path, on rank 0's CPU alone."""
-    return {
-        leaf.path: value
-        for buffer in unit.buffers
-        for leaf, value in leaves_for_this_rank(
-            shards[unit.name][buffer.key],
-            unit,
-            buffer,
-            mesh,
-            rank0_only=True,
-            offload=True,
-            sharded=False,
-        )
-    }
 
 
 def write_tensors(

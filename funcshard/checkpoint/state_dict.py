@@ -244,19 +244,14 @@ def check_no_leaf(buffers: Any, plan: Plan) -> None:
 
 def check_no_local_leaf(plan: Plan) -> None:
     """Raise ``ValueError`` if a leaf is local, because no rank then has a full state dict."""
-    if (path := find_local_leaf(plan)) is not None:
-        raise ValueError(
-            f"leaf {path!r} is local to each rank, and a state dict or file of rank 0 would lose the "
-            "values of the other ranks; take every rank's state dict, with rank0_only=False or "
-            "sharded=True"
-        )
-
-
-def find_local_leaf(plan: Plan) -> str | None:
-    """Return the path of the first leaf that's local and no slice, if there is one."""
-    # Note: own_axes leaves out the axes of slices, which join to whole tensors.
-    leaves = each_leaf(plan)
-    return next((leaf.path for _, b, leaf in leaves if own_axes(b.local, leaf.cuts)), None)
+    for _, buffer, leaf in each_leaf(plan):
+        # Note: own_axes leaves out the axes of slices, which join to whole tensors.
+        if own_axes(buffer.local, leaf.cuts):
+            raise ValueError(
+                f"leaf {leaf.path!r} is local to each rank, and a state dict or file of rank 0 would "
+                "lose the values of the other ranks; take every rank's state dict, with "
+                "rank0_only=False or sharded=True"
+            )
 
 
 # --- one flat tensor, cut like a buffer, to leaves ------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import torch
 
 import funcshard as fs
 from funcshard.checkpoint import contents, save_restore, writer
-from tests.checkpoint.test_contents_hostile import INDEX, forge, put, write_forged
+from tests.checkpoint.test_contents_hostile import INDEX, forge, write_forged
 from tests.json_damage import changed_once
 
 PLAN = fs.make_plan({"w": torch.zeros(40, 3), "b": torch.zeros(5)}, 2, units=["b"])
@@ -89,12 +88,6 @@ def test_a_clock_that_goes_back_does_not_change_the_order(folder: Path, monkeypa
     assert fs.latest(folder) == folder / "step-3"
     assert fs.restore(folder / "step-3").saved == last + 1
     assert [path.name for path in folder.iterdir()] == ["step-3"]
-
-
-def test_a_time_after_which_there_is_none_keeps_no_checkpoint_from_being_read(folder: Path) -> None:
-    put(INDEX, "saved", value=2**63 - 1)(folder / "step-2")
-    fs.save(folder / "step-3", {"step": 3}, ONE, fs.Mesh())
-    assert fs.latest(folder) == folder / "step-3"
 
 
 def test_a_damaged_time_is_not_followed(folder: Path) -> None:
@@ -229,19 +222,6 @@ def test_links_are_neither_counted_nor_followed_when_old_ones_go(folder: Path) -
     fs.save(folder / "step-3", {"step": 3}, ONE, fs.Mesh(), keep=2)
     assert sorted(path.name for path in folder.iterdir()) == ["best", "step-2", "step-3"]
     assert fs.restore(folder / "best").values["step"] == 2
-
-
-def test_latest_reads_the_index_and_looks_at_the_files_of_the_newest_checkpoint_alone(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    read, check, indices, files = contents.read_text, contents.Contents.check_files, [], []
-    monkeypatch.setattr(contents, "read_text", lambda path, keys: (indices.append(path.parent.name), read(path, keys))[1])
-    monkeypatch.setattr(contents.Contents, "check_files", lambda each: (files.append(each.path.name), check(each))[1])
-    assert fs.latest(folder) == folder / "step-2"
-    assert indices == files == ["step-2"]
-    os.truncate(folder / "step-2" / "index.json", 0)  # one without a time is passed over, with a warning
-    assert fs.latest(folder) == folder / "step-1"
-    assert "step-2 is passed over" in caplog.text
 
 
 @pytest.mark.slow

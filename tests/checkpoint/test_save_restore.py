@@ -486,19 +486,6 @@ def test_ranks_that_find_different_checkpoints_begin_again_together(tmp_path: Pa
     assert len(tries) == 4
 
 
-def test_an_error_that_has_another_reason_is_raised_at_once(tmp_path: Path) -> None:
-    save(tmp_path / "last", 0)
-    tries = []
-
-    def fails(folder: Any) -> None:
-        tries.append(folder)
-        raise ValueError("damaged")
-
-    with pytest.raises(ValueError, match="damaged"):
-        contents.read_from(tmp_path / "last", fails)
-    assert len(tries) == 1
-
-
 def test_files_of_another_save_that_come_and_go_keep_no_checkpoint_from_being_found(tmp_path: Path) -> None:
     path, done = tmp_path / "last", threading.Event()
     save(path, 0)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import funcshard as fs
 from funcshard.checkpoint import writer
+from funcshard.checkpoint.rank_files import write_text
 from funcshard.checkpoint.writer import Writer
 from tests.hostile.namespaces import MOUNTS, enter_namespace, mount_disk
 from tests.hostile.nursery import Ended, in_nursery, needs_linux, spawn, wait_all
@@ -59,6 +60,13 @@ def test_a_disk_without_room_for_another_file_ends_a_save_at_once_and_keeps_what
     for text in failed:
         assert text.startswith(f"checkpoint {tmp_path / 'step'} is not saved: ")
         assert "No space left on device" in text
+
+
+def test_a_text_file_is_whole_when_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
+    write_text(tmp_path / "index", "{}")
+    assert synced == [(tmp_path / "index").stat().st_size]
 
 
 def test_a_rank_that_can_make_no_file_at_all_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
