@@ -210,7 +210,10 @@ def written_as_zeros() -> Iterator[None]:
     token = unittest.mock.patch.object(secrets, "randbits", return_value=0)
     # In place of a tensor that lies in a buffer, which keeps its zeros.
     zeros = lambda buffer, *, dtype: torch.zeros(len(buffer), dtype=dtype)  # noqa: E731
-    with threads, token, unittest.mock.patch("torch.frombuffer", zeros):
+    # In place of the memory of a tensor that has none.
+    memory = lambda tensor: bytes(tensor.nbytes)  # noqa: E731
+    written = unittest.mock.patch("funcshard.checkpoint.rank_files.byte_memory", memory)
+    with threads, token, written, unittest.mock.patch("torch.frombuffer", zeros):
         yield
 
 
@@ -257,14 +260,14 @@ def as_safetensors(mesh: fs.Mesh, **options: Any) -> None:
     run, state = train(mesh, **options)
     really_open = safetensors._open
 
-    def write(file: Any, entries: Any, tensors: Any, metadata: Any) -> None:
+    def write(file: Any, entries: Any, tensors: Any) -> None:
         for entry in entries:
             tensor = next(tensors).detach().cpu()
             assert tensor.numel() * tensor.itemsize == entry.nbytes, f"{entry.name} has {tensor.numel()} elements"
 
-    def open_without_data(file: Path, token: str | None) -> dict[str, torch.Tensor]:
+    def open_without_data(file: Path) -> dict[str, torch.Tensor]:
         with _disable_current_modes():
-            found = really_open(file, token)
+            found = really_open(file)
         return {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in found.items()}
 
     def replaced(name: str, function: Any) -> Any:
