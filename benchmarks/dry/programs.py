@@ -210,9 +210,7 @@ def written_as_zeros() -> Iterator[None]:
     token = unittest.mock.patch.object(secrets, "randbits", return_value=0)
     # In place of a tensor that lies in a buffer, which keeps its zeros.
     zeros = lambda buffer, *, dtype: torch.zeros(len(buffer), dtype=dtype)  # noqa: E731
-    # In place of the memory of a tensor that has none.
-    memory = lambda tensor: bytes(tensor.nbytes)  # noqa: E731
-    written = unittest.mock.patch("funcshard.checkpoint.rank_files.byte_memory", memory)
+    written = unittest.mock.patch("funcshard.checkpoint.rank_files.byte_memory", lambda tensor: bytes(tensor.nbytes))
     with threads, token, written, unittest.mock.patch("torch.frombuffer", zeros):
         yield
 
