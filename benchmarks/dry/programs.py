@@ -259,9 +259,8 @@ def as_safetensors(mesh: fs.Mesh, **options: Any) -> None:
     really_open = safetensors._open
 
     def write(file: Any, entries: Any, tensors: Any) -> None:
-        for entry in entries:
-            tensor = next(tensors).detach().cpu()
-            assert tensor.numel() * tensor.itemsize == entry.nbytes, f"{entry.name} has {tensor.numel()} elements"
+        for entry, tensor in zip(entries, tensors, strict=False):  # which has those of other files too
+            assert tensor.detach().cpu().nbytes == entry.nbytes, f"{entry.name} has {tensor.numel()} elements"
 
     def open_without_data(file: Path) -> dict[str, torch.Tensor]:
         with _disable_current_modes():
