@@ -33,8 +33,8 @@ class Ranks(Protocol):
         """Number of ranks."""
 
     @property
-    def agreed(self) -> set[str]:
-        """The texts that ``check_once`` has found to be equal on all ranks."""
+    def memo(self) -> dict[Any, Any]:
+        """What the ranks have done together; here the texts that they have found to be equal."""
 
 
 def check_same(mesh: Ranks, text: str, what: str, *, remedy: str = _REMEDY) -> None:
@@ -82,14 +82,14 @@ def check_once(mesh: Ranks, texts: Mapping[str, str], label: str) -> None:
     known_call = json.dumps([label, dict(texts), [axis for axis, _ in mesh.axes]])
     # Note: ranks whose texts differ are found all the same, because those that know their text
     # issue another collective than the rest.
-    if mesh.world_size == 1 or known_call in mesh.agreed or current_recording() is not None:
+    if mesh.world_size == 1 or known_call in mesh.memo or current_recording() is not None:
         return
     check_all_same(mesh, texts, label)
     # Why only now: ranks that differ have raised, and compare again next time.
-    mesh.agreed.add(known_call)
+    mesh.memo[known_call] = True
     undo = UNDO.get()
     if undo is not None:
-        undo.append(lambda: mesh.agreed.discard(known_call))
+        undo.append(lambda: mesh.memo.pop(known_call, None))
 
 
 def first_difference(

@@ -85,13 +85,13 @@ class Entry(NamedTuple):
     @classmethod
     def of(cls, group: int, op: Op) -> Entry:
         """Return the entry of a collective."""
+        if op.kind == _TEXT:
+            return cls(group, op.kind, op.label, text=op.data)
         data_shape = None
         if isinstance(op.data, torch.Tensor):
             data_shape = tuple(op.data.shape)
         elif op.data is not None:
             data_shape = (sum(part.numel() for part in op.data),)
-        if op.out is None:
-            return cls(group, op.kind, op.label, text=op.data)
         dtype = str(op.out.dtype).removeprefix("torch.")
         sizes = tuple(op.out_sizes), tuple(op.sizes)
         return cls(group, op.kind, op.label, dtype, tuple(op.out.shape), data_shape, op.src, *sizes)

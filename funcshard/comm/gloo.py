@@ -8,6 +8,7 @@ bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,9 +51,8 @@ class Gloo:
         out, shard = op.out, op.data
         if out.numel() * out.element_size() <= _SMALL:
             shard_copies = shard.detach().repeat(self.size, *[1] * (shard.dim() - 1))
-            work = dist.all_to_all_single(
-                _as_known(out), _as_known(shard_copies), group=self.group, async_op=True
-            )
+            shard_sizes = [shard.numel()] * self.size
+            work = _start_exchange(out, shard_copies, shard_sizes, shard_sizes, self.group)
             return self._work([work], number)
         rank_slices = out.chunk(self.size)
         # Each rank broadcasts its own slice from where it lies in the output.
@@ -74,14 +74,8 @@ class Gloo:
         slice_sizes = [len(out)] * self.size
         slice_sizes[self.rank] -= len(full_tensor) - len(sent_slices)
         received_slices = torch.empty_like(sent_slices)
-        split_sizes = [_element_width(full_tensor) * slice_size for slice_size in slice_sizes]
-        work = dist.all_to_all_single(
-            _as_known(received_slices),
-            _as_known(sent_slices),
-            split_sizes,
-            split_sizes,
-            group=self.reductions,
-            async_op=True,
+        work = _start_exchange(
+            received_slices, sent_slices, slice_sizes, slice_sizes, self.reductions
         )
 
         def finish() -> None:
@@ -102,16 +96,9 @@ class Gloo:
         own_part = rank_parts[self.rank]
         # Note: each rank sums one part, and then broadcasts it.
         received_parts = flat.new_empty(self.size * own_part.numel())
-        part_sizes = [_as_known(rank_part).numel() for rank_part in rank_parts]
-        own_sizes = [_as_known(own_part).numel()] * self.size
-        scatter_work = dist.all_to_all_single(
-            _as_known(received_parts),
-            _as_known(flat),
-            own_sizes,
-            part_sizes,
-            group=self.reductions,
-            async_op=True,
-        )
+        part_sizes = [rank_part.numel() for rank_part in rank_parts]
+        own_sizes = [own_part.numel()] * self.size
+        scatter_work = _start_exchange(received_parts, flat, own_sizes, part_sizes, self.reductions)
 
         def finish() -> None:
             self.desync.wait([scatter_work], number)
@@ -131,18 +118,7 @@ class Gloo:
         return self._work([self._start_broadcast(op.out, op.src, self.group)], number)
 
     def all_to_all(self, op: Op, number: int) -> Work:
-        out, full = op.out, op.data
-        receive_sizes, send_sizes = (
-            [_element_width(out) * size for size in sizes] for sizes in (op.out_sizes, op.sizes)
-        )
-        work = dist.all_to_all_single(
-            _as_known(out),
-            _as_known(full),
-            receive_sizes,
-            send_sizes,
-            group=self.group,
-            async_op=True,
-        )
+        work = _start_exchange(op.out, op.data, op.out_sizes, op.sizes, self.group)
         return self._work([work], number)
 
     def _work(self, works: list[Any], number: int) -> Work:
@@ -153,8 +129,24 @@ class Gloo:
         return dist.broadcast(_as_known(tensor), group=group, group_src=src, async_op=True)
 
 
-def _element_width(tensor: torch.Tensor) -> int:
-    return 1 if tensor.dtype in _DTYPES else tensor.element_size()
+def _start_exchange(
+    out: torch.Tensor,
+    full: torch.Tensor,
+    out_sizes: Sequence[int],
+    sizes: Sequence[int],
+    group: Any,
+) -> Any:
+    """Start to send each rank so many elements of ``full``, and to receive so many in ``out``."""
+    width = 1 if out.dtype in _DTYPES else out.element_size()
+    receive_sizes, send_sizes = ([width * size for size in part] for part in (out_sizes, sizes))
+    return dist.all_to_all_single(
+        _as_known(out.view(-1)),
+        _as_known(full.view(-1)),
+        receive_sizes,
+        send_sizes,
+        group=group,
+        async_op=True,
+    )
 
 
 def _as_known(tensor: torch.Tensor) -> torch.Tensor:

@@ -44,22 +44,6 @@ _REMEDIES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Memo:
-    """What the ranks of a mesh have done together, and need not do again.
-
-    Attributes:
-        parts: the parts of this rank's row with their own groups, by the size of the shard axis and
-            that of the part.
-        agreed: the texts that ``check_once`` has found to be equal on all ranks.
-        ranks: the global numbers of the ranks along some axes, in the order of ranks.
-    """
-
-    parts: dict[tuple[int, int], Mesh] = field(default_factory=dict)
-    agreed: set[str] = field(default_factory=set)
-    ranks: dict[tuple[str, ...], tuple[int, ...]] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class Mesh:
     """The ranks of a job as a grid whose axes have names, and this rank's groups along the axes.
@@ -93,7 +77,8 @@ class Mesh:
         shard, replicate: the groups along the data axes.
         axes: name and group of each axis with more than one rank, the last axis first.
         world_size: number of ranks in the grid.
-        memo: what the ranks have done together; meshes that are made from one share it.
+        memo: what the ranks have done together and need not do again, such as the texts that they
+            have found to be equal; meshes that are made from one share it.
 
     Example:
         >>> import funcshard as fs
@@ -114,7 +99,7 @@ class Mesh:
     replicate: Group = field(init=False, compare=False)
     axes: tuple[tuple[str, Group], ...] = field(init=False, repr=False)
     world_size: int = field(init=False, repr=False)
-    memo: Memo = field(default_factory=Memo, repr=False, compare=False, kw_only=True)
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         groups = self.groups
@@ -163,11 +148,6 @@ class Mesh:
     def position(self) -> dict[str, int]:
         """Index of this rank along each axis."""
         return {axis: group.rank for axis, group in self.groups.items()}
-
-    @property
-    def agreed(self) -> set[str]:
-        """The texts that ranks have found to be equal."""
-        return self.memo.agreed
 
     def __repr__(self) -> str:
         return f"Mesh(rank={self.rank}, shape={self.shape}, device={str(self.device)!r})"
@@ -324,7 +304,7 @@ def neighbours(mesh: Mesh, ranks: int) -> Mesh:
         ranks: number of ranks of a part; it divides that of the shard axis.
     """
     # Why the size of the axis too: in a mesh of other axes alone, this rank is the whole row.
-    known_parts, part_key = mesh.memo.parts, (mesh.shard.size, ranks)
+    known_parts, part_key = mesh.memo, ("part", mesh.shard.size, ranks)
     if part_key not in known_parts:
         label = f"the parts of {ranks} ranks"
         rank_texts = mesh.shard.all_gather_text(str(mesh.shard.global_rank), label=label)
@@ -333,7 +313,7 @@ def neighbours(mesh: Mesh, ranks: int) -> Mesh:
         part_ranks = [*map(int, rank_texts[first_rank : first_rank + ranks])]
         plain_group = mesh.shard.subgroup(part_ranks, "shard").plain
         known_parts[part_key] = Mesh({"shard": plain_group}, mesh.device)
-    plain_part = known_parts[part_key]
+    plain_part: Mesh = known_parts[part_key]
     group = mesh.shard.around(plain_part.shard)
     return plain_part if group is plain_part.shard else remade(plain_part, {"shard": group})
 

@@ -131,9 +131,10 @@ def _run(
 
 def _global_ranks(mesh: Mesh) -> tuple[int, ...]:
     """Return the global numbers of the ranks of a mesh, in their order."""
-    axes = tuple(axis for axis, _ in mesh.axes)
-    if axes not in mesh.memo.ranks:
+    key = "ranks", *(axis for axis, _ in mesh.axes)
+    if key not in mesh.memo:
         own_number = str(mesh.axes[0][1].global_rank)
         rank_numbers = all_gather_texts(mesh, own_number, "the ranks of an attempt")
-        mesh.memo.ranks[axes] = tuple(map(int, rank_numbers))
-    return mesh.memo.ranks[axes]
+        mesh.memo[key] = tuple(map(int, rank_numbers))
+    numbers: tuple[int, ...] = mesh.memo[key]
+    return numbers

@@ -84,9 +84,9 @@ def test_the_first_difference_names_ranks_and_texts(case: str) -> None:
 def test_texts_that_ranks_agreed_on_are_not_exchanged_again(mesh: fs.Mesh) -> None:
     for number, agreed in (("1", 1), ("1", 1), ("2", 2), ("1", 2)):
         check_once(mesh, {"x": number}, "a test")
-        assert len(mesh.agreed) == agreed
+        assert len(mesh.memo) == agreed
     check_once(mesh["shard"], {"x": "1"}, "a test")  # another mesh, which has to agree by itself
-    assert len(mesh.agreed) == 3
+    assert len(mesh.memo) == 3
 
 
 def test_a_rank_that_agrees_on_something_new_alone_is_found() -> None:

@@ -229,7 +229,7 @@ def test_the_parts_of_a_delayed_row_are_slow_and_those_of_the_row_are_not(mesh: 
     for meshes in ((mesh, slow), (slow, mesh)):
         for used in meshes:
             assert isinstance(neighbours(used, 2).shard, DelayedGroup) == (used is slow)
-        mesh.memo.parts.clear()
+        mesh.memo.clear()
 
 
 @on_ranks({"tensor": 2, "replicate": 2, "shard": 2})
