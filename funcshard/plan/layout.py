@@ -1,23 +1,63 @@
-"""``lay_out``: which unit owns each leaf, and where the leaf lies in the unit's flat buffers."""
+"""``plan_units``: which unit owns each leaf, and where the leaf lies in the unit's flat buffers."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from funcshard._utils import tree
 from funcshard._utils.cutting import cutter
 from funcshard.plan.leaves import Leaf
-from funcshard.plan.mesh_axes import AXES
-from funcshard.plan.unit_plan import BufferPlan, LeafSpec, owners_of
+from funcshard.plan.mesh_axes import AXES, Axes
+from funcshard.plan.unit_options import decided_options
+from funcshard.plan.unit_plan import BufferPlan, LeafSpec, UnitPlan, owners_of
+
+
+def plan_units(
+    structure: tree.Structure,
+    leaves: Sequence[Leaf],
+    paths: Mapping[str, tuple[str, ...]],
+    options: Mapping[str, Mapping[str, Any]],
+    axes: Axes,
+    mesh_axes: Mapping[str, int],
+) -> tuple[UnitPlan, ...]:
+    """Lay the units out, and cut their buffers into shards."""
+    shards = mesh_axes["shard"]
+    unit_plans = []
+    unit_layouts = _laid_out(structure, tuple(leaves), tuple(paths.items()))
+    for unit_name, members, unit_structure, buffers in unit_layouts:
+        unit_options = decided_options(unit_name, options[unit_name], shards)
+        # Layouts hold buffers of one shard, because plans for other meshes share them.
+        if shards > 1 and unit_options["strategy"] != "no_shard":
+            # Why not all: each rank of the shard axis has values of its own in a local one.
+            buffers = tuple(
+                [
+                    buffer if "shard" in buffer.local else replace(buffer, shards=shards)
+                    for buffer in buffers
+                ]
+            )
+        unit_plans.append(
+            UnitPlan(
+                name=unit_name,
+                mesh_shape=(mesh_axes["replicate"], shards),
+                structure=unit_structure,
+                buffers=buffers,
+                members=members,
+                axes=axes,
+                **unit_options,
+            )
+        )
+    return tuple(unit_plans)
 
 
 # Why few: this holds every leaf of its model.
 # Why a cache: plans for other meshes and strategies share a layout, so a sweep works it out once.
 @functools.lru_cache(maxsize=4)
-def lay_out(
+def _laid_out(
     structure: tree.Structure,
     leaves: tuple[Leaf, ...],
     named_paths: tuple[tuple[str, tuple[str, ...]], ...],

@@ -5,21 +5,41 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from funcshard._utils import file_data, tree
 from funcshard._utils.codec import decode, encode
+from funcshard._utils.stored_trees import check_structure
 from funcshard._utils.table import Shown, Table
-from funcshard._utils.tensors import dtype_name
+from funcshard._utils.tensors import dtype_name, dtype_of
 from funcshard.plan.equal_units import plan_table
+from funcshard.plan.layout import plan_units
 from funcshard.plan.leaf_options import storages_by_name
-from funcshard.plan.mesh_axes import AXES, Axes, model_axes_of, world_size_of
+from funcshard.plan.leaves import Leaf
+from funcshard.plan.mesh_axes import AXES, Axes, mesh_axes_of, model_axes_of, world_size_of
 from funcshard.plan.precision import MixedPrecision
-from funcshard.plan.unit_plan import BufferPlan, LeafSpec, UnitPlan
+from funcshard.plan.unit_plan import (
+    STRATEGIES,
+    BufferPlan,
+    LeafSpec,
+    UnitPlan,
+    whole_shape_of,
+)
 
 _FORMAT = "funcshard.plan/1"
+_MOST_RANKS = 2**31 - 1
+_MOST_ELEMENTS = file_data.MOST // 16  # the largest elements have 16 bytes
+_OPTIONS = (
+    "strategy",
+    "offload",
+    "precision",
+    "full_precision",
+    "reshard_after_forward",
+    "reshard_after_backward",
+)
 
 # Note: JSON keeps the names of the first plans (see "key" and "later" of fields), so that stored
 # plans and fingerprints stay valid.
@@ -153,7 +173,7 @@ class Plan(Shown):
 
 def plan_to_data(plan: Plan) -> dict[str, Any]:
     """Return a plan for ``json.dumps`` with ``default=dtype_name``; see ``plan_from_data``."""
-    return {"format": _FORMAT, "fingerprint": plan.fingerprint(), **encode(plan)}
+    return {"format": _FORMAT, **encode(plan)}
 
 
 def plan_from_data(data: Any) -> Plan:
@@ -165,16 +185,10 @@ def plan_from_data(data: Any) -> Plan:
             f"expected JSON written by Plan.to_json with format {_FORMAT!r}; found "
             f"{file_data.shown(found_format)}"
         )
-    fields = {k: v for k, v in data.items() if k not in ("format", "fingerprint")}
     try:
-        plan: Plan = decode(Plan, fields, "the plan")
-        # Note: plans of version 0.1 were stored without their fingerprint.
-        stored_print = data.get("fingerprint", plan.fingerprint())
-        if stored_print != plan.fingerprint():
-            raise ValueError(
-                f"its fingerprint must be {plan.fingerprint()}; found {file_data.shown(stored_print)}"
-            )
-    except ValueError as error:
+        plan: Plan = decode(Plan, {k: v for k, v in data.items() if k != "format"}, "the plan")
+        _check_layout(plan)
+    except Exception as error:  # of any kind, because the parts may contradict each other anywhere
         raise ValueError(
             f"the plan is damaged, or of a later version of funcshard: {error}: make the plan again"
         ) from None
@@ -199,6 +213,61 @@ def _with_storage(plan: Plan, storage: Any) -> Plan:
         for unit in plan.unit_list
     )
     return dataclasses.replace(plan, unit_list=units)
+
+
+def _check_layout(plan: Plan) -> None:
+    """Raise unless the planner lays the leaves out in the same units."""
+    mesh_axes, mesh_ranks = plan.mesh_axes, mesh_axes_of(plan.mesh_axes, "axes")
+    leaves = [
+        Leaf(
+            leaf_index=leaf.index,
+            paths=(leaf.path, *leaf.aliases),
+            shape=leaf.shape if leaf.unpacked is None else leaf.unpacked,
+            dtype=buffer.dtype if buffer.packing is None else buffer.packing.dtype,
+            trainable=buffer.trainable,
+            local=buffer.local,
+            cuts=leaf.cuts,
+            placements=leaf.placements,
+            packing=buffer.packing,
+        )
+        for unit in plan.unit_list
+        for buffer in unit.buffers
+        for leaf in buffer.leaves
+    ]
+    leaves.sort(key=lambda leaf: leaf.leaf_index)
+    for leaf in leaves:
+        axis_ranks = [(cut.axis, cut.ranks) for cut in leaf.cuts]
+        placed_dims = [dim or 0 for _, dim in leaf.placements]
+        # Why at least 1: DTensor places a scalar along dim 0.
+        if (
+            not {*axis_ranks} <= mesh_axes.items()
+            or not {*leaf.local, *dict(leaf.placements)} <= mesh_axes.keys()
+            or max(placed_dims, default=0) >= max(len(leaf.shape), 1)
+            # Why a limit: such numbers would overflow in torch, far from here.
+            or math.prod(whole_shape_of(leaf.shape, leaf.cuts)) > _MOST_ELEMENTS
+        ):
+            raise ValueError(f"leaf {leaf.paths[0]!r} must fit the mesh {mesh_axes}")
+        dtype_of(leaf.dtype)
+    units = plan_units(
+        plan.structure,
+        leaves,
+        {unit.name: unit.paths for unit in plan.unit_list},
+        {unit.name: {name: getattr(unit, name) for name in _OPTIONS} for unit in plan.unit_list},
+        plan.axes,
+        mesh_axes,
+    )
+    if (
+        units != plan.unit_list
+        or mesh_ranks != mesh_axes
+        or len(mesh_axes) != len(plan.axes or AXES)
+        or plan.mesh_shape != (mesh_axes["replicate"], mesh_axes["shard"])
+        or len({leaf.paths[0] for leaf in leaves}) < len(leaves)
+        or check_structure(plan.structure) != len(leaves)
+        or [leaf.leaf_index for leaf in leaves] != list(range(len(leaves)))
+        or not {unit.strategy for unit in units} <= {*STRATEGIES}
+        or world_size_of(mesh_axes) > _MOST_RANKS
+    ):
+        raise ValueError("its units must be those of make_plan for its leaves and its mesh")
 
 
 def check_plan(plan: Any) -> None:

@@ -17,7 +17,7 @@ from funcshard._utils.options import check_count
 from funcshard._utils.tensors import is_dtensor
 from funcshard._utils.torch_private import callers_level
 from funcshard.plan.globs import nodes_of, some
-from funcshard.plan.layout import lay_out
+from funcshard.plan.layout import plan_units
 from funcshard.plan.leaf_options import (
     Local,
     StorageByGlob,
@@ -32,7 +32,6 @@ from funcshard.plan.precision import MixedPrecision, is_one_of
 from funcshard.plan.unit_options import (
     UnitNames,
     check_options,
-    decided_options,
     free_name,
     read_units,
 )
@@ -214,7 +213,7 @@ def make_plan(
                 is_inside and "precision" not in overrides.get(unit_name, {})
             ) or unit_name in full_precision:
                 unit_options["precision"] = None
-        unit_plans = _plan_units(structure, leaves, paths, options, axes, mesh_axes)
+        unit_plans = plan_units(structure, leaves, paths, options, axes, mesh_axes)
         undecided_units = [
             unit_name for unit_name in paths if options[unit_name]["reshard_after_forward"] is None
         ]
@@ -227,7 +226,7 @@ def make_plan(
         unit_groups = small_groups(unit_plans, group_bytes, undecided_units, from_modules)
         if unit_groups:
             paths = _with_groups(paths, unit_groups, options, nodes_of(leaf_uses))
-            unit_plans = _plan_units(structure, leaves, paths, options, axes, mesh_axes)
+            unit_plans = plan_units(structure, leaves, paths, options, axes, mesh_axes)
         plan = Plan(
             mesh_shape=(mesh_axes["replicate"], mesh_axes["shard"]),
             structure=structure,
@@ -242,43 +241,6 @@ def make_plan(
         sizes = len(plan.unit_list), len(plan.leaves), plan.world_size
         _log.debug("plan %s: %d units, %d leaves, %d ranks", plan.fingerprint(), *sizes)
     return plan
-
-
-def _plan_units(
-    structure: tree.Structure,
-    leaves: Sequence[Leaf],
-    paths: Mapping[str, tuple[str, ...]],
-    options: Mapping[str, Mapping[str, Any]],
-    axes: Axes,
-    mesh_axes: Mapping[str, int],
-) -> tuple[UnitPlan, ...]:
-    """Lay the units out, and cut their buffers into shards."""
-    shards = mesh_axes["shard"]
-    unit_plans = []
-    unit_layouts = lay_out(structure, tuple(leaves), tuple(paths.items()))
-    for unit_name, members, unit_structure, buffers in unit_layouts:
-        unit_options = decided_options(unit_name, options[unit_name], shards)
-        # Layouts hold buffers of one shard, because plans for other meshes share them.
-        if shards > 1 and unit_options["strategy"] != "no_shard":
-            # Why not all: each rank of the shard axis has values of its own in a local one.
-            buffers = tuple(
-                [
-                    buffer if "shard" in buffer.local else replace(buffer, shards=shards)
-                    for buffer in buffers
-                ]
-            )
-        unit_plans.append(
-            UnitPlan(
-                name=unit_name,
-                mesh_shape=(mesh_axes["replicate"], shards),
-                structure=unit_structure,
-                buffers=buffers,
-                members=members,
-                axes=axes,
-                **unit_options,
-            )
-        )
-    return tuple(unit_plans)
 
 
 def _warn_of_one_large_unit(plan: Plan) -> None:

@@ -129,10 +129,10 @@ CASES: dict[str, tuple[Harm, str]] = {
     "no plan": (put(INDEX, "plan", value={}), NOT_OURS),
     "a plan of no entry": (planned(lambda plan: {"missing": plan}), NOT_OURS),
     "plans of two meshes": (planned(lambda plan: {"shards": plan, "step": OF_THREE_RANKS}), NOT_OURS),
-    "a mesh of 2^60 ranks": (put(INDEX, "plan", "mesh_shape", value=[1, 2**60]), "its fingerprint must be"),
+    "a mesh of 2^60 ranks": (put(INDEX, "plan", "mesh_shape", value=[1, 2**60]), "must be those of make_plan"),
     "a shape of 2^60": (
         put(INDEX, "plan", "unit_list", 0, "buffers", 0, "leaves", 0, "shape", value=[2**60, 2**60]),
-        "its fingerprint must be",
+        "must fit the mesh",
     ),
     "a negative shape": (
         put(INDEX, "plan", "unit_list", 0, "buffers", 0, "leaves", 0, "shape", value=[-1]), "shape must be a list",
