@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -111,7 +112,7 @@ def assigned(
     }
     positions = _positions(axes)
     load = [0] * len(positions)  # of the ranks along these axes; ranks along others repeat it
-    groups: dict[tuple[str, ...], dict[tuple[int, ...], list[int]]] = {}  # of ranks, by index
+    heaps: dict[tuple[str, ...], list[_Candidate]] = {}
     owned = []
     for unit, buffer, holder, item, leaf in sorted(
         matrix_leaves, key=lambda entry: (-_work(entry[-1]), entry[-1].index)
@@ -119,11 +120,12 @@ def assigned(
         stages: list[Stage] = [] if "shard" in buffer.local else [None]
         stages += [cut.axis for cut in reversed(leaf.cuts) if cut.ranks > 1]
         along = tuple(axis for axis in axes if axis in [stage or "shard" for stage in stages])
-        if along not in groups:
-            groups[along] = defaultdict(list)
+        if along not in heaps:
+            ranks_by_index: dict[tuple[int, ...], list[int]] = defaultdict(list)
             for rank, position in enumerate(positions):
-                groups[along][tuple(position[axis] for axis in along)].append(rank)
-        best, ranks = min(groups[along].items(), key=lambda group: max(load[r] for r in group[1]))
+                ranks_by_index[tuple(position[axis] for axis in along)].append(rank)
+            heaps[along] = [(0, *entry) for entry in enumerate(ranks_by_index.items())]
+        best, ranks = _least_loaded(heaps[along], load)
         for rank in ranks if along else ():
             load[rank] += _work(leaf)
         index_along = dict(zip(along, best, strict=True))
@@ -159,6 +161,24 @@ def _items(holder: LeafSpec, stacks: bool) -> list[tuple[int | None, LeafSpec]]:
         )
         for item in range(count)
     ]
+
+
+# Its load when seen last, its number, index and ranks.
+_Candidate = tuple[int, int, tuple[tuple[int, ...], list[int]]]
+
+
+def _least_loaded(
+    candidates: list[_Candidate], load: Sequence[int]
+) -> tuple[tuple[int, ...], list[int]]:
+    """Return the first group of ranks with the least load, from a heap."""
+    while True:
+        seen_load, order, (index, ranks) = candidates[0]
+        # Note: loads only grow, so the heap's load is never too large, and the first group for
+        # which it is right has the least of all.
+        current_load = max(load[rank] for rank in ranks)
+        if current_load == seen_load:
+            return index, ranks
+        heapq.heapreplace(candidates, (current_load, order, (index, ranks)))
 
 
 def _positions(axes: Mapping[str, int]) -> list[dict[str, int]]:
