@@ -3,8 +3,8 @@
 In reading order:
 
 - ``step_graph``: the graph, as data. ``recording`` makes it on tensors without data.
-- ``storages``, ``memory``: which operations share memory, and what a run takes.
-- ``tidying``, ``sections``, ``show``: simplify, divide, print and compare graphs.
+- ``storages``, ``memory``: which operations share memory, the sections, and what a run takes.
+- ``tidying``, ``show``: simplify, print and compare graphs.
 - ``replay``: runs a graph on the groups of a mesh.
 - ``signatures``: the arguments that a graph serves. ``filling``: forms of results.
 - ``effects``: the order that operations need, and whether a changed graph has it.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import funcshard as fs
-from funcshard.graph.sections import sections_of
+from funcshard.graph.storages import sections_of
 from tests.graph import test_loading, test_traced
 from tests.graph.test_signatures import messages
 from tests.graph.test_traced import batch_of, made, same, steps, torch_optimizer

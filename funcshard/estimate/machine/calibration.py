@@ -62,11 +62,10 @@ def calibrate(
     check_flag("shared_memory", shared_memory)
     if path is not None:
         path = check_path("path", path)
-    if path is not None and not path.parent.is_dir():
-        raise ValueError(
-            f"path must lie in a folder that exists; found {os.fspath(path)!r}: create "
-            f"{path.parent}"
-        )
+        if not path.parent.is_dir():
+            raise ValueError(
+                f"path must lie in a folder that exists; found {str(path)!r}: create {path.parent}"
+            )
     way = "shared memory" if shared_memory else "gloo"
     print(f"Measuring {ranks} ranks over {way} …", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="funcshard-calibrate-") as temporary_folder:
@@ -80,8 +79,8 @@ def calibrate(
         ]
     hardware = _describe(rank_results, ranks, shared_memory)
     if path is not None:
-        Path(path).write_text(hardware.to_json(), encoding="utf-8")
-        print(f"Wrote {os.fspath(path)}", file=sys.stderr, flush=True)
+        path.write_text(hardware.to_json(), encoding="utf-8")
+        print(f"Wrote {path}", file=sys.stderr, flush=True)
     return hardware
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,8 +16,7 @@ from funcshard.plan import dtype_name
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
-@dataclass(frozen=True, slots=True)
-class Timed:
+class Timed(NamedTuple):
     """Seconds, and how far you can trust them: ``source`` is one of ``SOURCES``."""
 
     seconds: float

@@ -215,10 +215,8 @@ class Scorer:
         return self.profiles[profile_index][1].program(self._single(profile_index), remat=names)
 
     def _clock(self, mesh: tuple[int, int]) -> HardwareClock:
-        if mesh not in self._clocks:
-            axes = {"replicate": mesh[0], "shard": mesh[1]}
-            self._clocks[mesh] = HardwareClock(self.hardware, axes)
-        return self._clocks[mesh]
+        axes = {"replicate": mesh[0], "shard": mesh[1]}
+        return self._clocks.setdefault(mesh, HardwareClock(self.hardware, axes))
 
     def _single(self, profile_index: int) -> Plan:
         if profile_index not in self._singles:

@@ -135,8 +135,8 @@ def unit_classes(
             for buffer in unit.buffers
         )
         class_key = (
-            unit.name == "",
-            unit.members == (),
+            not unit.name,
+            not unit.members,
             buffer_forms,
             unit.precision,
             forward_flops[unit.name],

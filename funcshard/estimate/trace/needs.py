@@ -25,24 +25,17 @@ class Owners:
     def __init__(self, paths: Mapping[str, Sequence[str]]) -> None:
         self.of_path = {path: name for name, nodes in paths.items() for path in nodes}
         self.members = {name: frozenset(nodes) for name, nodes in paths.items()}
-        self._cache: dict[str, str] = {"": ""}
-        self._params: dict[str, str] = {}
+        self._known: dict[str, str] = {}
 
     def of_param(self, path: str) -> str:
-        owner_name = self._params.get(path)
-        if owner_name is None:
-            owner_name = self._params[path] = self.owner(path.rpartition(".")[0])
-        return owner_name
+        return self.owner(path.rpartition(".")[0])
 
     def owner(self, path: str) -> str:
         """Return the innermost unit around a module, at least the root ``""``."""
-        owner_name = self._cache.get(path)
-        if owner_name is None:
-            owner_name = self.of_path.get(path)
-            if owner_name is None:
-                owner_name = self.owner(path.rpartition(".")[0])
-            self._cache[path] = owner_name
-        return owner_name
+        if path not in self._known:
+            units_around = (self.of_path.get(node) for node in tree.upwards(path))
+            self._known[path] = next((unit for unit in units_around if unit is not None), "")
+        return self._known[path]
 
 
 class Needs:

@@ -127,9 +127,8 @@ class Profile(Shown):
     def compute_dtype(self) -> str:
         """Name of the dtype in which forward has the most FLOPs."""
         flops_by_dtype = self._forward_flops()
-        if not flops_by_dtype:
-            return next(iter(self.dtypes.values()), "float32")
-        return max(flops_by_dtype, key=flops_by_dtype.__getitem__)
+        first_dtype = next(iter(self.dtypes.values()), "float32")
+        return max(flops_by_dtype, key=flops_by_dtype.__getitem__, default=first_dtype)
 
     @property
     def saved(self) -> int:

@@ -71,9 +71,8 @@ class HardwareClock:
                 compute_time(hardware, work.flops, work.bytes, work.dtype, kernels=work.kernels)
                 for work in run.work
             ]
-            timed_sources = [(timed.seconds, timed.source) for timed in work_times]
             seconds = math.fsum(timed.seconds for timed in work_times)
-            run_time = self._known_times[run.work] = seconds, source_of_sum(timed_sources)
+            run_time = self._known_times[run.work] = seconds, source_of_sum(work_times)
         return run_time
 
     def collective(self, event: Event) -> tuple[float, str]:
@@ -83,10 +82,9 @@ class HardwareClock:
             stride = self._strides.get(event.axis, 1)
             if event.ranks < self.mesh_axes.get(event.axis, event.ranks):
                 stride = 1  # neighbours on the axis hold the unit together
-            timed_event = collective_time(
+            event_time = self._known_times[event_key] = collective_time(
                 self.hardware, event.kind, event.bytes, event.ranks, stride=stride
             )
-            event_time = self._known_times[event_key] = timed_event.seconds, timed_event.source
         return event_time
 
     def copy(self, nbytes: int) -> float:
@@ -94,8 +92,7 @@ class HardwareClock:
 
     def move(self, nbytes: int) -> tuple[float, str]:
         """Return the time in which the optimizer reads or writes some bytes."""
-        timed_update = update_time(self.hardware, nbytes)
-        return timed_update.seconds, timed_update.source
+        return update_time(self.hardware, nbytes)
 
 
 class Lanes:
@@ -121,12 +118,10 @@ class Lanes:
     def compute(self, run: Run) -> None:
         run_cost = self._costs.get(id(run.work))
         if run_cost is None:
-            bytes_moved = sum(work.bytes for work in run.work)
-            run_flops = sum(work.flops for work in run.work)
             run_cost = self._costs[id(run.work)] = (
                 *self._clock.compute(run),
-                bytes_moved,
-                run_flops,
+                sum(work.bytes for work in run.work),
+                sum(work.flops for work in run.work),
             )
         seconds, source, bytes_moved, run_flops = run_cost
         if seconds:

@@ -21,8 +21,7 @@ from torch import fx
 from funcshard._utils import tree
 from funcshard._utils.torch_operators import operator_name
 from funcshard.graph.effects import is_view, written_by
-from funcshard.graph.sections import sections_of
-from funcshard.graph.storages import GraphStorages
+from funcshard.graph.storages import GraphStorages, sections_of
 
 # One fast kernel for many tensors, which a compiler would write less well.
 _FUSED = ("aten::_fused_adamw_", "aten::_fused_adam_", "aten::_fused_sgd_", "aten::_fused_adagrad_")
