@@ -118,15 +118,13 @@ def _rank(
     if sys.platform == "linux" and "lo" in {name for _, name in socket.if_nameindex()}:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     file_store = dist.FileStore(str(Path(folder, "store")), ranks)
-    store_timeout = datetime.timedelta(minutes=5)
     # Note: ranks meet in a file, so no port has to be free.
     dist.init_process_group(
-        "gloo", store=file_store, rank=rank, world_size=ranks, timeout=store_timeout
+        "gloo", store=file_store, rank=rank, world_size=ranks, timeout=datetime.timedelta(minutes=5)
     )
     mesh = init_mesh({"shard": ranks}, device="cpu", shared_memory=shared_memory)
-    rank_results = measure(mesh, sizes, reference)
+    torch.save(measure(mesh, sizes, reference), Path(folder, f"rank{rank}.pt"))
     dist.destroy_process_group()
-    torch.save(rank_results, Path(folder, f"rank{rank}.pt"))
 
 
 def _describe(measured: Sequence[Mapping[str, Any]], ranks: int, shared_memory: bool) -> Hardware:

@@ -208,7 +208,9 @@ def moment_text(moment: Moment) -> str:
     words = _MOMENTS.get(moment.what, moment.what)
     if moment.what in _OF_STEP:
         return words
-    return f"{words} of {moment.unit or '(root)'}"
+    # Note: the name of a group is the names of all its modules.
+    first_name, *others = (moment.unit or "(root)").split("+")
+    return f"{words} of {first_name}{'+…' if others else ''}"
 
 
 def rate_text(report: Report) -> str:

@@ -13,6 +13,7 @@ from funcshard._utils.table import Part, Shown, Table
 from funcshard.estimate.estimating import estimate
 from funcshard.estimate.machine import Hardware
 from funcshard.estimate.reports import Report, left_text, memory_table, moment_text
+from funcshard.estimate.search.scoring import unit_options
 from funcshard.estimate.search.space import on_mesh
 from funcshard.estimate.trace import Profile
 from funcshard.plan import Plan, UnitPlan
@@ -162,9 +163,12 @@ def _changed(
         yield f"remat {count} more of the {len(module_names)} units", report
 
     def resharded(mesh: tuple[int, int], names: Collection[str]) -> Report:
-        return estimated(
-            on_mesh(plan, mesh, lambda unit: _freed(unit) if unit.name in names else {})
-        )
+        def freed(unit: UnitPlan) -> dict[str, Any]:
+            if unit.name not in names:
+                return {}
+            return {**unit_options("full_shard", unit), "reshard_after_backward": True}
+
+        return estimated(on_mesh(plan, mesh, freed))
 
     kept_units = [
         unit.name for unit in units if unit.sharded and not unit.reshard_after_forward and unit.name
@@ -192,15 +196,6 @@ def _changed(
         if report.fits:
             break
     yield f"{rank_factor} times as many ranks", report
-
-
-def _freed(unit: UnitPlan) -> dict[str, Any]:
-    """Return the options of a unit that is sharded, and freed unless it's the root."""
-    return {
-        "strategy": "full_shard",
-        "reshard_after_forward": unit.name != "",
-        "reshard_after_backward": True,
-    }
 
 
 def _fewest(most: int, peak: int, report: Callable[[int], Report]) -> tuple[int, Report]:

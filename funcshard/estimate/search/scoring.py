@@ -186,7 +186,8 @@ class Scorer:
         largest_class = max(
             range(len(counts)), key=lambda i: (self.classes[i].repeated, len(self.classes[i].names))
         )
-        names, wanted_count = self.classes[largest_class].names, counts[largest_class]
+        units, wanted_count = self.classes[largest_class], counts[largest_class]
+        names = units.names
         middle_count = len(names) // 2
         # Why first: splice would return None too, but only after the trace of the middle.
         border_distances = (
@@ -195,11 +196,7 @@ class Scorer:
             len(names) - middle_count,
             len(names) - wanted_count,
         )
-        if (
-            not self.classes[largest_class].repeated
-            or wanted_count == middle_count
-            or min(border_distances) <= MARGIN
-        ):
+        if not units.repeated or wanted_count == middle_count or min(border_distances) <= MARGIN:
             return None
         middle_counts = (*counts[:largest_class], middle_count, *counts[largest_class + 1 :])
         return splice(

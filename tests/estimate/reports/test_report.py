@@ -117,5 +117,6 @@ def test_a_number_has_the_weakest_source_of_its_parts(name: str, given: dict[str
 def test_moments_are_named_by_what_runs_and_the_unit() -> None:
     assert moment_text(Moment(0.0, "backward", "blocks.3", {})) == "backward of blocks.3"
     assert moment_text(Moment(0.0, "backward", "", {})) == "backward of (root)"
+    assert moment_text(Moment(0.0, "backward", "experts.0+experts.1", {})) == "backward of experts.0+…"
     assert moment_text(Moment(0.0, "reduced", "a", {})) == "end of the reduction of a"
     assert [moment_text(Moment(0.0, what, "", {})) for what in ("optimizer", "end")] == ["optimizer", "end of the step"]
