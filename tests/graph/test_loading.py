@@ -237,7 +237,7 @@ def test_a_forged_file_is_refused(file: Path, tmp_path: Path, case: str) -> None
         fs.load_traced(forged(file, tmp_path / "forged.json", change), fs.Mesh())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_small_change_of_a_file_with_a_right_checksum_is_read_or_is_a_value_error(file: Path, tmp_path: Path) -> None:
     _, *texts = file.read_text().split("\n", 2)
     facts, graphs = map(json.loads, texts)

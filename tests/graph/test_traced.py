@@ -175,7 +175,7 @@ def test_a_traced_step_has_the_bits_and_the_collectives_of_the_step(case: str, t
     assert (len(set(texts)) == 1) == (len(set(fingerprints)) == 1) == equal, "the graph is the same on every rank"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_many_recordings_end_in_a_warning() -> None:
     def main(mesh: fs.Mesh) -> int:
         step, state = made(mesh, optimizer=SGD)

@@ -33,7 +33,7 @@ def run(mesh: fs.Mesh, take: Any, state: Any) -> Any:
     return steps(mesh, take, state, [size + 2 * mesh.rank for size in SIZES])
 
 
-@pytest.mark.nightly(one_in=2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES)
 def test_one_recording_has_the_bits_and_collectives_of_the_step_for_batches_of_any_size(case: str) -> None:
     options = CASES[case]

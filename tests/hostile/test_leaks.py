@@ -77,7 +77,7 @@ def watch_a_job(job: Job, seed: int, steps: int, what: str) -> dict[str, int]:
 TIMES = {"steps": (3000, 100), "saves": (400, 30), "meshes": (100, 10)}
 
 
-@pytest.mark.nightly(one_in=3)
+@pytest.mark.nightly
 @pytest.mark.parametrize("what", TIMES)
 def test_nothing_grows(campaign: Campaign, what: str) -> None:
     def one(draw: Random) -> dict[str, int]:

@@ -65,6 +65,7 @@ def stop_for_good(job: Job, seed: int) -> dict[str, int]:
     return {"stops": 1, "errors": sum(each.code != 0 for each in ended)}
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_stopped_for_good_is_given_up_and_named_in_time(campaign: Campaign) -> None:
     def one(draw: Random) -> dict[str, int]:
         with empty_folder() as folder:

@@ -119,7 +119,7 @@ def test_the_script_of_a_run_trains_with_its_plan(given: dict[str, Any], config:
         assert plan == run.plan
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_plan_fits_if_its_reserved_memory_does_and_less_memory_costs_time(config: Any) -> None:
     path = config(num_hidden_layers=6)
     rich = fs.plan_run(path, gpus=2, seq=64, batch=8)

@@ -96,6 +96,7 @@ def largest() -> Profile:
     return found
 
 
+@pytest.mark.nightly
 def test_six_layers_of_deepseek_v3_with_all_experts_take_their_part_of_8_seconds(largest: Profile) -> None:
     # Why six of 61 layers: one block is traced, for any number of layers, and all 61 take half a
     # minute to make.
@@ -119,6 +120,7 @@ def test_the_best_plan_of_405b_is_found_in_5_seconds(largest: Profile) -> None:
     assert best.considered > 1000
 
 
+@pytest.mark.nightly
 def test_1000_plans_of_405b_are_estimated_in_15_seconds(largest: Profile) -> None:
     found = largest
     with within(1.5):  # a tenth of the plans, in a tenth of the time

@@ -193,7 +193,7 @@ def test_an_optimizer_of_one_matrix_has_the_bits_of_its_unsharded_self(name, ran
     assert last < 0.6 * first
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_llama_on_four_processes_in_two_dimensions_has_the_losses_of_one_rank():
     out, *others = run_ranks(run_as_a_program, 4, timeout=150)
     assert others == [""] * 3

@@ -109,7 +109,7 @@ def test_notebook_is_stored_executed_and_small(path):
     assert path.stat().st_size < MOST_BYTES
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_failing_cell_is_fatal_and_sees_no_other_notebook(tmp_path, kernel):
     for code, words in (("seen = 2; 1 / 0", "ZeroDivisionError"), ("seen", "NameError")):
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])

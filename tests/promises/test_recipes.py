@@ -108,7 +108,7 @@ def most_of_a_units_size(product_of, units, wrap, numel=64):
     return max(fs.simulate(main, 4))
 
 
-@pytest.mark.nightly(one_in=2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("product_of", [forward_over_reverse, reverse_over_reverse])
 def test_a_product_with_remat_holds_units_in_use_only_however_many_there_are(product_of):
     few, many = (most_of_a_units_size(product_of, units, fs.remat) for units in (4, 12))

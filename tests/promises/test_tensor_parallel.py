@@ -212,7 +212,7 @@ def in_other_ways(mesh: fs.Mesh) -> dict[str, float]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_recomputation_and_groups_change_no_number() -> None:
     for found in run_ranks(in_other_ways, 2, shape={"shard": 2, "tensor": 1}):
         assert max(found.values()) < 1e-13, found

@@ -137,6 +137,7 @@ def check(run: Any, ranks: int, places: Mapping[int, str], at: int, *rest: Any) 
 HYBRID = {"replicate": 2, "shard": 2}
 
 
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("shape", [None, HYBRID], ids=["shard", "hybrid"])

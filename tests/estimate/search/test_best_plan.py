@@ -84,7 +84,7 @@ SPACES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(
     max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None,
     phases=[Phase.generate],

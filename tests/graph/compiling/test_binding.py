@@ -75,7 +75,7 @@ def test_regions_that_run_as_they_are_give_the_bits_and_the_collectives_of_the_s
     fs.simulate(main, ranks)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_collectives_are_predicted_and_scheduled_and_issued_alike_and_a_merged_gather_is_seen() -> None:
     def main(mesh: fs.Mesh) -> None:
         traced, state = compiled(mesh, "aot_eager")
