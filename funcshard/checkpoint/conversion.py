@@ -185,6 +185,12 @@ def write_dcp(path: Path, folder: Path, watch: Watch = unwatched) -> Path:
     )
 
     leaves = stored_leaves(contents)
+    packed_names = [name for name, leaf in leaves.items() if leaf.packing is not None]
+    if packed_names:
+        raise ValueError(
+            f"{path} holds packed leaves, which other programs can't decode; found "
+            f"{packed_names[0]!r}: restore it, and call export_safetensors"
+        )
     # Why aliases: a state dict of torch has a tied parameter under each of its names.
     for planned_leaf in any_plan(contents.plan).leaves:
         names = [f"model.{name}" for name in (planned_leaf.path, *planned_leaf.aliases)]

@@ -115,11 +115,12 @@ def check_pieces(
         has_dtype = dtype == planned_dtype or (cast and is_castable)
         # Note: a piece has the shape of the whole leaf, and elements of its slice.
         if piece.tensor.ndim != 1 or shape != leaf.whole_shape or not has_dtype:
+            form = f" in {piece.tensor.ndim} dimensions" * (piece.tensor.ndim != 1)
             remedy = ": pass cast=True to convert them" * (cast is False and is_castable)
             raise ValueError(
                 f"pieces of leaf {leaf.path!r} of {where} must be 1-D, of shape {leaf.whole_shape} "
-                f"and dtype {buffer.dtype}, as planned; found {shape} and {dtype_name(dtype)} in "
-                f"{piece.tensor.ndim} dimensions{remedy}"
+                f"and dtype {buffer.dtype}, as planned; found {shape} and "
+                f"{dtype_name(dtype)}{form}{remedy}"
             )
         ends = [begin + size for begin, size in piece.within] or piece.shape
         is_inside = len(ends) == len(piece.shape) and all(map(operator.le, ends, piece.shape))

@@ -118,7 +118,7 @@ def test_local_leaves_stay_each_ranks_own_beside_slices(mesh: fs.Mesh) -> None:
     assert same(found, {**mine, "up": torch.arange(8.0)})
     for form in (found, pieces):
         assert same(fs.gather(fs.from_state_dict(form, plan, mesh), plan, mesh), mine)
-    words = r"'own' is local to each rank, and rank 0's state dict alone .* with rank0_only=False or sharded=True"
+    words = r"'own' is local to each rank, and a state dict or file of rank 0 .* with rank0_only=False or sharded=True"
     with pytest.raises(ValueError, match=words):
         fs.to_state_dict(shards, plan, mesh, rank0_only=True)
     with pytest.raises(ValueError, match="leaf 'own' is local to each rank"):

@@ -81,7 +81,7 @@ def test_the_table_shows_whole_tensors(tmp_path: Path) -> None:
     ranks(begin, MESHES["shard 2, tensor 2"])
     numel = sum(leaf.numel() for leaf in NAMES.values())
     table = str(fs.restore(tmp_path / "last"))
-    assert "shards, float64; shards, in slices along tensor, float64" in " ".join(table.split()), table
+    assert "shards, float64" in " ".join(table.split()), table
     assert f"{len(NAMES)}" in table
     assert str(numel) in table.replace(",", "")
 
