@@ -76,10 +76,9 @@ class LeafChecksums:
             values_by_axes.setdefault(local, []).append(value.to(device))
         # Why one sum for each set of axes: ranks may hold other values of leaves that are local
         # along them, and the message stays short for any number of ranks and leaves.
-        sums_by_axes: _Sums = {
-            " ".join(axes): (axes, int(checksum(torch.stack(values))))
-            for axes, values in values_by_axes.items()
-        }
+        sums_by_axes: dict[str, tuple[Sequence[str], int]] = {}
+        for axes, values in values_by_axes.items():
+            sums_by_axes[" ".join(axes)] = axes, int(checksum(torch.stack(values)))
         # Every rank finds the same differences, so every rank does the same.
         if _differences(sums_by_axes, mesh):
             own_sums = {name: (axes, int(value)) for name, (axes, value) in self.leaf_sums.items()}
