@@ -503,14 +503,6 @@ CONSTANT = (
 )
 
 
-CONSTANT = (
-    "loss_fn must return a loss that depends on a trainable shard of its argument; found a loss "
-    "that no gradient leaves: it was computed under no_grad, from detached tensors, from frozen "
-    "leaves only, or from a module or shards that are not in the argument; compute it from the "
-    "shards that loss_fn is called with"
-)
-
-
 def _gradient(
     shard: torch.Tensor, leaf: LeafGradient, divisor: float | torch.Tensor
 ) -> torch.Tensor | None:
