@@ -49,9 +49,9 @@ IN_FLOAT64 = {
     "consistency": 3, "hessian_spectrum": 0, "influence lissa": 2, "dpo": 3, "deq": 3, "hypergradients": 2, "grpo": 2,
     "influence": 2, "natural_gradient": 2, "mean_flow": 3, "pinn": 3, "sam": 3, "score_matching": 3, "wgan_gp": 2,
 }  # fmt: skip
-# Examples whose result depends on the number of ranks: statistics of a rank's own batch, samples
-# drawn on each rank. They have to learn their task.
-LEARNS = {"dp_sgd": ("--steps 12", 80.0), "vision": ("--steps 50", 80.0)}
+# Examples that have to learn their task. The first two depend on the number of ranks: statistics of a
+# rank's own batch, samples drawn on each rank.
+LEARNS = {"dp_sgd": ("--steps 12", 80.0), "vision": ("--steps 50", 80.0), "dpo": ("--steps 11", 80.0)}
 # Optimizers of one matrix: the programs end in an error unless shards have the bits of whole parameters.
 MATRIX_OPTIMIZERS = ("kron", "shampoo", "soap")
 

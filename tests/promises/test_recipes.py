@@ -114,3 +114,33 @@ def test_a_product_with_remat_holds_units_in_use_only_however_many_there_are(pro
     few, many = (most_of_a_units_size(product_of, units, fs.remat) for units in (4, 12))
     assert few == many
     assert many < most_of_a_units_size(product_of, 12, lambda f: f) / 5
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+def test_gradients_of_blocks_on_one_grid_add_up_to_the_same_bits_on_every_mesh(rounds):
+    def round_grads(_, grads):
+        for grad in grads.values():
+            grad.copy_((grad * 2.0**44).round() * 2.0**-44)
+
+    def gradients(mesh):
+        torch.manual_seed(0)
+        apply, params, _ = fs.make_functional(nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)))
+        exact = fs.MixedPrecision(reduce_dtype=torch.float64, keep_low_precision_grads=True)
+        plan = fs.make_plan(params, mesh, precision=exact)
+        sharded = fs.fully_shard(apply, plan, mesh)
+
+        def loss_fn(shards, block):
+            return sharded(shards, {}, block).square().mean().double(), 1.0
+
+        hook = round_grads if rounds else None
+        f = fs.accumulate(loss_fn, 12 // mesh.world_size, weighted=True, on_grads=hook)
+        # Blocks whose gradients differ so much that float64 cannot hold their sum.
+        sizes = torch.logspace(-11, 0, 24, dtype=torch.float64)[:, None]
+        batch = (random(5, 24, 4) * sizes).float().chunk(mesh.world_size)[mesh.rank]
+        return f(fs.shard(params, plan, mesh), batch)[1][""]["float32"]
+
+    alone = gradients(fs.Mesh())
+    assert alone.dtype == torch.float64
+    same_bits = [torch.equal(torch.cat(fs.simulate(gradients, ranks))[: alone.numel()], alone) for ranks in (2, 3, 4, 6)]
+    # Without the grid, float64 rounds its sums in the order of the ranks.
+    assert all(same_bits) == rounds
