@@ -1,7 +1,6 @@
 """Outside of transforms too, one node makes the leaves of a buffer, and does what it does under torch.func."""
 
 import re
-import warnings
 
 import pytest
 import torch
@@ -33,11 +32,6 @@ def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_it_is_one_node_in_an_ordinary_graph():
-    run, shard = setup(fs.Mesh(), f=lambda leaves, x: [leaf.grad_fn.name() for leaf in leaves.values()])
-    assert run(shard.requires_grad_()) == ["ShardToLeavesBackward"] * 2
-
-
 def twice_and_again(mesh, strategy):
     run, shard = setup(mesh, strategy)
     shard.requires_grad_()
@@ -55,16 +49,16 @@ def twice_and_again(mesh, strategy):
     close(second, of(of(run))(shard.detach()))
 
 
-@pytest.mark.slow
 @STRATEGIES
-@WORLDS
-def test_backward_runs_several_times_and_twice_over(world, strategy):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # anomaly mode warns that it is slow
-        for anomaly in (False, True):
-            # Why around all ranks: the mode is the process's, and the rank that leaves it last would leave it on.
-            with torch.autograd.set_detect_anomaly(anomaly, check_nan=False):
-                run_simulated(twice_and_again, world, strategy)
+def test_backward_runs_several_times_and_twice_over(strategy):
+    run_simulated(twice_and_again, 2, strategy)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
+def test_backward_runs_in_anomaly_mode():
+    # Why around all ranks: the mode is the process's, and the rank that leaves it last would leave it on.
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        run_simulated(twice_and_again, 2, "full_shard")
 
 
 @STRATEGIES

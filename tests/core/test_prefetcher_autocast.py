@@ -13,7 +13,6 @@ import funcshard as fs
 from funcshard._utils import tree
 from tests.core.units import of_module, recorded, requiring_grad, same_bits
 from tests.module.law import Runs
-from tests.pairwise import crossed
 from tests.ranks import on_ranks
 
 BF16 = torch.bfloat16
@@ -89,11 +88,12 @@ def ours(mesh: fs.Mesh, use: str, dtype: torch.dtype, hooks: Any = contextlib.nu
     return loss, fs.gather(grads, plan, mesh)
 
 
-@pytest.mark.slow
-@crossed(use=list(USES), dtype=[torch.bfloat16, torch.float16], world=[1, 2])
-@on_ranks()
+@pytest.mark.nightly(one_in=2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("use", USES)
+@on_ranks(2)
 def test_losses_and_gradients_under_autocast_are_those_of_the_module_to_the_bit(
-    mesh: fs.Mesh, use: str, dtype: torch.dtype, world: int
+    mesh: fs.Mesh, use: str, dtype: torch.dtype
 ) -> None:
     loss, expected = plain(use, dtype)
     found, grads = ours(mesh, use, dtype)

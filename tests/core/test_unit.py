@@ -26,31 +26,8 @@ def one_unit(mesh, apply, combine=fs.reshard):
     return f, shards[""], plan
 
 
-COMBINE = {"unshard": lambda f: f, "reshard of unshard": fs.reshard}
-
-
 @pytest.mark.usefixtures("without_garbage_collection")
-@pytest.mark.parametrize(("name", "kept"), [("unshard", 2), ("reshard of unshard", 0)])
-@on_ranks(2)
-def test_reshard_leaves_no_gathered_storage_alive_after_forward_and_unshard_does(mesh, name, kept):
-    log = Log()
-
-    def watched(leaves, x):
-        log(leaves["w"])
-        return layer(leaves, x)
-
-    f, shard, _ = one_unit(mesh, watched, COMBINE[name])
-    shard = requiring_grad(shard)
-    out = f(shard, f(shard, X)).sum()
-    between = log.alive()
-    out.backward()
-    del out
-    assert between == kept
-    assert log.alive() == 0
-
-
-@pytest.mark.usefixtures("without_garbage_collection")
-@pytest.mark.parametrize("operation", [torch.tanh, torch.relu, torch.exp, torch.sigmoid], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("operation", [torch.tanh, torch.relu], ids=lambda f: f.__name__)
 @on_ranks(2)
 def test_a_graph_that_is_dropped_without_backward_is_freed(mesh, operation):
     """Each of these operations saves its own result, which must not keep the graph behind it alive."""
@@ -110,7 +87,6 @@ def rows_of(x):
 LAYOUTS = {
     "COO": lambda w, x: torch.sparse.mm(torch.eye(3).to_sparse(), x @ w),
     "CSR": lambda w, x: torch.eye(3).to_sparse_csr() @ (x @ w),
-    "CSC": lambda w, x: torch.eye(3).to_sparse_csc() @ (x @ w),
     "COO of the leaf": lambda w, x: torch.sparse.mm(
         torch.sparse_coo_tensor(torch.arange(3).repeat(2, 1), w[0, :3], (3, 3), check_invariants=False), x
     ),
@@ -122,15 +98,14 @@ LAYOUTS = {
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")  # torch 2.11
 @pytest.mark.filterwarnings("ignore:Sparse CS[CR] tensor support is in beta:UserWarning")
-@pytest.mark.parametrize("combine", COMBINE.values(), ids=COMBINE)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @on_ranks(2)
-def test_a_unit_may_save_tensors_that_are_sparse_opaque_or_nested(mesh, layout, combine):
+def test_a_unit_may_save_tensors_that_are_sparse_opaque_or_nested(mesh, layout):
     x = X.clone().requires_grad_()
     leaves = {name: leaf.clone().requires_grad_() for name, leaf in PARAMS.items()}
     value = LAYOUTS[layout](leaves["w"], x).square().sum()
     wanted, wanted_x = torch.autograd.grad(value, [leaves["w"], x], allow_unused=True)
-    f, shard, plan = one_unit(mesh, lambda leaves, x: LAYOUTS[layout](leaves["w"], x), combine)
+    f, shard, plan = one_unit(mesh, lambda leaves, x: LAYOUTS[layout](leaves["w"], x))
     x = X.clone().requires_grad_()
     shard = requiring_grad(shard)
     loss = f(shard, x).square().sum()

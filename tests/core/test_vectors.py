@@ -57,7 +57,7 @@ def vectors(mesh, strategy):
     return numbers, [whole(x, plan, mesh) for x in (a, b, fs.axpy(0.5, a, b), grads, product)]
 
 
-@pytest.mark.nightly(one_in=4)
+@pytest.mark.nightly(one_in=7)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
 def test_a_vector_of_shards_is_the_whole_vector_on_every_mesh(shape, strategy):
