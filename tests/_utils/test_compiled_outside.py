@@ -48,7 +48,7 @@ def run(mesh, way="", units=None, steps=2, **options):
     return losses, fs.copy(state.shards)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=2)
 @pytest.mark.parametrize("way", WAYS)
 def test_it_warns_once_for_each_object_and_changes_no_bit(way):
     with warnings.catch_warnings(record=True) as seen:
@@ -60,10 +60,9 @@ def test_it_warns_once_for_each_object_and_changes_no_bit(way):
     torch.testing.assert_close(found, fs.simulate(run, 1), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("way", ["step", "sharded"])
-def test_where_the_program_has_to_be_one_graph_torchs_error_says_the_same(way):
-    with pytest.raises(Exception, match=f"(?s)reason: torch.compile compiles {WAYS[way]}"):
-        fs.simulate(lambda mesh: run(mesh, way, fullgraph=True), 1)
+def test_where_the_program_has_to_be_one_graph_torchs_error_says_the_same():
+    with pytest.raises(Exception, match=f"(?s)reason: torch.compile compiles {WAYS['step']}"):
+        fs.simulate(lambda mesh: run(mesh, "step", fullgraph=True), 1)
 
 
 @pytest.mark.slow
@@ -74,9 +73,8 @@ def test_a_function_whose_units_are_compiled_says_nothing():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("name", GRADIENTS)
-def test_a_compiled_function_of_gradients_says_so_as_well(name, fullgraph):
+def test_a_compiled_function_of_gradients_says_so_as_well(name):
     words = r"nothing of a function of value_and_grad or accumulate.*fully_shard\(compiler=.*fs\.trace\(step, state, batch\)"
 
     def main(mesh):
@@ -84,14 +82,10 @@ def test_a_compiled_function_of_gradients_says_so_as_well(name, fullgraph):
         plan = fs.make_plan(params, mesh)
         sharded = fs.fully_shard(apply, plan, mesh)
         plain = GRADIENTS[name](lambda shards, x: sharded(shards, buffers, x).square().mean(), mesh)
-        compiled = torch.compile(plain, backend="eager", fullgraph=fullgraph)
+        compiled = torch.compile(plain, backend="eager")
         shards = fs.shard(params, plan, mesh)
         return [plain(shards, BATCH), *(compiled(shards, BATCH) for _ in range(2))]
 
-    if fullgraph:
-        with pytest.raises(Exception, match=f"(?s)reason: torch.compile compiles {words}"):
-            fs.simulate(main, 1)
-        return
     with pytest.warns(UserWarning, match=words) as seen:
         ((plain, *compiled),) = fs.simulate(main, 1)
     assert [each.filename for each in seen] == [__file__]

@@ -1,11 +1,9 @@
 """Cut the parts of units out of a structure, whatever the dots in its keys."""
 
-import collections
 from typing import Any
 
 import pytest
 
-from funcshard._utils import cutting as cutting_file
 from funcshard._utils import tree
 from funcshard._utils.cutting import cutter
 
@@ -60,18 +58,3 @@ def test_a_node_beside_a_dictionary_of_the_same_path_is_refused_by_path() -> Non
     structure, _, _ = tree.describe({"x": {"a": Leaf(), "a.b": Leaf()}})
     with pytest.raises(ValueError, match=r"mixes nested containers and dotted keys.*found another node at 'x\.a': nest the"):
         cutter(structure, ["x.a"])("x.a", {0: 0, 1: 1})
-
-
-@pytest.mark.parametrize("dotted", [False, True], ids=["nested", "dotted"])
-def test_each_container_is_searched_once_however_many_units_are_cut(dotted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = [{"w": Leaf()} for _ in range(50)]
-    whole = {f"blocks.{i}.w": Leaf() for i in range(50)} if dotted else {"blocks": blocks}
-    searched: collections.Counter[int] = collections.Counter()
-    keys_of = cutting_file._keys_of
-    monkeypatch.setattr(cutting_file, "_keys_of", lambda node: searched.update([id(node)]) or keys_of(node))
-    structure, _, _ = tree.describe(whole)
-    cut = cutter(structure, [*(f"blocks.{i}" for i in range(50)), "nothing"])
-    for i in range(50):
-        cut(f"blocks.{i}", {i: 0})
-    assert cut(["blocks.3", "nothing"], {3: 0})[1] == ("blocks.3",)
-    assert set(searched.values()) == {1}

@@ -50,15 +50,6 @@ def test_a_description_of_hardware_is_no_pipe(tmp_path: Path) -> None:
         load_hardware(tmp_path / "hardware.json")
 
 
-def test_latest_passes_over_a_pipe(tmp_path: Path) -> None:
-    fs.save(tmp_path / "good", {"step": 1}, PLAN, MESH)
-    (tmp_path / "bad").mkdir()
-    os.mkfifo(tmp_path / "bad" / "index.json")
-    assert fs.latest(tmp_path) == tmp_path / "good"
-    os.mkfifo(tmp_path / "index.json")  # which does not make the folder a checkpoint either
-    assert fs.latest(tmp_path) == tmp_path / "good"
-
-
 def test_what_is_no_regular_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"abc")
     (tmp_path / "link").symlink_to("file")

@@ -23,11 +23,7 @@ def until(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
 
 
 class SuspendedStore:
-    """A store whose process is suspended after so many answers, until ``goes_on`` is set; it takes what is written.
-
-    Arguments:
-        answers: number of reads that it answers before.
-    """
+    """A store whose process is suspended after so many reads, until ``goes_on`` is set; it takes what is written."""
 
     def __init__(self, answers: float = math.inf) -> None:
         self.inner, self.goes_on, self.answers = dist.HashStore(), threading.Event(), answers
@@ -53,11 +49,7 @@ class SuspendedStore:
 
 
 class FailingStore:
-    """A store whose next calls fail, as when a connection is cut.
-
-    Arguments:
-        failures: number of these calls; all calls of a store whose process has ended.
-    """
+    """A store whose next ``failures`` calls fail, as when a connection is cut."""
 
     def __init__(self, failures: float = 0) -> None:
         self.inner, self.failures = dist.HashStore(), failures

@@ -44,28 +44,13 @@ def test_simulated_ranks_that_exchange_texts_for_different_purposes_say_which() 
         run_simulated(main, 2)
 
 
-def test_a_detector_keeps_the_latest_collectives_only() -> None:
-    alone = DesyncDetector("shard", [0], 0)
-    for number in range(desync.KEPT + 3):
-        assert alone.record("all_reduce", "", torch.ones(number + 1)) == number + 1
-    assert alone._describe(3) == "a collective that is no longer recorded"
-    assert alone._describe(4) == "all_reduce of float32[4]"
-
-
-DEEDS = {
-    "issue a collective": lambda detector: detector.record("all_reduce", "", torch.ones(2)),
-    "wait for the end of one": lambda detector: detector.wait_until(lambda seconds: True, 1),
-}
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@pytest.mark.parametrize("deed", DEEDS)
-def test_a_forked_child_of_a_rank_is_told_that_it_cannot_take_part(deed: str, tmp_path: Path) -> None:
+def test_a_forked_child_of_a_rank_is_told_that_it_cannot_take_part(tmp_path: Path) -> None:
     detector, answer = DesyncDetector("shard", [0], 0), tmp_path / "answer"
     child = os.fork()
     if not child:
         try:
-            DEEDS[deed](detector)
+            detector.record("all_reduce", "", torch.ones(2))
         except RuntimeError as error:
             answer.write_text(str(error))
         finally:
@@ -75,34 +60,21 @@ def test_a_forked_child_of_a_rank_is_told_that_it_cannot_take_part(deed: str, tm
     assert f"was forked from process {os.getpid()}, {words}" in answer.read_text()
 
 
-class Work:
-    """The work of a comparison, which ends when it is told to."""
-
-    def __init__(self) -> None:
-        self.ended, self.waited = False, False
-
-    def is_completed(self) -> bool:
-        return self.ended
-
-    def wait(self, *_: object) -> None:
-        self.waited = True
-
-
 def test_a_detector_that_is_deleted_waits_for_nothing_and_its_group_ends_after_its_last_comparison(monkeypatch) -> None:
     destroyed: list[str] = []
+    ended: list[bool] = []
     monkeypatch.setattr(watch, "destroy_group", destroyed.append)
-    own, work = Watch(0, dist.HashStore()), Work()
+    own, work = Watch(0, dist.HashStore()), SimpleNamespace(is_completed=lambda: bool(ended))
     control = SimpleNamespace(group_name="control")
     detector = DesyncDetector("shard", [0, 1], 0, control, own, Limits(1000.0))
     detector.comparison = desync.Comparison(1, 2, torch.zeros(7), work)
     start = time.monotonic()
     del detector
-    assert not work.waited
     own.destroy_unused()  # as before another mesh is made
     assert destroyed == []
     own.finish(0.01)  # at the end of the process
     assert time.monotonic() - start < 10
-    work.ended = True
+    ended.append(True)
     own.destroy_unused()
     assert destroyed == [control]
     assert own.unused == []

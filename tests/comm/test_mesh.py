@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import re
-from collections.abc import Iterator
-from types import SimpleNamespace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -93,13 +91,10 @@ DEVICE_MESHES = [
     # sizes and names of a device mesh, our names for them, and the shape of the mesh
     ((6,), None, None, {"replicate": 1, "shard": 6}),
     ((2, 3), None, None, {"replicate": 2, "shard": 3}),
-    ((2, 3), ("shard", "replicate"), None, {"shard": 2, "replicate": 3}),
     ((2, 3), ("dp_shard", "tp"), None, {"replicate": 1, "shard": 2, "tp": 3}),
     ((2, 3), ("dp_replicate", "dp_shard"), None, {"replicate": 2, "shard": 3}),
-    ((6, 1), ("replicate", "shard"), None, {"replicate": 6, "shard": 1}),
     ((2, 2, 2), ("dp_replicate", "dp_shard", "tp"), {"tp": "tensor"}, {"replicate": 2, "shard": 2, "tensor": 2}),
     ((2, 2, 2), ("pp", "dp", "tp"), {"dp": "shard"}, {"replicate": 1, "pp": 2, "shard": 2, "tp": 2}),
-    ((2, 4), ("dp", "tp"), {"dp": "shard", "tp": "tensor"}, {"replicate": 1, "shard": 2, "tensor": 4}),
     ((8,), ("tp",), {"tp": "tensor"}, {"replicate": 1, "shard": 1, "tensor": 8}),
     ((8,), ("tp",), None, {"replicate": 1, "shard": 8}),
 ]
@@ -132,9 +127,10 @@ def test_a_part_of_a_mesh_holds_the_neighbours_along_its_axes(mesh: fs.Mesh) -> 
     assert mesh[tuple(mesh.shape)] == mesh
 
 
-def reshape_again_and_again(mesh: fs.Mesh) -> None:
-    shapes = (LINE, GRID, LINE, {"replicate": 4}, NAMED, {"tensor": 2, "shard": 2}, {"tensor": 4},
-              {"replicate": 2, "expert": 2}, LINE)  # fmt: skip
+SHAPES = (GRID, LINE, {"replicate": 4}, NAMED, {"tensor": 2, "shard": 2}, {"tensor": 4}, {"replicate": 2, "expert": 2}, LINE)
+
+
+def reshape_again_and_again(mesh: fs.Mesh, shapes: Sequence[dict[str, int]] = SHAPES) -> None:
     rank = mesh.rank
     for shape in shapes:
         mesh = mesh.reshaped(shape)
@@ -145,9 +141,8 @@ def reshape_again_and_again(mesh: fs.Mesh) -> None:
         assert along(mesh, tuple(shape), rank) == 15
 
 
-@pytest.mark.parametrize("shape", [LINE, GRID], ids=str)
-def test_a_reshaped_mesh_has_the_same_ranks_in_other_groups(shape: dict) -> None:
-    run_simulated(reshape_again_and_again, 4, shape=shape)
+def test_a_reshaped_mesh_has_the_same_ranks_in_other_groups() -> None:
+    run_simulated(reshape_again_and_again, 4)
 
 
 def make_in_several_ways(mesh: fs.Mesh) -> None:
@@ -159,7 +154,7 @@ def make_in_several_ways(mesh: fs.Mesh) -> None:
         assert made.position == {"replicate": 0, "shard": made.rank // 2, "tensor": made.rank % 2}
         for axis, part in (("tensor", made), ("shard", made), ("tensor", made["tensor"])):
             assert along(part, axis, made.rank) == sum(2**other for other in line(made.rank, NAMED, axis))
-    for names in (("dp_replicate", "dp_shard"), ("dp_shard", "dp_replicate"), ("shard", "replicate"), None):
+    for names in (("dp_replicate", "dp_shard"), ("shard", "replicate")):
         made = fs.Mesh.from_device_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
         for axis in ("shard", "replicate"):
             assert along(made, axis, made.rank) == sum(2**other for other in line(made.rank, dict(made.shape), axis))
@@ -170,7 +165,7 @@ def make_in_several_ways(mesh: fs.Mesh) -> None:
         again = made.reshaped(LINE)
         assert again.rank == made.rank == dist.get_rank()
         assert along(again, "shard", again.rank) == 15
-    reshape_again_and_again(mesh)
+    reshape_again_and_again(mesh, (LINE, GRID))
 
 
 @pytest.mark.slow
@@ -192,15 +187,6 @@ def test_every_rank_raises_if_one_text_differs_and_none_waits(world: dict) -> No
         words = f"the plan must be the same on every rank; {pair}: build it from the same arguments everywhere"
         assert set(fs.simulate(lambda mesh, odd=odd: main(mesh, odd), world)) == {words}
     assert set(fs.simulate(lambda mesh: main(mesh, -1), world)) == {"nothing noticed"}
-
-
-@on_ranks(NAMED)
-def test_a_copy_of_a_mesh_is_the_mesh(mesh: fs.Mesh) -> None:
-    for original in (mesh, fs.Mesh()):
-        holder, module = SimpleNamespace(mesh=original), torch.nn.Linear(2, 2)
-        module.mesh = original
-        assert copy.copy(original) is copy.deepcopy(original) is original
-        assert copy.copy(holder).mesh is copy.deepcopy(holder).mesh is copy.deepcopy(module).mesh is original
 
 
 @on_ranks(4)

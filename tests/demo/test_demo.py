@@ -155,40 +155,11 @@ def test_it_goes_on_from_its_checkpoint_on_another_number_of_ranks(
     assert metrics["validation"]["before"] == pytest.approx(first["validation"]["after"], rel=1e-5)
 
 
-# Rank 1 is killed once, when it begins to save and another checkpoint is complete.
-KILLED_ONCE = """
-import os, runpy, signal, sys
-sys.path.insert(0, sys.argv.pop(1))
-import funcshard as fs
-save = fs.save
-def save_or_die(path, *rest, **options):
-    if fs.latest(path.parent) is not None:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return save(path, *rest, **options)
-if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
-    fs.save = save_or_die
-runpy.run_module("funcshard", run_name="__main__", alter_sys=True)
-"""
-
-
-@pytest.mark.nightly
-def test_it_joins_the_world_of_torchrun_which_starts_it_again_after_a_rank_was_killed(tmp_path: Path, text: Path) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    (tmp_path / "killed_once.py").write_text(KILLED_ONCE)
-    program = [str(tmp_path / "killed_once.py"), str(Path(fs.__file__).parents[1]), *TRAIN[2:]]
-    words = ["--text", str(text), "--steps", "40", "--save-every", "4", "--resume", "--out", str(tmp_path)]
-    out, err = run(*torchrun, *program, "--ranks", "7", *words)
-    assert out.count("Resumed from") == 1, f"{out}\n{err}"
-    assert out.count("Saved model.pt") == 1
-    assert "Starting" not in out  # torchrun starts the processes, not the command
-    assert check_result(tmp_path, steps=40)["mesh"] == {"replicate": 1, "shard": 2}
-
-
 REPLICAS = ["--ranks", "2", "--replicate", "2", "--strategy", "no_shard", "--units"]
 SIGNALS = {
+    "SIGTERM to a single rank": (["--ranks", "1"], (1, 1), signal.SIGTERM, False),
     "Ctrl-C in a terminal, which reaches both replicas of the root unit": (REPLICAS, (2, 1), signal.SIGINT, True),
     "SIGINT to the command alone": (["--ranks", "2"], (1, 2), signal.SIGINT, False),
-    "SIGTERM to a single rank": (["--ranks", "1"], (1, 1), signal.SIGTERM, False),
 }
 
 

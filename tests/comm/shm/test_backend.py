@@ -6,8 +6,6 @@ import contextlib
 import errno
 import gc
 import itertools
-import os
-import signal
 import socket
 import sys
 import threading
@@ -18,10 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import funcshard as fs
-from funcshard._utils.torch_groups import default_store
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.group import Op
 from funcshard.comm.shm import exchange as exchanges
@@ -161,17 +157,17 @@ FORMS = {
 }
 
 
-@pytest.mark.nightly(one_in=4)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "dtype"), [(2, torch.float32), *((3, dtype) for dtype in DTYPES)], ids=str)
 def test_every_collective_of_every_kind_of_tensor(size, dtype) -> None:
+    forms = [*FORMS] if dtype == torch.float32 else ["tiny", "several pages", "conjugated"]
     draw, adds = Random(size), "float8" not in str(dtype)  # torch cannot add these
     numbers = [torch.randint(0, 5, (LARGE,), generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
     if dtype.is_floating_point:
         numbers = [number + some(rank, LARGE) for rank, number in enumerate(numbers)]
     with ranks(size) as world:
-        for form, kind, inference in itertools.product(FORMS.values(), MEANT, (False, True)):
-            inputs = [form(number.to(dtype)) for number in numbers]
+        for form, kind, inference in itertools.product(forms, MEANT, {False, dtype == torch.float32}):
+            inputs = [FORMS[form](number.to(dtype)) for number in numbers]
             if ("reduce" not in kind or adds) and (kind != "reduce_scatter" or len(inputs[0]) % size == 0):
                 with torch.inference_mode(inference):
                     results = run(world, kind, inputs, draw.sample(range(size), size))
@@ -307,7 +303,7 @@ def test_a_shared_and_a_plain_all_gather_of_one_number_read_nothing_wrong(kinds,
         assert errors == 1
 
 
-ORDERS = [(0, 1), (2, 1, 0), (1, 0, 2)]
+ORDERS = [(0, 1), (2, 1, 0)]
 # What each rank starts in every step, and how many blocks of a rank are enough for all steps.
 REPEATED: dict[str, tuple[list[tuple[str, int]], int]] = {
     "gathers": ([("all_gather", 4), ("all_gather", 3000), ("all_gather", LARGE)], 3),
@@ -317,8 +313,8 @@ REPEATED: dict[str, tuple[list[tuple[str, int]], int]] = {
     "sums": ([("all_reduce", LARGE)], 4),
 }
 # A large sum of three ranks needs all of them to wait for its first phase.
-ALL_WAIT, SOME_DROP = (), ((0,), (1,), (0, 1))
-DROPPED = [(name, ALL_WAIT) for name in REPEATED] + [(name, d) for name in REPEATED if name != "sums" for d in SOME_DROP]
+ALL_WAIT, SOME_DROP = (), ((0, 1), (0,))
+DROPPED = [(name, d) for name in REPEATED if name != "sums" for d in SOME_DROP] + [(name, ALL_WAIT) for name in REPEATED]
 
 
 @pytest.mark.nightly(one_in=3)
@@ -328,7 +324,7 @@ def test_memory_is_used_again_also_of_collectives_that_ranks_do_not_wait_for(nam
     for order in ORDERS:
         made, waiting = [], [rank for rank in range(len(order)) if rank not in dropping]
         with ranks(len(order)) as world:
-            for step in range(10):
+            for step in range(8):
                 started = {}
                 for rank in order:
                     works = [getattr(world[rank], kind)(some(rank, n, step)) for kind, n in collectives]
@@ -369,18 +365,6 @@ def test_memory_is_not_used_again_while_a_rank_may_read_it() -> None:
         assert fast.backend.blocks.pool.made == 25
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_shard_that_its_rank_has_copied_to_the_output_is_not_copied_again(size, monkeypatch) -> None:
-    with ranks(size) as world:
-        started = [rank.all_gather_shared(some(rank.rank, LARGE)) for rank in reversed(world)][::-1]
-        early = finish(started[1:])
-        for rank in range(1, size):
-            assert world[rank].backend.exchange.peers[0].received == {}  # finished
-        monkeypatch.setattr(world[0].backend.exchange, "contribution", lambda *_: pytest.fail("copied twice"))
-        (late,) = finish(started[:1])
-        assert all(torch.equal(whole, torch.cat([some(r, LARGE) for r in range(size)])) for whole in (late, *early))
-
-
 @pytest.mark.parametrize("holder", [0, 1])
 def test_an_output_that_a_rank_still_holds_is_not_used_again(holder) -> None:
     with ranks() as world:
@@ -418,29 +402,6 @@ def test_a_shared_output_outlives_its_ranks() -> None:
     assert not memory_in_use() - before
 
 
-@pytest.mark.parametrize("limit", [120.0, 0.2], ids=["until it is free", "not longer than the limit"])
-def test_a_rank_that_is_ahead_waits_for_a_busy_block(limit, monkeypatch) -> None:
-    monkeypatch.setattr("funcshard.comm.shm.pool._WAIT_PER_BYTE", 1.0)
-    monkeypatch.setattr("funcshard.comm.shm.pool._MAX_WAIT", limit)
-    with ranks() as world:
-        wholes = run_some(world, "all_gather_shared", LARGE)
-        theirs = wholes.pop()
-        wholes.clear()
-        begin, started = time.monotonic(), []
-        thread = threading.Thread(target=lambda: started.append(world[0].all_gather_shared(some(0, LARGE))))
-        thread.start()
-        if limit > 60:
-            time.sleep(0.3)
-            assert not started, "it did not wait"
-            del theirs
-            world[1].backend.poll()  # releases the output
-            world[1].backend.exchange.announce()
-        thread.join(60)
-        assert min(limit, 0.2) < time.monotonic() - begin < 60  # neither 120 s, nor a second for each byte
-        assert world[0].backend.blocks.pool.made == (1 if limit > 60 else 2)
-        finish([started[0], world[1].all_gather_shared(some(1, LARGE))])
-
-
 def test_a_reduction_is_read_and_its_memory_freed_once_every_rank_has_contributed() -> None:
     with ranks() as world:
         for salt in range(20):
@@ -454,15 +415,8 @@ def test_a_reduction_is_read_and_its_memory_freed_once_every_rank_has_contribute
         assert all(rank.backend.blocks.pool.made <= 3 for rank in world)
 
 
-def in_flop_counter(go_on: Any) -> None:
-    with FlopCounterMode(display=False):
-        go_on()
-
-
 MEANWHILE = {
     "inference mode": torch.inference_mode()(lambda go_on: go_on()),
-    "vmap": lambda go_on: torch.vmap(lambda x: go_on() or x)(torch.ones(2)),
-    "a mode": in_flop_counter,
     "grad": lambda go_on: torch.func.grad(lambda x: go_on() or x)(torch.ones(())),
 }
 
@@ -553,44 +507,3 @@ def test_training_goes_on_after_errors_in_backward_and_uses_memory_again(shared_
     for losses, made in run_ranks(go_on_after_errors, 2, shared_memory):
         assert losses == losses[:1] * 8
         assert made <= 16  # without reuse more than 70; what raised may wait for the garbage collector
-
-
-def functions_of(thread: int) -> set[str]:
-    """Return the names of the functions that a thread is in."""
-    frame, names = sys._current_frames().get(thread), set()
-    while frame is not None:
-        names.add(frame.f_code.co_name)
-        frame = frame.f_back
-    return names
-
-
-def interrupt(mesh: fs.Mesh) -> list[float]:
-    """Interrupt rank 0 with Ctrl-C while it waits; then all ranks go on."""
-    mesh = fs.init_mesh(mesh.shape, device="cpu")
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    store, waiting_thread = default_store(), threading.get_ident()
-
-    def interrupt_the_wait() -> None:
-        while "wait_for" not in functions_of(waiting_thread):
-            time.sleep(0.01)
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    try:
-        x = torch.tensor([float(mesh.rank)])
-        if mesh.rank == 1:
-            store.wait(["rank 0 was interrupted"])
-            fs.psum(x, mesh)
-        else:
-            threading.Thread(target=interrupt_the_wait).start()
-            with pytest.raises(KeyboardInterrupt):
-                fs.psum(x, mesh)
-            store.set("rank 0 was interrupted", "")
-        return [fs.psum(torch.tensor(float(step)), mesh).item() for step in range(4)]
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-@pytest.mark.slow
-def test_processes_go_on_after_ctrl_c_in_a_wait() -> None:
-    assert run_ranks(interrupt, 2) == [[0.0, 2.0, 4.0, 6.0]] * 2

@@ -35,12 +35,9 @@ def connect_all(
     change: Callable[[int, int, Texts, str], list[str]] = lambda rank, step, texts, text: texts(text),
     **options: Any,
 ) -> list[Any]:
-    """Connect all ranks, each as a thread; an error is a result too.
+    """Connect all ranks, each as a thread, rank 1 with ``options``; an error is a result too.
 
-    Arguments:
-        size: number of ranks.
-        change: ``change(rank, step, texts, text)`` exchanges the text of each step in place of ``texts(text)``.
-        options: of ``connect`` on rank 1.
+    ``change(rank, step, texts, text)`` exchanges the text of each step in place of ``texts(text)``.
     """
     barrier, sent, results = threading.Barrier(size), [""] * size, [None] * size
 
@@ -94,11 +91,10 @@ def _closed() -> Iterator[None]:
 leaves_nothing = pytest.mark.usefixtures("_closed")
 
 
-@pytest.mark.slow
 @leaves_nothing
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_every_pair_of_ranks_is_connected_and_bounds_of_messages_are_kept(size) -> None:
-    check_and_close(connect_all(size))
+def test_every_pair_of_ranks_is_connected_and_bounds_of_messages_are_kept() -> None:
+    for size in (1, 2, 5):
+        check_and_close(connect_all(size))
 
 
 def on_rank_1(run: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
@@ -135,14 +131,13 @@ REFUSALS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
-@pytest.mark.slow
 @leaves_nothing
-@pytest.mark.parametrize("name", [*REFUSALS, "it does not want to be"])
-def test_no_rank_is_connected_if_one_cannot_be(name, monkeypatch) -> None:
-    if name in REFUSALS:
-        REFUSALS[name](monkeypatch)
-    assert connect_all(3, wanted=name in REFUSALS) == [{}] * 3
-    monkeypatch.undo()
+def test_no_rank_is_connected_if_one_cannot_be(monkeypatch) -> None:
+    assert connect_all(3, wanted=False) == [{}] * 3
+    for reason, refuse in REFUSALS.items():
+        with monkeypatch.context() as patch:
+            refuse(patch)
+            assert connect_all(3) == [{}] * 3, reason
 
 
 @leaves_nothing
@@ -196,44 +191,39 @@ STRANGERS: dict[str, Callable[[str], list[socket.socket]]] = {
 }
 
 
-@pytest.mark.slow
-@leaves_nothing
-@pytest.mark.parametrize("name", STRANGERS)
-def test_a_stranger_is_hung_up_and_keeps_no_rank_from_being_connected(name) -> None:
-    strangers = []
+def bringing(make: Callable[[str], list[socket.socket]], strangers: list[socket.socket]) -> Any:
+    """Return an exchange before which strangers call rank 0, before any rank can."""
 
-    def with_a_stranger(rank: int, step: int, texts: Texts, text: str) -> list[str]:
-        if step == rank == 0:  # before any rank can call
-            strangers.extend(STRANGERS[name](json.loads(text)[1]))
+    def change(rank: int, step: int, texts: Texts, text: str) -> list[str]:
+        if step == rank == 0:
+            strangers.extend(make(json.loads(text)[1]))
         return texts(text)
 
-    start = time.monotonic()
-    found = connect_all(3, with_a_stranger)
-    assert time.monotonic() - start < 10
-    check_and_close(found)
-    for stranger in strangers:
-        with contextlib.suppress(ConnectionError):  # hung up with messages unread
-            assert stranger.recv(100) == b""
-        stranger.close()
+    return change
 
 
-@pytest.mark.slow
+@leaves_nothing
+def test_a_stranger_is_hung_up_and_keeps_no_rank_from_being_connected() -> None:
+    for name, make in STRANGERS.items():
+        start, strangers = time.monotonic(), []
+        found = connect_all(3, bringing(make, strangers))
+        assert time.monotonic() - start < 10, name
+        check_and_close(found)
+        for stranger in strangers:
+            with contextlib.suppress(ConnectionError):  # hung up with messages unread
+                assert stranger.recv(100) == b"", name
+            stranger.close()
+
+
 @leaves_nothing
 def test_a_queue_that_strangers_have_filled_makes_all_ranks_use_gloo(monkeypatch) -> None:
     monkeypatch.setattr(rendezvous, "_QUEUE", 0)
-    strangers = []
-
-    def with_many_strangers(rank: int, step: int, texts: Texts, text: str) -> list[str]:
-        if step == rank == 0:
-            strangers.extend(call(json.loads(text)[1]) for _ in range(3))
-        return texts(text)
-
-    assert connect_all(2, with_many_strangers) == [{}, {}]
+    strangers: list[socket.socket] = []
+    assert connect_all(2, bringing(lambda address: [call(address) for _ in range(3)], strangers)) == [{}, {}]
     for stranger in strangers:
         stranger.close()
 
 
-@pytest.mark.slow
 @leaves_nothing
 def test_a_rank_with_another_token_is_no_rank() -> None:
     def falsified(rank: int, step: int, texts: Texts, text: str) -> list[str]:
