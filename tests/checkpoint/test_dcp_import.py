@@ -129,13 +129,8 @@ NAMES: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "no key": (lambda p: p, {}),
     "a key": (lambda p: {"model": p}, {}),
     "keys in keys": (lambda p: {"app": {"model": p, "step": 3}}, {}),
-    "of DDP": (lambda p: {"model": {f"module.{name}": value for name, value in p.items()}}, {}),
     "of compiled modules": (lambda p: {"model": {f"_orig_mod.{name}": value for name, value in p.items()}}, {}),
     "one of two keys": (lambda p: {"model": p, "ema": {name: value + 1 for name, value in p.items()}}, {"key": "model"}),
-    "a key of DDP": (
-        lambda p: {"model": {f"module.{name}": value for name, value in p.items()}, "ema": p},
-        {"key": "model"},
-    ),
 }
 
 
@@ -190,12 +185,6 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "no folder": (shutil.rmtree, FileNotFoundError, "there is no such folder"),
     "no metadata": (lambda path: (path / ".metadata").unlink(), FileNotFoundError, "there is no .metadata in .*: it holds"),
     "a pickle that runs a program": (harmful, ValueError, r"it names os\.system, and a pickle could run that"),
-    "another class": (
-        replaced(".metadata", b"BytesStorageMetadata", b"PytesStorageMetadata"), ValueError, r"it names torch\..*\.Pytes",
-    ),
-    "half the metadata": (
-        lambda path: (path / ".metadata").write_bytes((path / ".metadata").read_bytes()[:700]), ValueError, "damaged|not",
-    ),
     "metadata of nothing": (
         lambda path: (path / ".metadata").write_bytes(b"N."), ValueError, r"is not the metadata of torch",
     ),
@@ -223,9 +212,6 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     ),
     "a missing file": (
         lambda path: (path / "__1_0.distcp").unlink(), ValueError, r"is incomplete: __1_0\.distcp is missing",
-    ),
-    "a changed file": (
-        lambda path: (path / "__0_0.distcp").write_bytes(bytes(100_000)), ValueError, r"damaged: the bytes at .* are no",
     ),
 }  # fmt: skip
 
@@ -277,10 +263,6 @@ def test_a_pickle_changes_no_class_of_torch(tmp_path: Path) -> None:
 
 
 MISTAKES: dict[str, tuple[Callable[[fs.Mesh, Path], Any], type[Exception], str]] = {
-    "another key": (
-        lambda mesh, path: loaded(mesh, written(path, {"model": PARAMS}), key="net"), ValueError,
-        "must hold every leaf of the plan under 'net'",
-    ),
     "other shapes": (
         lambda mesh, path: loaded(mesh, written(path, {**PARAMS, "b": torch.zeros(8)})), ValueError,
         r"leaf 'b' of .* must have shape \(7,\) .* found \(8,\) and float32",

@@ -16,7 +16,7 @@ import torch
 from filelock import FileLock
 
 import funcshard as fs
-from funcshard.checkpoint.folders import LOCK, begin_save, locked
+from funcshard.checkpoint.folders import LOCK, begin_save
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 PLAN, MESH = fs.make_plan({"w": torch.zeros(2)}, 1), fs.Mesh()
@@ -58,18 +58,6 @@ def begin(path: Path) -> Any:
         return None
     (path / "0123abcd-0.safetensors").touch()
     return LOCKS[-1]
-
-
-def test_the_lock_of_a_path_is_held_by_one(tmp_path: Path) -> None:
-    first = begin(tmp_path / "a")
-    assert begin(tmp_path / "a") is None
-    begin(tmp_path / "b").release()
-    with pytest.raises(TimeoutError), locked(tmp_path / "a"):
-        pass
-    first.release()
-    with locked(tmp_path / "a"):
-        pass
-    begin(tmp_path / "a").release()
 
 
 def test_a_folder_that_is_deleted_while_a_save_begins_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

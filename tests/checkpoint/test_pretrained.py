@@ -46,9 +46,9 @@ FAMILIES = {
     "Llama": Family("llama", "LlamaForCausalLM", TEXT, 3),
     "GPT-2": Family("gpt2", "GPT2LMHeadModel", TEXT, 3),
     "BERT": Family("bert", "BertForMaskedLM", TEXT, 3),
-    "T5": Family("t5", "T5ForConditionalGeneration", TEXT, 5),
-    "ViT": Family("vit", "ViTForImageClassification", IMAGES, 4),
     "Mixtral": Family("mixtral", "MixtralForCausalLM", TEXT, 3),
+    "ViT": Family("vit", "ViTForImageClassification", IMAGES, 4),
+    "T5": Family("t5", "T5ForConditionalGeneration", TEXT, 5),
     "Whisper": Family("whisper", "WhisperForConditionalGeneration", SOUND, 5),
 }
 
@@ -73,7 +73,7 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     return {name: t for file in folder.glob("*.safetensors") for name, t in safetensors.torch.load_file(file).items()}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_folder_is_loaded_trains_and_is_saved_as_hugging_face_saves_it(name: str, tmp_path: Path) -> None:
     family, model = FAMILIES[name], made(name, tmp_path / "theirs", max_shard_size="9KB")
@@ -151,7 +151,6 @@ def test_parameters_have_the_dtype(family: str, dtype: torch.dtype | None, meant
 HEADS: dict[str, tuple[str, Any]] = {
     "a new head": ("BERT", lambda: transformers.BertForSequenceClassification),
     "no head": ("BERT", lambda: transformers.BertModel),
-    "no head of a decoder": ("Llama", lambda: transformers.LlamaModel),
 }
 
 
@@ -188,13 +187,11 @@ def test_a_head_of_its_own_is_filled_from_a_model_without_one(tmp_path: Path) ->
     assert all(torch.equal(params[key], value) for key, value in cls.from_pretrained(tmp_path).named_parameters())
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "BERT"])
-def test_tokens_are_added_while_loading(name: str, tmp_path: Path) -> None:
-    made(name, tmp_path)
-    cls = getattr(transformers, json.loads((tmp_path / "config.json").read_text())["architectures"][0])
-    whole = dict(cls.from_pretrained(tmp_path).named_parameters())
+def test_tokens_are_added_while_loading(tmp_path: Path) -> None:
+    model = made("GPT-2", tmp_path)
+    whole = dict(model.named_parameters())
     with torch.device("meta"):
-        larger = cls(transformers.AutoConfig.from_pretrained(tmp_path))
+        larger = FAMILIES["GPT-2"].build()
         tokens = larger.config.vocab_size
         larger.resize_token_embeddings(tokens + 3, mean_resizing=False)
 
@@ -271,10 +268,10 @@ TARGETS = {"target_modules": ["k_proj", "v_proj", "down_proj"], "task_type": "CA
 ADAPTERS: dict[str, Any] = {
     "LoRA": peft.LoraConfig(**TARGETS),
     "LoRA, Gaussian": peft.LoraConfig(**TARGETS, init_lora_weights="gaussian", lora_dropout=0.5),
-    "LoRA that is not zero": peft.LoraConfig(**TARGETS, init_lora_weights=False),
     "LoRA of an embedding": peft.LoraConfig(target_modules=["embed_tokens", "q_proj"]),
-    "LoRA and a trained head": peft.LoraConfig(**TARGETS, modules_to_save=["lm_head"]),
+    "LoRA that is not zero": peft.LoraConfig(**TARGETS, init_lora_weights=False),
     "IA3": peft.IA3Config(**TARGETS, feedforward_modules=["down_proj"]),
+    "LoRA and a trained head": peft.LoraConfig(**TARGETS, modules_to_save=["lm_head"]),
 }
 
 
@@ -300,6 +297,7 @@ def loaded_under_adapters(folder: Path, model: Any, **options: Any) -> Any:
     return first
 
 
+@pytest.mark.nightly(one_in=2)
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_a_folder_is_loaded_under_adapters(name: str, tmp_path: Path) -> None:
     real = made("Llama", tmp_path)
@@ -372,7 +370,7 @@ def test_adapters_that_need_values_under_them_are_said(name: str, tmp_path: Path
 @pytest.mark.slow
 def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = FAMILIES["Mixtral"].build(hidden_size=128, intermediate_size=256, num_hidden_layers=6)
+    model = FAMILIES["Mixtral"].build(hidden_size=128, intermediate_size=1024, num_hidden_layers=4, num_local_experts=2)
     model.save_pretrained(tmp_path, max_shard_size="3MB")
     whole = sum(parameter.nbytes for parameter in model.parameters())
     layer = max(sum(p.nbytes for p in each.parameters()) for each in model.model.layers)
@@ -388,7 +386,7 @@ def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
 
     for load, write in fs.simulate(main, 4):  # a quarter, a converted leaf, and the scratch memory of checksums
         assert load <= whole / 4 + layer + 1_200_000 < 0.6 * whole
-        assert write <= 3 * layer < 0.6 * whole
+        assert write <= 2.2 * layer < 0.6 * whole
 
 
 def changed_config(**changes: Any) -> Callable[[Path], None]:
@@ -428,11 +426,6 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "no files": (
         of_files(), FileNotFoundError, r"is neither model.safetensors nor .* \['config.json', 'generation_config.json'\]",
     ),
-    "an empty folder": (of_files(rest=lambda path: [each.unlink() for each in path.iterdir()]), FileNotFoundError, "empty"),
-    "a file": (
-        lambda path: (path.rename(path.with_name("away")), path.touch()),
-        FileNotFoundError, "reads local folders",
-    ),
     "an adapter": (
         of_files("adapter_config.json", "adapter_model.safetensors", rest=without_config), FileNotFoundError,
         r"adapter of peft, and .*is_trainable=True\) to make_functional; .*merge_and_unload",
@@ -457,7 +450,6 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
         of_files(rest=lambda path: (path / ".metadata").touch()), FileNotFoundError, r"import_dcp\(path, plan, mesh\) reads",
     ),
     "a class of its own": (changed_config(architectures=["Mine"]), ValueError, r"found \['Mine'\]: pass the model itself"),
-    "a function in place of a class": (changed_config(architectures=["pipeline"]), ValueError, r"found \['pipeline'\]"),
     "2^60 layers": (changed_config(n_layer=2**60), ValueError, "must have at most 100000 layers; found 1152921504606846976"),
     "a size that is a text": (changed_config(n_head="many"), ValueError, r"config\.json is no configuration that"),
     "code of the folder": (

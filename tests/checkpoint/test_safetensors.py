@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from filelock import FileLock
 
 import funcshard as fs
 from funcshard.checkpoint.safetensors import open_tensors
-from tests.ranks import on_ranks
 
 PARAMS = {
     "w": torch.randn(5, 3), "half": torch.randn(7).bfloat16(), "count": torch.arange(4), "flag": torch.tensor([True, False]),
@@ -112,7 +110,7 @@ def of_hugging_face(folder: Path) -> set[float]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this test forks a process, and this system has no fork")
 @pytest.mark.parametrize(("before", "after"), [(40, 40), (40, "1KB"), ("1KB", 40)])
 def test_an_export_that_is_killed_leaves_one_export_or_says_that_none_is_whole(
@@ -180,25 +178,18 @@ def test_numbers_of_four_bits_count_one_by_one_in_files(tmp_path: Path) -> None:
         assert torch.equal(found.view(torch.uint8), packed.view(torch.uint8))
 
 
-FAILURES = {
-    "no memory": (RuntimeError("can't allocate memory"), "RuntimeError: can't allocate memory"),
-    "a full disk": (OSError(errno.EFBIG, "File too large"), r".*File too large.*"),
-}
-
-
-@pytest.mark.parametrize(("error", "words"), FAILURES.values(), ids=FAILURES)
 def test_what_fails_on_rank_0_alone_is_said_on_all_and_the_mesh_goes_on(
-    error: Exception, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(file: BinaryIO, *_: object) -> None:
         file.write(b"half a file")
-        raise error
+        raise RuntimeError("can't allocate memory")
 
     monkeypatch.setattr("funcshard.checkpoint.safetensors._write_one", fails)
     said = set()
 
     def main(mesh: fs.Mesh) -> float:
-        with pytest.raises(OSError, match=rf"cannot export to .*: {words}") as caught:
+        with pytest.raises(OSError, match=r"cannot export to .*: RuntimeError: can't allocate memory") as caught:
             export(mesh, str(tmp_path / "net.safetensors"))
         said.add(str(caught.value).removesuffix(" (found on rank 0)"))
         return fs.psum(torch.ones(1), mesh).item()
@@ -262,14 +253,6 @@ def test_files_are_written_in_another_dtype_on_request(tmp_path: Path) -> None:
         written(tmp_path, PARAMS, dtype="bf16")
 
 
-@on_ranks(2)
-def test_leaves_that_are_local_are_refused(mesh: fs.Mesh, tmp_path: Path) -> None:
-    params = {"a": torch.zeros(3)}
-    plan = fs.make_plan(params, mesh, local=["a"])
-    with pytest.raises(ValueError, match="leaf 'a' is local to each rank, and a state dict or file of rank 0 would lose"):
-        fs.export_safetensors(tmp_path, fs.shard(params, plan, mesh), plan, mesh)
-
-
 def test_a_tied_parameter_is_written_once_and_read_under_any_of_its_names(tmp_path: Path) -> None:
     weight = torch.randn(5, 3)
     params = {"embed.weight": weight, "head.weight": weight}
@@ -285,23 +268,11 @@ def _file(tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
 
 
-def _header(*entries: str, data: int = 1200) -> Callable[[Path], Any]:
-    text = f"{{{', '.join(entries)}}}".encode()
-    return lambda path: path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(data))
-
-
 BAD = {
-    "tensors that overlap": (
-        _header('"w": {"dtype": "F32", "shape": [300], "data_offsets": [0, 1200]}',
-                '"x": {"dtype": "F32", "shape": [4], "data_offsets": [8, 24]}'),
-        ValueError, "invalid offset for tensor `x`",
-    ),
-    "a deep header": (_header('"w": ' + "[" * 100_000), ValueError, "recursion limit exceeded"),
     "a header that is a hole of 1 TB": (
         lambda path: (path.write_bytes((2**40 - 8).to_bytes(8, "little")), os.truncate(path, 2**40)), ValueError,
         "header too large",
     ),
-    "an empty file": (lambda path: path.write_bytes(b""), ValueError, "header too small"),
     "no file": (lambda path: path.unlink(), FileNotFoundError, "there is neither model.safetensors nor"),
     "half the data": (lambda path: os.truncate(path, 900), ValueError, "file not fully covered"),
     "a pointer of Git LFS": (

@@ -179,7 +179,7 @@ def test_damage_that_one_rank_meets_is_raised_on_all(mesh: fs.Mesh, tmp_path: Pa
         fs.restore(path, PLAN2, mesh)
 
 
-def fails_on_one(mesh: fs.Mesh, folder: str, how: str) -> tuple[str, list[str], float]:
+def fails_on_one(mesh: fs.Mesh, folder: str) -> tuple[str, list[str], float]:
     """Save where rank 1 cannot; return the error, what is in the folder, and a sum over the ranks afterwards."""
     # Why so large: no earlier test has left a rank free memory of that size.
     params = {"w": torch.zeros(1 << 27)}
@@ -187,14 +187,11 @@ def fails_on_one(mesh: fs.Mesh, folder: str, how: str) -> tuple[str, list[str], 
     shards = fs.shard(params, plan, mesh)
     limit = resource.getrlimit(resource.RLIMIT_AS)
     try:
-        if mesh.rank == 1 and how == "donated":
-            optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
-            optimizer.step(fs.copy(shards), optimizer.init(shards), shards)
-        if mesh.rank == 1 and how == "memory":
+        if mesh.rank == 1:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (16 << 20), limit[1]))
         with pytest.raises(RuntimeError) as caught:
-            fs.save(Path(folder, "a"), {"s": shards}, plan, mesh, wait=how == "donated")
+            fs.save(Path(folder, "a"), {"s": shards}, plan, mesh, wait=False)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limit)
     total = fs.psum(torch.ones(1), mesh)
@@ -206,10 +203,9 @@ def fails_on_one(mesh: fs.Mesh, folder: str, how: str) -> tuple[str, list[str], 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit of a process is Linux's")
-@pytest.mark.parametrize(("how", "words"), [("donated", "donated to a training step"), ("memory", "can't allocate memory")])
-def test_what_one_rank_cannot_save_is_said_on_all_and_the_mesh_goes_on(how: str, words: str, tmp_path: Path) -> None:
-    (said, *_), (cause, *_) = results = run_ranks(fails_on_one, 2, str(tmp_path), how)
-    assert words in cause
+def test_what_one_rank_cannot_save_is_said_on_all_and_the_mesh_goes_on(tmp_path: Path) -> None:
+    (said, *_), (cause, *_) = results = run_ranks(fails_on_one, 2, str(tmp_path))
+    assert "can't allocate memory" in cause
     assert said == f"{cause} (found on rank 1)"
     assert [rest for _, *rest in results] == [[[], 2.0]] * 2
 
@@ -393,16 +389,9 @@ SEVERAL: dict[str, tuple[Callable[[fs.Mesh, Path], Any], type[Exception], str]] 
     "a plan without an entry": (
         lambda mesh, path: fs.save(path, {"a": 1}, {"b": PLAN2}, mesh), ValueError, r"found none for the plan of 'b'",
     ),
-    "a state that is no dictionary": (
-        lambda mesh, path: fs.save(path, [1], {"a": PLAN2}, mesh), ValueError, r"the state must be a dictionary",
-    ),
     "no plan": (lambda mesh, path: fs.save(path, {"a": 1}, {}, mesh), TypeError, r"plan must be a plan, or a dictionary"),
     "plans that differ by rank": (
         lambda mesh, path: fs.save(path, {"a": 1, "b": 2}, {"ab"[mesh.rank]: PLAN2}, mesh), ValueError, r"the plans",
-    ),
-    "a plan of another mesh": (
-        lambda mesh, path: fs.save(path, {"a": 1, "b": 2}, {"a": PLAN2, "b": make_plan(FIRST)}, mesh),
-        ValueError, r"the plan was made for a mesh of 1 replicate × 4 shard ranks",
     ),
     "restored under one plan": (
         lambda mesh, path: fs.restore(fs.save(path, {"a": 1}, {"a": PLAN2}, mesh).path, PLAN2, mesh),
@@ -486,24 +475,6 @@ def test_ranks_that_find_different_checkpoints_begin_again_together(tmp_path: Pa
     assert len(tries) == 4
 
 
-def test_files_of_another_save_that_come_and_go_keep_no_checkpoint_from_being_found(tmp_path: Path) -> None:
-    path, done = tmp_path / "last", threading.Event()
-    save(path, 0)
-
-    def come_and_go() -> None:
-        while not done.is_set():
-            (path / "0123abcd-0.part").touch()
-            (path / "0123abcd-0.part").unlink()
-
-    thread = threading.Thread(target=come_and_go)
-    thread.start()
-    try:
-        assert {fs.latest(tmp_path) for _ in range(300)} == {path}
-    finally:
-        done.set()
-        thread.join()
-
-
 @pytest.mark.parametrize("times", [1, 3])
 def test_latest_finds_one_while_another_job_saves_new_ones_and_deletes_the_old(
     times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -528,7 +499,7 @@ def test_latest_finds_one_while_another_job_saves_new_ones_and_deletes_the_old(
 def test_an_old_job_and_its_restart_that_save_to_one_path_until_they_are_killed_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "last"
     save(path, 0)
-    for number in range(10):
+    for number in range(4):
         before, pids = found(path, fs.Mesh()), []
         for job in (1, 2):
             pids.append(os.fork())
@@ -542,7 +513,8 @@ def test_an_old_job_and_its_restart_that_save_to_one_path_until_they_are_killed_
             while steps == before and time.monotonic() < end:
                 steps = found(path, fs.Mesh())
                 assert len(steps) == 1
-            time.sleep(0.002 * number)
+                assert fs.latest(tmp_path) == path
+            time.sleep(0.005 * number)
         finally:
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)

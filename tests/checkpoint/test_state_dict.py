@@ -170,20 +170,6 @@ def test_one_flat_buffer_exists_in_full_at_a_time(rank0_only: bool) -> None:
     assert fs.simulate(main, 2) == [(buffers, 1)] * 2
 
 
-def test_a_module_on_meta_takes_the_state_dict_itself() -> None:
-    module = Net()
-    apply, params, buffers = fs.make_functional(module)
-    plan = fs.make_plan(params, 1)
-    shards = fs.shard(params, plan, fs.Mesh())
-    state_dict = fs.to_state_dict(shards, plan, fs.Mesh(), buffers=apply.persistent(buffers))
-    with torch.device("meta"):
-        other = Net()
-    other.load_state_dict(state_dict, strict=True, assign=True)
-    assert other.table.weight.data_ptr() == other.head.weight.data_ptr() == state_dict["table.weight"].data_ptr()
-    assert all(leaf.requires_grad for leaf in other.parameters())
-    assert equal(dict(other.state_dict()), dict(module.state_dict()))
-
-
 def test_pieces_are_not_offloaded() -> None:
     plan = fs.make_plan({"a": torch.ones(2)}, 1)
     with pytest.raises(ValueError, match=r"sharded=True gives each rank the pieces .* leave them out"):
@@ -244,13 +230,6 @@ def test_the_order_of_names_is_no_part_of_a_plans_identity():
     assert plans[0].fingerprint() == plans[1].fingerprint()
     assert [plan.names for plan in plans] == [("w", "b"), ("b", "w")]
     assert fs.Plan.from_json(plans[0].to_json()).names == ("w", "b")
-
-
-def test_two_modules_in_one_tree_keep_the_order_of_each():
-    nets = {"second": Net(), "first": nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))}
-    params = {name: fs.make_functional(net)[1] for name, net in nets.items()}
-    plan = fs.make_plan(params, 2)
-    assert list(plan.names) == [f"{name}.{key}" for name, net in nets.items() for key in net.state_dict()]
 
 
 def test_a_plan_from_json_without_names_keeps_the_sorted_order():
@@ -327,7 +306,7 @@ worlds = st.sampled_from([{"shard": n} for n in range(1, 5)] + [{"replicate": 2,
 
 
 @pytest.mark.slow
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=25)
 @given(
     st.lists(st.tuples(shapes, st.sampled_from(["", "", "", *AXES])), min_size=1, max_size=4),
     worlds,
@@ -372,10 +351,6 @@ FAULTS: dict[str, tuple[Any, str]] = {
         lambda d, p: {f"module.{name}": value for name, value in d.items()},
         r"carry the prefix 'module\.' that has to be removed: call torch\.nn\.modules\.utils\.consume_prefix",
     ),
-    "a prefix, and one missing": (
-        lambda d, p: {"module.a": d["a"]}, r"its names carry a prefix such as 'module\.' that has to be removed",
-    ),
-    "shards": (lambda d, p: {"": {"float32": torch.zeros(4)}}, "it is of another module, a tree of shards, or"),
     "another shape": (lambda d, p: {**d, "b": torch.zeros(5)}, r"leaf 'b' of the state dict must have shape .*new plan"),
     "another dtype": (lambda d, p: {**d, "b": torch.zeros(4).half()}, r"leaf 'b' .* dtype float32, .* and float16"),
     "on meta": (

@@ -20,7 +20,7 @@ def trained(request: pytest.FixtureRequest) -> list[Any]:
     return fs.simulate(lambda mesh: train(mesh, plan, optimizer(), 2)[0], MESHES[FIRST][0])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("which", MESHES)
 def test_there_and_back_is_the_same_to_the_bit(which: str, trained: list[Any]) -> None:
     states, old, new = trained, make_plan(FIRST), make_plan(which)
