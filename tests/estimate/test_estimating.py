@@ -98,14 +98,6 @@ def test_what_runs_on_one_lane_does_not_overlap(name):
     assert [moment.seconds for moment in report.timeline] == sorted(moment.seconds for moment in report.timeline)
 
 
-def test_traffic_is_that_of_the_events():
-    report = report_of("hybrid")
-    assert report.traffic == {
-        axis: sum(event.traffic for event in report.events if event.axis == axis) for axis in ("shard", "replicate")
-    }
-    assert report_of("full_shard").traffic.keys() == {"shard"}
-
-
 # Each pair: the first takes at most as much memory as the second.
 @pytest.mark.parametrize(
     ("less", "more"),
@@ -196,12 +188,6 @@ def test_a_copy_to_the_host_makes_the_step_time_as_uncertain_as_itself():
     for offload, source in ((False, "calibrated"), (True, "extrapolated")):
         report = fs.estimate(profile(None), plan_of(offload=offload), hardware=machine)
         assert report.sources["step_time"] == source
-
-
-def test_a_report_says_that_the_update_on_the_host_takes_no_time():
-    for offload in (False, True):
-        text = str(fs.estimate(profile(None), plan_of(offload=offload), hardware="h100"))
-        assert ("the optimizer's update of offloaded shards runs on the host" in text) is offload
 
 
 def test_a_small_uncertain_part_leaves_the_step_time_calibrated():

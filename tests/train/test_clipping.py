@@ -72,23 +72,6 @@ def test_clipping_is_that_of_torch_on_the_whole_model(world: Any, options: dict,
     torch.testing.assert_close(norms[0], expected_norm.double())
 
 
-# name -> (the leaf, the axis along which it differs, its norm)
-LEAVES: dict[str, tuple[torch.Tensor, str | None, float]] = {
-    **{
-        f"{dtype} along {axis}": (torch.arange(4).to(dtype), axis, (2 * 14) ** 0.5)  # of two equal copies, one counts
-        for axis in ("replicate", "shard")
-        for dtype in (torch.float64, torch.complex64, torch.complex128)
-    },
-    **{
-        f"{dtype}, added in float32": (torch.full((4096,), 0.25, dtype=dtype), None, 16.0)
-        for dtype in (torch.bfloat16, torch.float16)
-    },
-    "absolute values": (torch.tensor([3 + 4j, 0j, 12j]), None, 13.0),
-    "NaN on one rank": (torch.tensor([1.0, 1.0, math.nan, 1.0]), None, math.nan),
-    "no elements": (torch.zeros(0), None, 0.0),
-}
-
-
 @pytest.mark.slow
 @meshes
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])

@@ -80,19 +80,6 @@ def test_metrics_hold_the_rate_that_the_step_took(lr: Any, expected: list[float]
     assert all(type(each) is float for each in found)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lr", [0.1, falling], ids=["a number", "a function"])
-def test_a_graph_returns_the_rate_of_each_step_from_one_recording(lr: Any) -> None:
-    optimizer = fs.torch_optimizer(torch.optim.SGD, lr=lr, momentum=0.9)
-    eager, state = rates(*training(optimizer), steps=4)
-    step, start = training(optimizer)
-    traced = fs.trace(step, start, X)
-    found, after = rates(traced, start, steps=4)
-    assert found == eager
-    assert torch.equal(after.shards[""]["float32"], state.shards[""]["float32"])
-    assert len(traced._entries) == 2  # that of the first step, whose state is empty, and of all others
-
-
 def test_the_rate_of_muon_and_of_a_class_of_torch_with_its_default() -> None:
     _, params, _ = fs.make_functional(torch.nn.Linear(4, 2))
     plan = fs.make_plan(params, 1)
@@ -104,15 +91,6 @@ def test_a_pair_of_functions_does_not_say_its_rate() -> None:
     pair = (lambda params: None, lambda grads, state, params: (grads, state))
     step, state = training(pair)
     assert set(step(state, X)[1]) == {"loss", "local_loss"}
-
-
-def test_a_restored_state_goes_on_with_the_rate_of_its_step(tmp_path: Any) -> None:
-    optimizer = fs.torch_optimizer(torch.optim.SGD, lr=fs.torch_schedule(schedulers.StepLR, lr=1.0, step_size=1, gamma=0.5))
-    step, state = training(optimizer)
-    _, state = rates(step, state, steps=3)
-    fs.save(tmp_path / "last", state, step.plan, MESH)
-    anew = fs.torch_optimizer(torch.optim.SGD, lr=fs.torch_schedule(schedulers.StepLR, lr=1.0, step_size=1, gamma=0.5))
-    assert rates(training(anew)[0], fs.restore(tmp_path / "last", step.plan, MESH), steps=2)[0] == [0.125, 0.0625]
 
 
 REFUSED = {

@@ -12,7 +12,7 @@ from tests.ranks import on_ranks
 from tests.storages import Alive, Log
 
 HYBRID = {"replicate": 2, "shard": 2}
-CASES = [("full_shard", 2), ("full_shard", HYBRID), ("shard_grad_op", 1), ("no_shard", 4), ("no_shard", HYBRID)]
+CASES = [("full_shard", HYBRID), ("full_shard", 2), ("shard_grad_op", 1), ("no_shard", 4), ("no_shard", HYBRID)]
 
 
 def ids(x):
@@ -156,7 +156,7 @@ def noise_of(strategy, world):
     return fs.simulate(main, world)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=4)
 @pytest.mark.parametrize(("strategy", "world"), CASES, ids=ids)
 def test_noise_is_added_once_and_is_the_same_for_any_number_of_ranks(strategy, world):
     (alone,) = noise_of("full_shard", 1)
@@ -192,7 +192,7 @@ def test_noise_has_the_deviation_asked_for_and_spares_the_padding(world):
         assert abs(torch.corrcoef(torch.stack([s[:1000] for s in slices])).fill_diagonal_(0)).max() < 0.12
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("chunk_size", [None, 1])
 @pytest.mark.parametrize(("strategy", "world"), CASES, ids=ids)
 @on_ranks()
@@ -213,7 +213,7 @@ def test_each_unit_is_gathered_once_and_reduced_once(mesh, strategy, world, chun
     assert count == [("all_reduce", 4)] * len(mesh.axes)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 2, 4])
+@pytest.mark.parametrize("chunk_size", [1, 4])
 @on_ranks(2)
 def test_one_chunk_of_gradients_exists_at_a_time(mesh, chunk_size):
     loss, shards, plan = setup(mesh)

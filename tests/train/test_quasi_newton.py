@@ -64,13 +64,13 @@ def check(results, options):
             torch.testing.assert_close(params[name], value.detach(), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.nightly(one_in=2)
 @pytest.mark.parametrize(("shape", "plan_options", "options"), CASES.values(), ids=CASES)
 def test_the_steps_are_those_of_torch_on_the_whole_model(shape, plan_options, options):
     size = shape["shard"] * shape.get("replicate", 1)
     check(run_simulated(on_shards, size, plan_options, options, shape=shape), options)
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_the_steps_on_gloo_processes():
     check(run_ranks(on_shards, 2, {}, LONG), LONG)
@@ -86,6 +86,6 @@ def test_a_loss_of_a_few_numbers_that_no_rank_has_all_of_is_minimised():
         shards, _ = fs.lbfgs(lambda s: f(s[""]), fs.shard(params, plan, mesh), plan, mesh)
         return fs.gather(shards, plan, mesh)
 
-    for params in fs.simulate(main, world_size=5):
-        torch.testing.assert_close((params["w"].sum(), params["b"].item()), (torch.tensor(2.0), 2.0), rtol=1e-3, atol=1e-3)
+    for params in fs.simulate(main, world_size=3):
+        torch.testing.assert_close((params["w"].sum(), params["b"].item()), (torch.tensor(1.0), 1.0), rtol=1e-3, atol=1e-3)
         assert (params["unused"].item(), params["w"].dtype) == (1, torch.float32)

@@ -57,7 +57,7 @@ def after_a_step(optimizer: Any, params: Any = None, gradient: Any = None) -> An
     return optimizer.step(shards() if gradient is None else gradient, optimizer.init(params), params)[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("maker", OPTIMIZERS)
 def test_a_state_is_taken_by_its_own_optimizer_only(maker: str) -> None:
     words = r"found .*make a new one with optimizer\.init\(shards\), or keep the optimizer, plan and mesh"
@@ -238,15 +238,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: grouped(Late, {"paths": ["a"], "mometum": 0.9}), TypeError, "the options of group 1: .*'mometum'",
     ),
     "torch's own rule": (lambda: fs.torch_optimizer(O.AdamW, betas=(2.0, 0.9)), ValueError, "Invalid beta parameter"),
-    "a group's rate below zero": (
-        lambda: grouped(O.SGD, {"paths": ["a"], "lr": -1.0}), ValueError, "lr of group 1 must be a finite number",
-    ),
     "a group's betas": (
         lambda: grouped(O.AdamW, {"paths": ["a"], "betas": (2.0, 0.9)}), ValueError,
         r"AdamW does not take the options of group 1: Invalid beta parameter",
-    ),
-    "the options of muon's AdamW": (
-        lambda: fs.muon(PLAN, MESH, adamw={"lr": -1.0}), ValueError, "lr must be a finite number, at least 0",
     ),
     "shards of another plan, with muon": (
         lambda: fs.muon(plan_of(1, ()), MESH).init(shards()), ValueError, "shards must hold the units of the plan",

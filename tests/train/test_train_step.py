@@ -96,43 +96,6 @@ def test_a_step_is_re_entrant_and_survives_a_failure(mesh: fs.Mesh) -> None:
     same_bits(states[0].shards, states[1].shards)
 
 
-# What is no loss or weight is refused by value_and_grad: see tests/core/test_gradients.py
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no aux beside buffers": (
-        {"mutable": True, "has_aux": True},
-        r"with weighted=False, mutable=True, has_aux=True loss_fn must return \(loss, new_buffers, aux\); found a tensor",
-    ),
-    "no weight": (
-        {"weighted": True},
-        r"with weighted=True, .* loss_fn must return \(loss, weight\); found a tensor of .* pass weighted=True",
-    ),
-    "no function on gradients": (
-        {"on_grads": 3}, "on_grads must be a function of a unit's name and its gradients, or None; found 3",
-    ),
-    **{
-        f"the optimizer {value}": (
-            {"optimizer": value}, r"optimizer must be a pair \(init, update\), as TorchOpt's are, or torch_optimizer",
-        )
-        for value in ((1, 2, 3), [1, 2])
-    },
-    "no scaler": ({"scaler": True}, r"scaler must be a funcshard\.GradScaler, or None; found bool"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("options", "words"), REFUSED.values(), ids=REFUSED)
-def test_a_step_that_cannot_be_or_returns_something_else_is_refused(options: dict[str, Any], words: str) -> None:
-    params, mesh = {"w": torch.ones(2)}, fs.Mesh()
-    plan = fs.make_plan(params, mesh)
-    call = {"loss_fn": lambda s, b, x: s[""]["float32"].sum(), "optimizer": ADAMW, "plan": plan, "mesh": mesh, **options}
-
-    def one_step() -> None:
-        train = fs.make_train_step(**call)
-        train(train.init(fs.shard(params, plan, mesh), {}), None)
-
-    with pytest.raises(TypeError, match=words):
-        one_step()
-
-
 HELD = [5, 3, 4]
 
 

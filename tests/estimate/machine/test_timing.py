@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from funcshard.estimate import collective_time, hardware_names, load_hardware
-from funcshard.estimate.machine import compute_time, offload_time, weakest
+from funcshard.estimate.machine import compute_time, offload_time
 from funcshard.estimate.machine.timing import KINDS, Timed
 
 H100 = load_hardware("h100-8x400gbps")
@@ -159,9 +159,3 @@ def test_offloading_is_latency_and_bandwidth():
 def test_wrong_arguments(arguments, words):
     with pytest.raises(ValueError, match=words):
         collective_time(H100, *arguments)
-
-
-def test_the_weakest_source_counts():
-    assert weakest() == "exact"
-    assert weakest("calibrated", "exact") == "calibrated"
-    assert weakest("traced", "extrapolated", "calibrated") == "extrapolated"

@@ -10,7 +10,7 @@ import torch
 
 import funcshard as fs
 from funcshard.estimate import Runtime
-from funcshard.estimate.reports.comparing import compare
+from funcshard.estimate.reports.comparing import compare, tabulate
 from tests.estimate.made_reports import MIB, plan_of, report_of
 
 MIXED = fs.MixedPrecision(torch.bfloat16, torch.float32)
@@ -140,6 +140,13 @@ def test_equal_reports_differ_in_nothing() -> None:
     text = str(compare(report_of(), report_of()))
     assert "Changes\n  - none" in text
     assert "Memory at the peak, in the backward of blocks.3\n" in text
+
+
+def test_a_table_has_a_row_for_each_report() -> None:
+    reports = {"many": report_of(budget=2 * MIB), "few": report_of(tokens=0, flops=0, budget=None)}
+    found = tabulate(reports)
+    assert len(str(found).splitlines()) == 4 + len(reports) + 1
+    assert found._repr_html_().count("<tr>") == 1 + len(reports)
 
 
 def test_only_reports_are_compared() -> None:

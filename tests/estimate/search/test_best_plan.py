@@ -239,14 +239,6 @@ def test_if_nothing_fits_the_answer_says_why_and_what_would_help() -> None:
     assert answer._repr_html_().count("<table") == 2
 
 
-def test_the_budget_of_the_hardware_is_not_one_that_was_given() -> None:
-    found, machine = chain(MODEL), load_hardware(HARDWARE)
-    for budget, source in ((None, machine.sources["memory"].how), (machine.memory, "given")):
-        best = auto_plan(found, ranks=4, hardware=HARDWARE, units=["*"], budget=budget, space=Space(remat=0))
-        assert best.report.budget == machine.memory
-        assert best.report.sources["budget"] == source
-
-
 def test_a_change_goes_as_far_as_the_budget_asks_for() -> None:
     found = chain(MODEL)
     plan = make_plan(found.forms, 4, units=["*"])
@@ -301,13 +293,8 @@ def test_wrong_options_are_refused(options: dict[str, Any], words: str) -> None:
         auto_plan(chain(MODEL), **{"ranks": 4, "units": ["*"], **options})
 
 
-def test_a_profile_of_another_kind_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"profile must be the Profile that fs.profile returned"):
-        auto_plan({1: 3}, ranks=4)  # type: ignore[list-item]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("further", [0, 2], ids=["equal units", "units that look equal and save more"])
+@pytest.mark.nightly(one_in=2)
+@pytest.mark.parametrize("further", [2, 0], ids=["units that look equal and save more", "equal units"])
 def test_the_best_plan_of_a_traced_model_is_that_of_its_estimates(further: int) -> None:
     gelus = [1] * 9 + [1 + further] * 3
     net = torch.nn.Sequential(

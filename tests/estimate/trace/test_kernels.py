@@ -78,7 +78,7 @@ def test_dropout_keeps_a_bool_for_each_element() -> None:
     assert saved(module, torch.float32, accelerator=False) - saved(module, torch.float32) == 3 * elements
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_attention_of_a_transformer_layer_is_fused() -> None:
     layer = nn.TransformerEncoderLayer(16, HEADS, 16, dropout=0.1, batch_first=True)
     rest = nn.TransformerEncoderLayer(16, HEADS, 16, dropout=0.0, batch_first=True)

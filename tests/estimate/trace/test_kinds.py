@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from typing import Any
 
+import pytest
 import torch
 
 import funcshard as fs
@@ -20,14 +20,11 @@ class Tree:
             setattr(self, name, getattr(skeleton, name))
 
 
-def test_kinds_that_nobody_holds_free_the_model_without_a_garbage_collection() -> None:
+@pytest.mark.usefixtures("without_garbage_collection")
+def test_kinds_that_nobody_holds_free_the_model() -> None:
     net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(2)))
     tree = Tree(fs.make_functional(net)[0].skeleton)
     held = weakref.ref(tree)
-    gc.disable()
-    try:
-        assert kinds_of(tree, lambda name: None).below(0) == (0, 1, 2, 3, 4)
-        del tree
-        assert held() is None
-    finally:
-        gc.enable()
+    assert kinds_of(tree, lambda name: None).below(0) == (0, 1, 2, 3, 4)
+    del tree
+    assert held() is None

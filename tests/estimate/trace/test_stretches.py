@@ -46,7 +46,7 @@ def choices(modules):
     yield {"": ("",), **{path: (path,) for path in modules if path not in group}, "+".join(group): group}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=5)
 @pytest.mark.parametrize(
     ("name", "remat"),
     [
@@ -64,7 +64,7 @@ def test_a_program_from_stretches_is_the_one_from_all_events(name, remat):
         assert make_program(tape, paths) == make_program(Tape(tuple(tape.expanded()), ()), paths), list(paths)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_folded_trace_of_experts_gives_the_programs_of_a_whole_one():
     folded, whole, modules = traced(deepseek, folds=(True, False))
     assert "blocks.1.mlp.experts.0" in [fold.path for fold in folded.folds]
