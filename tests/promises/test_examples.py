@@ -86,7 +86,7 @@ def printed(pattern, out):
 
 
 def test_every_example_says_how_to_run_it_in_its_first_line_and_is_in_a_table():
-    others = {"finetune_llama", "hf_trainer", "matrix_optimizers", "preemption", "two_dimensions"}
+    others = {"finetune_llama", "hf_trainer", "matrix_optimizers", "multi_lora", "preemption", "two_dimensions"}
     assert {path.stem for path in EXAMPLES} == {*AS_ONE_RANK, *LEARNS, *others}
     for path in EXAMPLES:
         first, *lines = path.read_text().splitlines()
@@ -174,6 +174,43 @@ def test_a_step_inside_the_trainer_of_transformers_has_the_losses_of_ddp():
     sharded = losses()
     assert len(sharded) == 3
     assert sharded == losses("--plain")
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in peft 0.21
+def test_adapters_train_at_once_as_alone_with_the_gathers_of_one_and_continue_by_themselves(tmp_path):
+    example, rates = load(ROOT / "examples" / "multi_lora.py"), [3e-2, 1e-2, 3e-3]
+
+    def alone(number):  # the plain module and optimizer
+        model, losses = example.make_model(number), []
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=rates[number])
+        for step in range(4):
+            ids = example.make_batch(number, step)
+            logits = model(input_ids=ids[:, :-1]).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+            grads = torch.autograd.grad(loss, trained)
+            for parameter, grad in zip(trained, grads, strict=True):
+                parameter.grad = grad
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    def checked(ranks, steps, count, expected):
+        """Return the gathers of the base and the reductions of a step."""
+        for history in run_simulated(example.train, ranks, steps, rates[:count], tmp_path):
+            torch.testing.assert_close(torch.tensor([losses for losses, _ in history]), expected, rtol=1e-10, atol=1e-10)
+        gathers, reductions = [[e for e in history[0][1] if e.kind == kind] for kind in ("all_gather", "reduce_scatter")]
+        assert len({(e.unit, e.buffer) for e in gathers}) == len(gathers)  # once
+        return [(e.unit, e.bytes) for e in gathers if "frozen" in e.buffer], [e.unit for e in reductions]
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        expected = torch.tensor([alone(number) for number in range(3)]).T
+        of_three = checked(2, 3, 3, expected[:3])
+        assert of_three == checked(4, 1, 1, expected[3:, :1])
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.nightly(one_in=2)
