@@ -13,7 +13,8 @@ Read ``group`` and ``mesh`` first. The other files are different ways to run a g
 - ``user_collectives``: ``with_collectives``, the user's own functions for the data of units.
 - ``step_recording``: whether ``fs.trace`` records a step here. ``recorded_group``: collectives, and
   the rank's position, as operations of its graph.
-- ``simulation``: ``simulate``, which runs ranks as threads of one process.
+- ``simulation``: ``simulate``, which runs ranks as threads of one process. ``varying``: its
+  ``check_vma``.
 - ``torch_group``: ``TorchGroup``, a group over a ``torch.distributed`` process group. ``gloo``: its
   collectives over gloo. ``native``: those over NCCL and every other backend.
 - ``desync``: ``DesyncDetector``, which finds ranks that issue different collectives. ``watch``:

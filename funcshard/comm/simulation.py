@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from funcshard._utils.options import check_count, check_device
+from funcshard._utils.options import check_count, check_device, check_flag
 from funcshard._utils.random_state import RandomState
 from funcshard._utils.torch_private import one_forward_level, transforms_active
 from funcshard.comm.attempts import AttemptLog, Entry
@@ -34,6 +34,7 @@ from funcshard.comm.group import (
 )
 from funcshard.comm.job import lines_through
 from funcshard.comm.mesh import Mesh, in_simulation
+from funcshard.comm.varying import Reports, VaryingCheck
 from funcshard.plan import mesh_axes_of
 
 Result = TypeVar("Result")
@@ -47,6 +48,7 @@ def simulate(
     *,
     device: str | torch.device = "cpu",
     threads: int | None = 1,
+    check_vma: bool = False,
 ) -> list[Result]:
     """Run ``fn(mesh)`` as N ranks inside this process, and return each rank's result.
 
@@ -69,6 +71,8 @@ def simulate(
         threads: number of threads for the computation of each rank. ``None`` keeps
             ``torch.get_num_threads()``, which is slow, because idle threads keep the processors
             busy.
+        check_vma: whether to compare the ranks before each backward, which takes several times
+            as long. See docs/same-on-every-mesh.md.
 
     Returns:
         The results, in order of ranks.
@@ -111,9 +115,11 @@ def simulate(
             "transform does not reach, so derivatives would be lost: call the transform inside "
             "the function that is simulated"
         )
+    check_flag("check_vma", check_vma)
     device = check_device(device)
     world = _World(ranks)
     results: list[Any] = [None] * world.size
+    reports: Reports = {}
 
     def mesh_of(rank: int) -> Mesh:
         groups: dict[str, Group] = {
@@ -131,7 +137,8 @@ def simulate(
             mesh = mesh_of(rank)
             # Why single-threaded: autograd has one thread for a GPU, which all ranks share. A
             # backward that waited there for another rank would keep that rank's backward out.
-            with in_simulation(mesh), torch.autograd.set_multithreading_enabled(False):
+            check = VaryingCheck(mesh, reports) if check_vma else contextlib.nullcontext()
+            with in_simulation(mesh), torch.autograd.set_multithreading_enabled(False), check:
                 _running.set((world, rank))
                 results[rank] = fn(mesh)
         except _EndedError:
