@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import funcshard as fs
 from tests.core.units import of_module
 from tests.module.law import Runs, calls_on, check_equal, outputs_on, plain_call, sharded_call
-from tests.ranks import on_ranks, run_ranks, run_simulated
+from tests.ranks import on_ranks
 from tests.storages import Log
 
 WIDTH, WORDS = 8, 11
@@ -112,22 +112,6 @@ def test_threads_share_one_sharded_function():
     assert all(torch.equal(out, expected) for out in outs)
 
 
-class AuxLoss(Model):
-    """Each block stores a value in an attribute, which the root reads after the block's forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Runs(noting, block=block) for block in self.blocks)
-
-    def forward(self, tokens):
-        return super().forward(tokens) + sum(block.penalty for block in self.blocks)
-
-
-def noting(runs, x):
-    runs.penalty = x.square().mean()
-    return runs.block(x)
-
-
 class Recurrent(Model):
     """A model of LSTMs, which keep a second list of their weights."""
 
@@ -140,15 +124,6 @@ class Recurrent(Model):
         for block in self.blocks:
             x, _ = block(x)
         return self.head(x)
-
-
-class LooksAtShapes(Model):
-    """A root that reads shapes, dtypes and devices of parameters that are not gathered."""
-
-    def forward(self, tokens):
-        weight = self.blocks[0].up.weight
-        extra = torch.ones(weight.shape[1], dtype=weight.dtype, device=weight.device)
-        return super().forward(tokens) + extra.sum() * weight.is_floating_point() * next(self.parameters()).ndim
 
 
 @pytest.mark.usefixtures("without_garbage_collection")
@@ -171,10 +146,19 @@ def test_an_rnn_frees_its_weights_as_soon_as_its_forward_returns(mesh):
     assert moments == [0] * 8
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cls", [AuxLoss, LooksAtShapes], ids=lambda cls: cls.__name__)
-def test_unusual_modules_work_sharded(cls):
-    check_equal(made(cls), TOKENS, ["blocks.*"], program=program)
+def test_a_root_reads_attributes_that_units_set_and_shapes_of_parameters_that_are_not_gathered():
+    def noting(runs, x):
+        runs.penalty = x.square().mean()
+        return runs.block(x)
+
+    def reading(net, tokens):
+        weight = net.model.blocks[0].block.up.weight
+        extra = torch.ones(weight.shape[1], dtype=weight.dtype, device=weight.device).sum()
+        return net.model(tokens) + extra * weight.is_floating_point() + sum(block.penalty for block in net.model.blocks)
+
+    model = made()
+    model.blocks = nn.ModuleList(Runs(noting, block=block) for block in model.blocks)
+    check_equal(Runs(reading, model=model), TOKENS, ["model.blocks.*"], program=program)
 
 
 class Skips(Model):
@@ -248,34 +232,11 @@ def test_a_plan_that_does_not_fit_the_module_is_refused(planned, units, words):
         fs.fully_shard(apply, fs.make_plan(planned(params), fs.Mesh(), units=units), fs.Mesh())
 
 
-class HalfFrozen(nn.Sequential):
-    """A model whose first unit runs in inference mode, like an encoder that is not trained."""
-
-    def forward(self, x):
-        with torch.inference_mode():
-            x = self[0](x)
-        return self[2](torch.tanh(self[1](x.clone())))
-
-
-@pytest.mark.nightly(one_in=3)
-@pytest.mark.parametrize(
-    ("run", "strategy", "bucket_bytes"),
-    [(run_simulated, "full_shard", 1 << 20), (run_simulated, "shard_grad_op", 0), (run_ranks, "full_shard", 0)],
-    ids=["bucketed", "kept", "processes"],
-)
-def test_units_in_inference_mode_do_not_change_the_gradients_of_other_units(run, strategy, bucket_bytes):
-    # The second time, the all-gather of the next unit starts in inference mode. Processes share memory of this size.
-    x = torch.linspace(-1, 1, 200).view(2, 100)
-    net = HalfFrozen(*(nn.Linear(100, 100) for _ in range(3)))
-    check_equal(net, x, ["*"], run=run, strategy=strategy, bucket_bytes=bucket_bytes)
-
-
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-@pytest.mark.parametrize("world", [1, {"replicate": 2, "shard": 2}], ids=str)
-def test_one_tensor_that_is_the_gradient_of_two_units_is_reduced_for_each(world, strategy):
+def test_one_tensor_that_is_the_gradient_of_two_units_is_reduced_for_each(strategy):
     first, second = (Runs(lambda unit: unit.leaf, leaf=nn.Parameter(torch.arange(4.0))) for _ in range(2))
     net = Runs(lambda m, x: (m.first() + m.second()) * x, first=first, second=second)
-    check_equal(net, lambda rank: torch.tensor(rank + 1.0), ["*"], world, strategy=strategy)
+    check_equal(net, lambda rank: torch.tensor(rank + 1.0), ["*"], {"replicate": 2, "shard": 2}, strategy=strategy)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])

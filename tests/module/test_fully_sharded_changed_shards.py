@@ -70,11 +70,8 @@ def outcome(mesh, strategy, how, change):
     return OLD if all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)) else OTHER
 
 
-SHARED = [("full_shard", "nothing again"), ("shard_grad_op", "nothing again")]  # where processes share gathered memory
-CASES = [
-    *((run_simulated, *case) for case in PROMISED),
-    *(pytest.param(run_ranks, *case, marks=pytest.mark.slow) for case in SHARED),
-]
+# Processes share gathered memory.
+CASES = [*((run_simulated, *case) for case in PROMISED), (run_ranks, "shard_grad_op", "nothing again")]
 
 
 @pytest.mark.slow

@@ -98,7 +98,7 @@ def steps(how, *, prefetch, calls=1, **options):
     return found, log.most
 
 
-@pytest.mark.nightly(one_in=3)
+@pytest.mark.nightly(one_in=5)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("how", WAYS)
 def test_the_bits_are_the_same_the_memory_is_less_and_the_gathers_are_predicted(how, setting):
@@ -110,17 +110,12 @@ def test_the_bits_are_the_same_the_memory_is_less_and_the_gathers_are_predicted(
     assert before >= BLOCKS
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=4)
 @pytest.mark.parametrize("prefetch", ["pre", "post", None])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 def test_units_with_all_inside_a_checkpoint_are_gathered_ahead_once_a_backward_has_reached_them(strategy, prefetch):
-    for calls in (2, 3):
-        events = []
-        for how in ("all inside", "around"):
-            call = steps(how, prefetch=prefetch, strategy=strategy, calls=calls)[0][0]
-            assert call.events == call.predicted(recomputed=NAMES)
-            events.append(call.events)
-        assert events[0] == events[1]
+    inside, around = (steps(how, prefetch=prefetch, strategy=strategy, calls=2)[0][0] for how in ("all inside", "around"))
+    assert inside.events == around.events == inside.predicted(recomputed=NAMES)
 
 
 def test_statistics_are_those_of_one_forward_though_it_runs_twice():
@@ -139,7 +134,7 @@ def test_statistics_are_those_of_one_forward_though_it_runs_twice():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")  # transformers renames it
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("name", ["llama", "bert"])
 def test_hugging_faces_switch_keeps_the_numbers_and_the_prediction(name):
     subject = SUBJECTS[name]
     program = lambda model, batch: subject.loss(model(**batch["inputs"]), batch)  # noqa: E731

@@ -37,13 +37,11 @@ def batch(rank):
     return torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH).roll(rank, 0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("option", "times"), [(None, (1, 2)), (True, (2, 2)), (False, (1, 1))])
-@pytest.mark.parametrize("world", [2, {"replicate": 2, "shard": 2}], ids=str)
-def test_the_caller_decides_whether_root_and_units_are_freed_after_forward(option, times, world):
+def test_the_caller_decides_whether_root_and_units_are_freed_after_forward(option, times):
     functional = made()[1:]
     chosen, plain = (
-        calls_on(world, functional, batch, ["blocks.*"], **each) for each in ({"reshard_after_forward": option}, {})
+        calls_on(2, functional, batch, ["blocks.*"], **each) for each in ({"reshard_after_forward": option}, {})
     )
     for call, other in zip(chosen, plain, strict=True):
         same_bits(call[:2], other[:2])

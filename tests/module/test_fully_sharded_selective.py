@@ -136,7 +136,7 @@ def check(place, policy, *, remat=(), **options):
             assert call.events == call.predicted(**PREDICTED[place])
 
 
-@pytest.mark.nightly(one_in=3)
+@pytest.mark.nightly(one_in=5)
 @crossed(place=list(PLACES), strategy=["full_shard", "shard_grad_op", "no_shard"], policy=list(POLICIES))
 def test_every_policy_in_every_place_changes_no_bit_and_no_collective(place, strategy, policy):
     check(place, policy, strategy=strategy)
@@ -149,8 +149,7 @@ def wrapped(mesh, policy):
 @pytest.mark.slow
 def test_the_same_on_real_ranks_whose_collectives_are_operations_that_a_policy_sees():
     losses, grads = plain_call(build("wrappers", "MUST_SAVE"), batch, 2)
-    for policy in FEW:
-        same_bits(run_ranks(wrapped, 2, policy), [(loss, grads) for loss in losses])
+    same_bits(run_ranks(wrapped, 2, "matrix products"), [(loss, grads) for loss in losses])
 
 
 @pytest.mark.parametrize("place", ["inside", "around"])
@@ -175,7 +174,7 @@ def summed(mesh, policy):
     return found, sum(event.kind == "all_reduce" for event in events)
 
 
-@pytest.mark.parametrize("policy", ["memory", "MUST_SAVE", "PREFER_RECOMPUTE"])
+@pytest.mark.parametrize("policy", ["memory", "PREFER_RECOMPUTE"])
 def test_an_all_reduce_in_the_region_runs_again_whatever_the_policy_keeps(policy):
     found, wanted = (run_simulated(summed, 2, each) for each in (policy, None))
     for (result, times), (expected, before) in zip(found, wanted, strict=True):
@@ -199,10 +198,9 @@ def kept(place, policy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["inside", "around"])
-def test_a_policy_keeps_more_than_full_recomputation_and_less_than_no_checkpoint(place):
-    nothing, full = kept("nothing", None), kept(place, "PREFER_RECOMPUTE")
-    products, everything = kept(place, "matrix products"), kept(place, "MUST_SAVE")
+def test_a_policy_keeps_more_than_full_recomputation_and_less_than_no_checkpoint():
+    nothing, full = kept("nothing", None), kept("inside", "PREFER_RECOMPUTE")
+    products, everything = kept("inside", "matrix products"), kept("inside", "MUST_SAVE")
     assert products == full + 2 * BLOCKS  # the results of two matrix products of each block
     assert full < products < nothing < everything
 

@@ -1,6 +1,5 @@
 """``make_functional``: a function that equals the module, is pure, and names wrong arguments."""
 
-import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,7 @@ from torch.nn.utils import parametrizations
 
 import funcshard as fs
 from funcshard._utils import tree
-from tests.module.law import Runs
+from tests.module.law import Runs, same_bits
 from tests.ranks import run_ranks
 
 
@@ -22,19 +21,12 @@ def plus_one(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
-class Scripted(nn.Module):
-    """A module that keeps functions of ``torch.jit``, which cannot be copied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 5)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self.activation = torch.jit.script(plus_one)
-            self.others = {"more": [torch.jit.script(plus_one)]}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.others["more"][0](self.activation(self.linear(x)))
+def scripted() -> nn.Module:
+    """Return a module that keeps a function of ``torch.jit``, which cannot be copied."""
+    module = Runs(lambda m, x: m.others["more"][0](m.lin(x)), lin=nn.Linear(3, 5))
+    with warnings.catch_warnings(action="ignore"):
+        module.others = {"more": [torch.jit.script(plus_one)]}
+    return module
 
 
 def shared_layer() -> nn.Module:
@@ -55,12 +47,6 @@ def tied_head() -> nn.Module:
     return Runs(lambda m, x: m.head(m.emb(x).tanh()), emb=emb, head=head)
 
 
-@dataclasses.dataclass
-class Output:
-    logits: torch.Tensor
-    hidden: list[torch.Tensor]
-
-
 class Outputs(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -68,7 +54,7 @@ class Outputs(nn.Module):
 
     def forward(self, x: torch.Tensor, *, times: int = 1) -> Any:
         y = self.lin(x) * times
-        return {"dict": {"y": y, "deep": [y, None]}, "dataclass": Output(y, [x]), "none": None}[self.kind]
+        return {"dict": {"y": y, "deep": [y, None]}, "none": None}[self.kind]
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         return self.lin(x).relu()
@@ -80,12 +66,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple, dict]] = {
     "weight norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 5)), nn.Tanh()), (x,), {}),
     "orthogonal": (lambda: parametrizations.orthogonal(nn.Linear(3, 3)), (x,), {}),
     "spectral norm": (lambda: parametrizations.spectral_norm(nn.Linear(3, 5)), (x,), {}),
+    "a function of torch.jit": (scripted, (x,), {}),
     "shared layer": (shared_layer, (x,), {}),
-    "functions of torch.jit": (Scripted, (x,), {}),
     "non-persistent buffer": (rotary, (x,), {}),
     "tied head": (tied_head, (tokens,), {}),
     "dict": (lambda: Outputs("dict"), (x,), {"times": 3}),
-    "dataclass": (lambda: Outputs("dataclass"), (x,), {}),
     "no output": (lambda: Outputs("none"), (x,), {}),
     "no parameters": (nn.Tanh, (x,), {}),
 }
@@ -99,14 +84,7 @@ def made(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def tensors(out: Any) -> list[torch.Tensor]:
-    out = [getattr(out, field.name) for field in dataclasses.fields(out)] if dataclasses.is_dataclass(out) else out
     return [leaf for leaf in tree.leaves(out) if isinstance(leaf, torch.Tensor)]
-
-
-def assert_same(ours: Any, theirs: Any) -> None:
-    assert type(ours) is type(theirs)
-    for a, b in zip(tensors(ours), tensors(theirs), strict=True):
-        assert torch.equal(a, b)
 
 
 def snapshot(module: nn.Module, parameters: bool = True) -> dict[str, torch.Tensor]:
@@ -149,7 +127,7 @@ def test_each_call_has_the_outputs_gradients_and_buffers_of_the_module_and_chang
     for _ in range(2):
         torch.manual_seed(1)
         out, after = apply(values, buffers, *args, **kwargs)
-        assert_same(out, theirs)
+        same_bits(out, theirs)
         torch.testing.assert_close(grads_of(out, values.values()), their_grads, rtol=0, atol=0)
         assert unchanged(their_buffers, after)
         assert not any(value.requires_grad for value in after.values())

@@ -67,7 +67,7 @@ MODULES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=4)
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize("case", MODULES)
 @on_ranks()
@@ -103,13 +103,9 @@ def test_of_a_module_only_one_units_parameters_exist_at_a_time(mesh: fs.Mesh) ->
     assert log.alive() == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-@on_ranks()
-def test_a_function_is_asked_for_each_unit_in_plan_order_and_its_values_are_freed(
-    mesh: fs.Mesh, strategy: str, world: Any
-) -> None:
+@on_ranks({"replicate": 2, "shard": 2})
+def test_a_function_is_asked_for_each_unit_in_plan_order_and_its_values_are_freed(mesh: fs.Mesh, strategy: str) -> None:
     params = {"a": torch.empty(5, device="meta"), "b": [torch.empty(2, 3, device="meta"), torch.empty((), device="meta")]}
     asked, log = [], Log()
 

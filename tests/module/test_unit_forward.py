@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
@@ -62,12 +62,6 @@ def test_a_hook_that_computes_a_weight_before_the_units_forward_is_refused_and_i
         fs.fully_shard(apply, fs.make_plan(params, fs.Mesh(), units=["0.0"]), fs.Mesh())
     for units in (["0", "1"], []):
         check_equal(net, x, units, bits=True)
-
-
-@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm"])
-def test_the_new_functions_of_torch_train_as_units(name) -> None:
-    net = nn.Sequential(getattr(parametrizations, name)(nn.Linear(3, 3)).eval(), nn.Linear(3, 3))
-    check_equal(net, x, ["0", "1"], bits=True)
 
 
 def test_a_users_hook_that_reads_a_parameter_of_its_unit_is_told_when_hooks_run() -> None:

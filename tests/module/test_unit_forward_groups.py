@@ -5,15 +5,13 @@ import contextlib
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from tests.core.units import of_module
-from tests.module.law import calls_on, check_equal, same_bits, sharded_call, squares
+from tests.module.law import calls_on, check_equal, same_bits
 from tests.pairwise import crossed
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 from tests.storages import Log
 
 WIDTH, WORDS = 6, 11
@@ -88,7 +86,7 @@ def tokens(rank):
     return torch.randint(0, WORDS, (3, 5), generator=torch.Generator().manual_seed(rank))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=2)
 @crossed(world=[2, GRID], strategy=["full_shard", "shard_grad_op", "no_shard"], tied=[False, True])
 def test_a_group_trains_as_unsharded_and_its_collectives_are_the_predicted_ones(world, strategy, tied):
     for call in check_equal(made(tied=tied), tokens, GROUP, world, strategy=strategy):
@@ -136,7 +134,7 @@ REMAT = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @crossed(again=REMAT, way=["once", "twice", "again", "checkpoint"], strategy=["full_shard", "shard_grad_op"])
 def test_modules_of_a_group_are_computed_again_from_leaves_that_are_gathered_once(strategy, way, again):
     functional, (remat, recomputed) = fs.make_functional(made(way=way)), again
@@ -175,20 +173,3 @@ WRONG = [
 def test_wrong_groups_are_errors_of_fully_shard(units, words):
     with pytest.raises(ValueError, match=words):
         calls_on(2, fs.make_functional(made()), tokens, [units])
-
-
-def beside_fsdp2(mesh):
-    """Return loss and gradients of this library and of FSDP2 on the same processes."""
-    net = made(tied=True)
-    call = sharded_call(mesh, fs.make_functional(net), tokens, GROUP)
-    for part in (*net.blocks, [net.embed, net.norm, net.head], net):
-        fsdp2(part, mesh=init_device_mesh("cpu", (mesh.world_size,)))
-    loss = squares(net, tokens(mesh.rank))
-    loss.backward()
-    return call[:2], (loss.detach(), {name: p.grad.full_tensor() for name, p in net.named_parameters()})
-
-
-@pytest.mark.slow
-def test_on_processes_a_group_trains_as_that_of_fsdp2():
-    for ours, theirs in run_ranks(beside_fsdp2, 2):
-        torch.testing.assert_close(ours, theirs)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 import funcshard as fs
 from funcshard.plan.wrap import Units
 from tests.core.units import by_hand
-from tests.module.law import Runs, calls_on, outputs_on, plain_call, same_bits, sharded_call
+from tests.module.law import Runs, outputs_on, same_bits, sharded_call
 from tests.ranks import run_ranks
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -75,25 +75,6 @@ def net_of_three() -> nn.Module:
 
 
 OWN = fs.MixedPrecision(BF16, FP32, output_dtype=FP32, cast_forward_inputs=True)
-
-
-class Low(nn.Linear):
-    """Computes in bfloat16, from its inputs to its float32 output, as a unit with ``OWN`` does."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(*(each.bfloat16() for each in (x, self.weight, self.bias))).float()
-
-
-@pytest.mark.parametrize("remat", [(), ("2",)], ids=["plain", "remat"])
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_a_unit_with_a_precision_of_its_own_casts_its_own_outputs(remat: Any, strategy: str) -> None:
-    net, x = net_of_three(), torch.linspace(-1, 1, 12).view(2, 6)
-    units = Units(["0", "2"], {"2": {"precision": OWN}})
-    found = calls_on(2, fs.make_functional(net), x, units, strategy=strategy, how={"remat": remat})
-    net[2].__class__ = Low
-    (loss,), grads = plain_call(net, x)
-    for call in found:
-        same_bits(call[:2], (loss, grads))
 
 
 def test_a_unit_that_is_written_by_hand_casts_its_outputs() -> None:

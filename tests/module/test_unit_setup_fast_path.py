@@ -44,7 +44,7 @@ MODELS: dict[str, tuple[Any, list[str]]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @crossed(model=MODELS, padded={"": False, "padded": True}, how=["no_grad", "inference_mode", "frozen"])
 def test_evaluation_gives_the_numbers_of_the_unsharded_model(model, padded, how) -> None:
     torch.manual_seed(0)
@@ -60,18 +60,3 @@ def test_evaluation_gives_the_numbers_of_the_unsharded_model(model, padded, how)
             torch.testing.assert_close(found, wanted)
     if padded and make is encoder:  # torch computes with nested tensors, and fills what is padded with zeros
         assert not wanted[1, 4:].any()
-
-
-@pytest.mark.parametrize(
-    ("units", "slow"),
-    [
-        ([], set()),
-        (["layers.*"], set()),
-        (["layers.1.self_attn"], {"layers.1"}),
-        (["layers.*", "layers.0.norm1"], {"layers.0"}),
-    ],
-)
-def test_only_layers_that_contain_a_unit_leave_their_fast_path(units, slow) -> None:
-    apply, params, _ = fs.make_functional(encoder())
-    sharded = fs.fully_shard(apply, fs.make_plan(params, fs.Mesh(), units=units), fs.Mesh())
-    assert {path for path, index in apply.skeleton.paths().items() if index in sharded.slow_path} == slow

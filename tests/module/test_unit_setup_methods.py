@@ -78,7 +78,7 @@ def batch(rank):
     return torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH).roll(rank, 0).requires_grad_()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("way", WAYS)
 def test_methods_give_the_unsharded_gradients_and_gather_as_predicted(way, name):
@@ -142,10 +142,8 @@ REFUSED = [
     ({"head": ["forward"]}, ValueError, r"must name units of the plan .*; found 'head'; its units are \['coder'\]: make"),
     ({"coder": ["encodes"]}, ValueError, r"found 'encodes': leave it out"),
     ({"coder": ["forward"]}, ValueError, r"besides forward and those that Python calls; found 'forward'"),
-    ({"coder": ["__call__"]}, ValueError, r"found '__call__': leave it out"),
     ({"coder": ["size"]}, ValueError, r"found 'size'"),
     ({"coder": ["width"]}, ValueError, r"found 'width'"),
-    ({"coder": [1]}, ValueError, r"found 1"),
 ]
 
 

@@ -15,7 +15,7 @@ import funcshard as fs
 from tests.module.law import Runs, outputs_on, same_bits
 from tests.pairwise import crossed
 from tests.promises.test_upstream_precision import WIDTH, Noted, build
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 CASTING = {"the root casts": False, "units cast": True}
@@ -168,23 +168,6 @@ def test_ignored_classes_become_units_in_full_precision(mesh, affine, dtype):
         ("plain", FP32),
         ("fc3", dtype),
     }
-
-
-def synchronised(mesh: fs.Mesh) -> torch.dtype:
-    net = BatchNormNet(True, Noted())
-    net.bn = nn.SyncBatchNorm(4)
-    apply, params, buffers = fs.make_functional(net)
-    plan, said = planned(params, mesh, IGNORING)
-    assert said[0].startswith("ignored_classes of the precision hold LayerNorm, SyncBatchNorm: 'bn', 'ln' become units")
-    shards = fs.shard(params, plan, mesh)
-    with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on GPU"):
-        fs.fully_shard(apply, plan, mesh)(shards, buffers, torch.ones(1, 2))
-    return fs.fully_shard(apply.eval(), plan, mesh)(shards, buffers, torch.ones(1, 2)).dtype
-
-
-@pytest.mark.slow
-def test_synchronised_statistics_say_where_torch_lets_them_run():
-    assert run_ranks(synchronised, 2) == [FP16] * 2
 
 
 def test_a_tree_around_the_params_keeps_what_they_remember():
