@@ -77,11 +77,6 @@ def test_a_batch_that_cannot_be_split_is_refused(name: str) -> None:
         fs.accumulate(lambda shards, x: x.sum(), 2)({"": {"float32": torch.ones(2)}}, rows)
 
 
-def test_a_call_without_a_batch_is_refused() -> None:
-    with pytest.raises(TypeError, match="the batch as its last positional argument"):
-        fs.accumulate(lambda shards, x: x.sum(), 2)({"": {}})
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @on_ranks(2)
 def test_the_mean_of_losses_of_low_precision_is_in_float32(mesh: fs.Mesh, dtype: torch.dtype) -> None:
@@ -116,12 +111,9 @@ def test_an_iterator_gives_micro_batches_one_by_one_with_the_same_bits(mesh: fs.
 @on_ranks(1)
 def test_a_call_takes_its_micro_batches_from_an_iterator_and_leaves_the_rest(mesh: fs.Mesh) -> None:
     shards, loss_fn, _ = setup(mesh)
-    parts = iter(batch().split(3))  # eight micro-batches, also of unequal sizes
-    evaluate = fs.accumulate(loss_fn, 3)
-    for rows in (batch()[:9], batch()[9:18]):
-        torch.testing.assert_close(evaluate(shards, parts)[0], evaluate(shards, rows)[0])
-    words = "must hold the 3 micro-batches of every call, on every rank; found 2: leave out"
-    with pytest.raises(ValueError, match=words):
+    evaluate, parts = fs.accumulate(loss_fn, 3), iter(batch().split(5))  # five micro-batches
+    evaluate(shards, parts)
+    with pytest.raises(ValueError, match="must hold the 3 micro-batches of every call, on every rank; found 2: leave out"):
         evaluate(shards, parts)
 
 
@@ -130,9 +122,5 @@ def test_a_trace_takes_no_iterator(mesh: fs.Mesh) -> None:
     plan, sharded, shards = of_module(mesh, nn.Linear(3, 1))
     loss_fn = lambda shards, buffers, x: sharded(shards, buffers, x).square().mean()  # noqa: E731
     step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.SGD, lr=0.1), plan, mesh, accumulate=2)
-    state = step.init(shards, {})
     with pytest.raises(ValueError, match="cannot ask an iterator for micro-batches"):
-        fs.trace(step, state, iter([torch.ones(2, 3)] * 2))
-    after, metrics = step(state, iter([torch.ones(2, 3), torch.zeros(2, 3)]))
-    assert after.step == 1
-    assert metrics["loss"].isfinite()
+        fs.trace(step, step.init(shards, {}), iter([torch.ones(2, 3)] * 2))

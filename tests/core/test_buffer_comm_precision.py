@@ -6,16 +6,11 @@ import pytest
 import torch
 
 import funcshard as fs
-from funcshard.comm.topology import Topology
-from funcshard.core.buffer_comm import BufferComm, start_reduce
-from tests.core.units import by_hand, forward_mode, recorded
+from tests.core.units import by_hand, recorded
 from tests.pairwise import crossed
 from tests.ranks import on_ranks
 
-pytestmark = forward_mode
-
 HYBRID = {"replicate": 2, "shard": 2}
-WIDE = fs.MixedPrecision(torch.float32, reduce_dtype=torch.float64)
 
 
 def whole_numbers(seed: int, n: int, dtype: torch.dtype) -> torch.Tensor:
@@ -46,33 +41,8 @@ def test_the_backward_of_each_is_the_other_any_number_of_times(
     assert torch.equal(gy, torch.cat(v[first : first + cut]).float())
 
 
-@crossed(donated=[True, False], strategy=["full_shard", "no_shard"], world=[1, 2, 3, {"replicate": 2}, HYBRID])
-@on_ranks()
-def test_a_reduction_overwrites_its_input_only_when_it_is_donated(
-    mesh: fs.Mesh, world: Any, strategy: str, donated: bool
-) -> None:
-    comm = BufferComm(Topology(mesh, strategy == "full_shard"), "unit", "float64")
-    full = torch.arange(2.0 * mesh.shard.size) * (mesh.rank + 1)
-    before = full.clone()
-    start_reduce(full, comm, donated=donated).finish()
-    assert donated or torch.equal(full, before)
-
-
 W = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)
 X = torch.linspace(-1, 2, 8, dtype=torch.float64).reshape(2, 4)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-@on_ranks()
-def test_a_tangent_of_parameters_has_the_dtype_that_the_unit_computes_in(mesh: fs.Mesh, world: int) -> None:
-    def apply(leaves: Any, x: torch.Tensor) -> torch.Tensor:
-        return (x.float() @ leaves["w"].float()).sin().square().sum()
-
-    plan, f, shards = by_hand(mesh, {"w": W}, apply, precision=WIDE)
-    tangents = fs.shard({"w": W + 2}, plan, mesh)
-    found = torch.func.jvp(lambda shard: f(shard, X), (shards[""],), (tangents[""],))
-    torch.testing.assert_close(found, torch.func.jvp(lambda w: apply({"w": w}, X), (W,), (W + 2,)))
-    assert found[1].dtype == torch.float32
 
 
 @pytest.mark.slow

@@ -139,7 +139,7 @@ def curved(x: torch.Tensor) -> torch.Tensor:
     return x + 0.1 * x.sin()
 
 
-@pytest.mark.nightly(one_in=3)
+@pytest.mark.nightly(one_in=5)
 @pytest.mark.parametrize("name", LINEAR)
 @on_some_axes
 def test_the_gradient_is_the_exact_adjoint(world: Any, axis: Any, name: str) -> None:
@@ -214,7 +214,7 @@ def test_first_and_second_derivatives_are_those_of_the_function_of_all_ranks(nam
     fs.simulate(main, world)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("name", CURVED)
 @on_ranks(GRID)
 def test_vmap_over_any_dimension_is_a_loop_with_one_collective(mesh: fs.Mesh, name: str) -> None:

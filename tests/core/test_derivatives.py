@@ -10,32 +10,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import funcshard as fs
-from funcshard._utils import tree
-from tests import slices
-from tests.core.units import by_hand, forward_mode, recorded, same_bits
+from tests.core.units import forward_mode, same_bits
 from tests.models import SUBJECTS, cast, part
 from tests.ranks import on_ranks, run_ranks, run_simulated
 
 pytestmark = forward_mode
 
 HYBRID = {"replicate": 2, "shard": 2}
-TENSOR = {"shard": 2, "tensor": 2}
 SAMPLES = 12
-WORLDS = {
-    "mlp": ({"shard": 1}, {"shard": 2}, {"shard": 4}, HYBRID),
-    "gpt": ({"shard": 2}, HYBRID, TENSOR),
-    "slices": ({"shard": 3}, TENSOR, {"expert": 2, "tensor": 2}),
-}
-QUICK = {("mlp", "full_shard", 4), ("gpt", "no_shard", 2), ("slices", "full_shard", 4)}
-CASES = [
-    pytest.param(
-        subject, world, strategy, id=f"{subject}-{world}-{strategy}",
-        marks=() if (subject, strategy, math.prod(world.values())) in QUICK else pytest.mark.slow,
-    )
-    for subject, worlds in WORLDS.items()
-    for world in worlds
-    for strategy in ("full_shard", "shard_grad_op", "no_shard")
-]  # fmt: skip
 
 
 def random(seed, *shape):
@@ -45,12 +27,6 @@ def random(seed, *shape):
 @functools.cache
 def subject_of(name):
     """Return the whole parameters, and outputs and loss of a part of the batch, of ``number`` parts."""
-    if name == "slices":
-        params = slices.make_params()
-        x = slices.batch({}, {})
-        out = lambda p, i, number: slices.whole_forward(p, x.chunk(number)[i])  # noqa: E731
-        by_path = dict(zip(tree.paths(params), tree.leaves(params), strict=True))
-        return SimpleNamespace(params=by_path, out=out, loss=lambda y, i, number: slices.loss_of(y))
     subject = SUBJECTS[name]
     module = subject.build().double()
     if name == "mlp":
@@ -67,18 +43,11 @@ def subject_of(name):
 def setup(name, mesh, strategy):
     """Return plan, shards, this rank's function of shards, its loss of outputs, and its part of the batch."""
     subject = subject_of(name)
-    axes = [axis for axis in ("replicate", "shard") if axis in mesh.shape]
-    number = math.prod(mesh.shape[axis] for axis in axes)
-    index = fs.axis_index(mesh)
-    if name == "slices":
-        plan, shards, _ = slices.setup(mesh, strategy)
-        x = slices.batch(mesh.position, mesh.shape)
-        out = lambda s: slices.forward(plan, mesh, s, x)  # noqa: E731
-    else:
-        plan = fs.make_plan(subject.params, mesh, units=subject.units, strategy=strategy)
-        shards = fs.shard(subject.params, plan, mesh)
-        run = fs.fully_shard(subject.apply, plan, mesh)
-        out = lambda s: run(s, subject.buffers, **subject.inputs(index, number))  # noqa: E731
+    index, number = fs.axis_index(mesh), mesh.shape["replicate"] * mesh.shape["shard"]
+    plan = fs.make_plan(subject.params, mesh, units=subject.units, strategy=strategy)
+    shards = fs.shard(subject.params, plan, mesh)
+    run = fs.fully_shard(subject.apply, plan, mesh)
+    out = lambda s: run(s, subject.buffers, **subject.inputs(index, number))  # noqa: E731
     return plan, shards, out, lambda y: subject.loss(y, index, number), (index, number)
 
 
@@ -129,7 +98,7 @@ def expected(name):
     subject = subject_of(name)
     plan, shards, _, loss_of, _ = setup(name, fs.Mesh(), "full_shard")
     drawn = fs.randn_like(shards, plan, fs.Mesh(), generator=torch.Generator().manual_seed(3))
-    drawn = whole(name, drawn, plan, fs.Mesh())
+    drawn = whole(drawn, plan, fs.Mesh())
     v = {path: drawn[path] for path in subject.params if path in drawn}
     frozen = {path: p for path, p in subject.params.items() if path not in v}
     product = lambda a, b: sum((a[path] * b[path]).sum() for path in v)  # noqa: E731
@@ -139,10 +108,8 @@ def expected(name):
         return operators(PLAIN, out, loss_of, params, v, product, lambda x: x)
 
 
-def whole(name, vector, plan, mesh):
+def whole(vector, plan, mesh):
     """Return the whole tensors of a tree like shards, by path."""
-    if name == "slices":
-        return slices.whole(vector, plan, mesh)
     return {path: value for path, value in fs.gather(vector, plan, mesh).items() if value is not None}
 
 
@@ -152,7 +119,7 @@ def found(mesh, name, strategy):
     product = lambda a, b: fs.vdot(a, b, plan, mesh)  # noqa: E731
     with sdpa_kernel(SDPBackend.MATH):
         own, numbers, trees = operators(fs, out, loss_of, shards, v, product, lambda x: fs.pmean(x, mesh))
-    return own, numbers, {key: whole(name, vector, plan, mesh) for key, vector in trees.items()}, at
+    return own, numbers, {key: whole(vector, plan, mesh) for key, vector in trees.items()}, at
 
 
 def check(results, name):
@@ -168,7 +135,9 @@ def check(results, name):
 
 
 @pytest.mark.nightly(one_in=7)
-@pytest.mark.parametrize(("name", "world", "strategy"), CASES)
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "full_shard", "no_shard"])
+@pytest.mark.parametrize("world", [{"shard": 2}, HYBRID, {"shard": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_operators_are_those_of_the_whole_model_on_the_whole_batch(name, world, strategy):
     with sdpa_kernel(SDPBackend.MATH):
         check(run_simulated(found, math.prod(world.values()), name, strategy, shape=world), name)
@@ -195,33 +164,6 @@ def mlp(mesh, units=("layers.0", "layers.3"), how=None, dtype=torch.float64, **o
     out = lambda s: run(s, {}, **cast(subject.inputs(*at), dtype))  # noqa: E731
     loss = lambda s: subject.loss(out(s), *at)  # noqa: E731
     return plan, shards, fs.randn_like(shards, plan, mesh), out, loss
-
-
-# Gathers and reductions of each unit in a call.
-COSTS = {
-    "grad": (1, 1, lambda s, v, out, loss: lambda: fs.grad(loss)(s)),
-    "jvp": (2, 0, lambda s, v, out, loss: lambda: fs.jvp(out, (s,), (v,))),
-    "vjp": (1, 0, lambda s, v, out, loss: lambda: fs.vjp(out, s)),
-    "pullback": (0, 1, lambda s, v, out, loss: functools.partial(fs.vjp(out, s)[1], torch.ones_like(out(s)))),
-    "hvp": (2, 2, lambda s, v, out, loss: lambda: fs.hvp(loss, (s,), (v,))),
-    "gnvp": (2, 1, lambda s, v, out, loss: lambda: fs.gnvp(out, lambda y: y.exp().mean(), (s,), (v,))),
-    "linear outputs": (1, 0, lambda s, v, out, loss: functools.partial(fs.linearize(out, s)[1], v)),
-    "linear gradient": (1, 1, lambda s, v, out, loss: functools.partial(fs.linearize(fs.grad(loss), s)[1], v)),
-}
-
-
-@pytest.mark.parametrize(("gathers", "reductions", "prepare"), COSTS.values(), ids=COSTS)
-@on_ranks(2)
-def test_an_operator_communicates_each_unit_as_often_as_documented(mesh, gathers, reductions, prepare):
-    _, shards, v, out, loss = mlp(mesh)
-    _, events = recorded(prepare(shards, v, out, loss))
-    of_unit = {name: {"all_gather": gathers, "reduce_scatter": reductions} for name in ("layers.0", "layers.3")}
-    counted = {name: dict.fromkeys(kinds, 0) for name, kinds in of_unit.items()}
-    for event in events:
-        if event.unit in counted:
-            counted[event.unit][event.kind] += 1
-    assert counted == of_unit
-    assert all(event.unit is not None for event in events)
 
 
 SETTINGS = {
@@ -271,16 +213,6 @@ def test_trees_may_lack_leaves_and_have_their_keys_in_any_order(mesh):
         torch.testing.assert_close(aux, {"n": 1, "loss": loss(shards)})
     grads, aux = fs.grad(lambda s: (loss(s), {"n": None, "out": out(s)}), has_aux=True)(shards)
     torch.testing.assert_close((grads, aux["out"]), (fs.grad(loss)(shards), out(shards)))
-
-
-@on_ranks(2)
-def test_stacked_models_have_a_gradient_each(mesh):
-    _, f, shards = by_hand(mesh, {"w": random(0, 5)}, lambda leaves: leaves["w"].sin().sum())
-    stack = tree.map(lambda x: torch.stack([x, 2 * x]), shards)[""]
-    grads = torch.vmap(fs.grad(f))(stack)
-    for row, scale in enumerate((1, 2)):
-        own = fs.grad(f)({key: scale * x for key, x in shards[""].items()})
-        torch.testing.assert_close({key: x[row] for key, x in grads.items()}, own)
 
 
 ERRORS = {

@@ -17,7 +17,6 @@ from tests.ranks import on_ranks, run_ranks
 from tests.storages import Log, LoggedBlock
 
 WIDTH, BLOCKS = 6, 3
-GRID = {"replicate": 2, "shard": 2}
 ALL = ["", *(f"blocks.{number}" for number in range(BLOCKS))]
 JOINED = f"{ALL[1]}…{ALL[-1]}"
 KEPT = {"strategy": "shard_grad_op"}
@@ -65,18 +64,18 @@ def gathers(events):
     return Counter(event.unit for event in events if event.kind == "all_gather")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "way"), [*((2, way) for way in WAYS), (GRID, "shard_grad_op")], ids=str)
-def test_two_forwards_before_one_backward_gather_a_unit_that_stays_once(world, way):
+@pytest.mark.nightly(one_in=2)
+@pytest.mark.parametrize("way", WAYS)
+def test_two_forwards_before_one_backward_gather_a_unit_that_stays_once(way):
     units, options, stays = WAYS[way]
     _, net, functional = made()
-    anew = calls_on(world, functional, batch, ALL[1:], program=preference, **FREED, **(LOW if way == "bfloat16" else {}))
-    for call, other in zip(calls_on(world, functional, batch, units, program=preference, **options), anew, strict=True):
+    anew = calls_on(2, functional, batch, ALL[1:], program=preference, **FREED, **(LOW if way == "bfloat16" else {}))
+    for call, other in zip(calls_on(2, functional, batch, units, program=preference, **options), anew, strict=True):
         assert gathers(call.events) == {name: 1 if name in stays else 4 for name in call.plan.units}
         assert call.events == call.predicted(forwards=2)
         same_bits(call[:2], other[:2])
     if way == "no unit":
-        check_equal(net, batch, units, world, program=preference, **options)
+        check_equal(net, batch, units, program=preference, **options)
 
 
 def target_first(model, x):
@@ -133,30 +132,6 @@ def test_a_shard_that_changed_between_two_forwards_is_gathered_anew():
         assert gathers(call.events) == {name: 2 if name == "blocks.1" else 1 for name in ALL}
 
 
-def test_equal_shards_that_are_other_tensors_are_gathered_for_themselves():
-    def program(model, x):
-        other = {name: {key: local.clone() for key, local in unit.items()} for name, unit in model.args[0].items()}
-        return (model(x) * model.func(other, {}, x)).mean()
-
-    for call in calls_on(2, made()[2], batch, ALL[1:], program=program, **KEPT):
-        assert gathers(call.events) == dict.fromkeys(ALL, 2)
-
-
-def test_a_unit_of_which_one_buffer_has_another_shard_is_gathered_anew():
-    net = nn.Linear(WIDTH, WIDTH)
-    net.bias.requires_grad_(False)  # so that the unit has two buffers
-
-    def program(model, x):
-        first, unit = model(x), model.args[0][""]
-        other = {key: local * 2 for key, local in unit.items() if key.endswith("frozen")}
-        second = model.func({"": {**unit, **other}}, {}, x)
-        torch.testing.assert_close(second, nn.functional.linear(x, net.weight, 2 * net.bias))
-        return first.mean()
-
-    for call in calls_on(2, fs.make_functional(net), batch, program=program, calls=1, **KEPT):
-        assert gathers(call.events) == {"": 4}  # two buffers twice
-
-
 @on_ranks(2)
 def test_two_functions_of_one_plan_share_what_stays_gathered(mesh):
     """Such as those of two methods of a module, or of training and evaluation mode."""
@@ -174,8 +149,7 @@ def around(block, x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("wrap", "remat"), [(None, ALL[1:]), (around, [])], ids=["remat", "checkpoint"])
-@pytest.mark.parametrize("forwards", [1, 2])
+@pytest.mark.parametrize(("wrap", "remat", "forwards"), [(None, ALL[1:], 2), (around, [], 1)], ids=["remat", "checkpoint"])
 def test_a_recomputation_gathers_a_unit_that_stays_not_again(wrap, remat, forwards):
     functional = made(wrap)[2]
     program = preference if forwards == 2 else lambda model, x: model(x).square().mean()

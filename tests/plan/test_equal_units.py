@@ -22,18 +22,12 @@ GRAD_OP, LOW = {"strategy": "shard_grad_op"}, fs.MixedPrecision(torch.bfloat16)
 TWO = ["blocks.0", "blocks.1"]
 CASES: dict[str, tuple[Any, Any, list[str]]] = {  # params, units, titles of the groups
     "126 equal blocks": (BLOCKS, ["blocks.*"], ["(root)", "126 × blocks.*"]),
-    "one block of its own": (BLOCKS, ["blocks.0"], ["(root)", "blocks.0"]),
     "experts in blocks": (
         {"blocks": [block(experts=[block() for _ in range(4)]) for _ in range(3)]}, ["blocks.*", "blocks.*.experts.*"],
         ["3 × blocks.*", "12 × blocks.*.experts.*"],
     ),
-    "experts of one block": (
-        {"blocks": [block(experts=[block(), block()])]}, ["blocks.0.experts.*"], ["(root)", "2 × blocks.0.experts.*"],
-    ),
     "other leaf names": ({"blocks": [{"q": torch.zeros(3)}, {"k": torch.zeros(3)}]}, ["blocks.*"], TWO),
     "equal numel, other shapes": ({"blocks": [{"w": torch.zeros(2, 6)}, {"w": torch.zeros(6, 2)}]}, ["blocks.*"], TWO),
-    "other dtypes": ({"blocks": [block(), {"w": torch.zeros(4, 3).bfloat16()}]}, ["blocks.*"], TWO),
-    "other names": ({"q": block(), "k": block()}, ["q", "k"], ["q", "k"]),
     "several linears in each block": (
         {"blocks": [{"q": block(), "k": block()} for _ in range(2)]}, ["blocks.*.*"], ["2 × blocks.*.k", "2 × blocks.*.q"],
     ),
@@ -43,7 +37,6 @@ CASES: dict[str, tuple[Any, Any, list[str]]] = {  # params, units, titles of the
     **{
         f"another strategy of {odd}": ({"blocks": BLOCKS["blocks"][:6]}, Units(SIX, dict.fromkeys(odd, GRAD_OP)), titles)
         for odd, titles in (
-            (SIX[:2], ["2 × blocks.0, blocks.1", "4 × blocks.2 … blocks.5"]),
             (SIX[::2], ["3 × blocks.0 … blocks.4", "3 × blocks.1 … blocks.5"]),
             (SIX[3:4], ["5 × blocks.0 … blocks.5", "blocks.3"]),
         )

@@ -75,11 +75,8 @@ def placeholder() -> torch.Tensor:
 
 PLAIN = {
     "placeholder": placeholder,
-    "tensor": lambda: torch.ones(3),
-    "nn.Parameter": lambda: parameter(True),
     "nn.Buffer": lambda: nn.Buffer(torch.ones(3)),
     "fake tensor": fake,
-    "meta tensor": lambda: torch.ones(3, device="meta"),
     "a subclass of nn.Parameter": lambda: OnlyAName(torch.ones(3)),
 }
 

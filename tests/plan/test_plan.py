@@ -7,7 +7,6 @@ import torch
 
 import funcshard as fs
 from funcshard.plan import fold_units
-from funcshard.plan.unit_plan import BufferPlan, LeafSpec
 
 
 def example_params() -> dict:
@@ -23,6 +22,11 @@ def example_plan() -> fs.Plan:
 
 
 shared = torch.zeros(3, 5)
+MIXED = fs.MixedPrecision(
+    torch.float16, torch.float32, torch.bfloat16, keep_low_precision_grads=True, cast_forward_inputs=True,
+    cast_root_forward_inputs=False, ignored_classes=("elsewhere.Norm",), full_precision_in_eval=True,
+    output_dtype=torch.float32, divide_before_reduce=True,
+)  # fmt: skip
 PLANS = {
     "nested": example_plan(),
     "no units": fs.make_plan(example_params(), 3),
@@ -38,9 +42,7 @@ PLANS = {
     "empty": fs.make_plan({}, 2),
     "offload": fs.make_plan(example_params(), 2, units=["head"], offload=True),
     "precision": fs.make_plan(example_params(), 2, units=["head"], precision=fs.MixedPrecision(torch.bfloat16)),
-    "precision of outputs": fs.make_plan(
-        example_params(), 2, precision=fs.MixedPrecision(output_dtype=torch.float16, divide_before_reduce=True)
-    ),
+    "each field of a precision": fs.make_plan(example_params(), 2, precision=MIXED),
     "a group": fs.make_plan(example_params(), 2, units=[["blocks.0", "head"]]),
     "a group of small units": fs.make_plan(example_params(), 2, units=["blocks.*"], bucket_bytes=1 << 20),
     "slices": fs.make_plan(example_params(), 4, units=["blocks.*"], reshard_after_forward=2),
@@ -57,7 +59,7 @@ FINGERPRINTS = {
     "no_shard": "6eece7129bbc8918", "shard_grad_op": "d9e1fda02a6856a8", "flat names": "ec116e058c136f28",
     "tied": "936e593efcdf07e5", "tuples and None": "24a96f5dc04285ed", "a leaf": "da084ae0dcff0eb1",
     "frozen": "9d95d5df7395527e", "unicode": "c904b9c680673c3b", "empty": "fa414d62af1ddd5e",
-    "offload": "1122775370da04d6", "precision": "cf35b6f9a3155e84", "precision of outputs": "7f407ba51040956f",
+    "offload": "1122775370da04d6", "precision": "cf35b6f9a3155e84", "each field of a precision": "ff42544e8e36a59e",
     "a group": "67c32a29b9cdf5dd", "a group of small units": "d12cc15ef2f99288", "slices": "432a6b2f6e130ea3",
     "kept over micro-batches": "cbf551b74c9acc57", "cut along an axis": "e52c9412d9dc783d",
 }  # fmt: skip
@@ -116,23 +118,3 @@ def test_the_html_table_is_well_formed_and_says_what_the_text_says(plan: fs.Plan
     two_equal_blocks = plan in (PLANS["nested"], PLANS["slices"])
     assert len(folded) == len(plan.unit_list) - two_equal_blocks
     assert all(cell in str(plan) for row in rows for cell in row)
-
-
-@pytest.mark.parametrize("numels", [(5, 3), (1, 0, 7), (2, 2, 2, 2), (0,), (13,)], ids=str)
-@pytest.mark.parametrize("shards", [1, 2, 3, 5])
-def test_the_parts_of_all_leaves_fill_each_shard_once(numels: tuple[int, ...], shards: int) -> None:
-    offsets = [sum(numels[:i]) for i in range(len(numels))]
-    leaves = tuple(LeafSpec(str(i), (n,), at, i) for i, (n, at) in enumerate(zip(numels, offsets, strict=True)))
-    buffer = BufferPlan("float32", "float32", True, leaves, shards)
-    assert buffer.numel == sum(numels)
-    assert buffer.padded_numel == buffer.shard_numel * shards
-    assert 0 <= buffer.padded_numel - buffer.numel < shards  # as small as equal shards allow
-    flat = list(range(buffer.padded_numel))
-    filled = {leaf.path: [] for leaf in leaves}
-    for rank in range(shards):
-        shard = flat[rank * buffer.shard_numel : (rank + 1) * buffer.shard_numel]
-        for leaf in leaves:
-            part = buffer.part(leaf, rank)
-            assert shard[part.in_shard] == flat[leaf.offset : leaf.offset + leaf.numel][part.in_leaf]
-            filled[leaf.path] += range(leaf.numel)[part.in_leaf]
-    assert filled == {leaf.path: list(range(leaf.numel)) for leaf in leaves}

@@ -42,10 +42,6 @@ def put_ranks(data: Any) -> None:
         part["axes"][2][1] = 2**31
 
 
-def put_no_data_axis(data: Any) -> None:
-    data["unit_list"], data["axes"] = [], [["shard", 2]]
-
-
 def edited(plan: fs.Plan, old: str, new: str) -> str:
     return plan.to_json().replace(old, new)
 
@@ -56,44 +52,28 @@ def without(*keys: Any) -> Callable[[Any], None]:
 
 CASES: dict[str, tuple[Callable[[Any], None], str]] = {
     "no units": (without("unit_list"), "the plan must have 'unit_list'"),
-    "no buffers": (without(*ROOT, "buffers"), "the plan\\.unit_list\\[0\\] must have \'buffers\'"),
-    "no shape": (without(*LEAF, "shape"), "buffers\\[0\\]\\.leaves\\[0\\] must have \'shape\'"),
     "units that are a text": (put("unit_list", value="units"), "unit_list must be a list; found 'units'"),
-    "a unit that is a list": (put(*ROOT, value=[]), "unit_list\\[0\\] must be an object"),
     "a plan of a later version": (put("color", value=1), "the plan must have no other keys .* found 'color'"),
-    "a strategy that is a number": (put(*ROOT, "strategy", value=2**60), "strategy must be a text"),
     "a flag that is 1": (put(*ROOT, "offload", value=1), "offload must be true or false; found 1"),
-    "a mesh of 2^70": (put("mesh_shape", value=[1, 2**70]), "mesh_shape\\[1\\] must be a whole number from 0"),
     "a shape of NaN": (put(*LEAF, "shape", value=[float("nan")]), "leaves\\[0\\]\\.shape must be a list of whole numbers"),
     "a shape of 2^70": (put(*LEAF, "shape", value=[2**70]), "leaves\\[0\\]\\.shape must be .* to 9223372036854775807"),
     "a placement of three entries": (put(*LEAF, "placements", value=[["tensor", 0, 1]]), "s\\[0\\] must be a list of 2"),
     "a dtype that is a list": (put(*BUFFER, "dtype", value=[]), "dtype must be a text; found"),
-    "a precision that is a text": (put("precision", value="bfloat16"), "precision must be an object"),
     "a precision of an unknown dtype": (
         put("precision", "param_dtype", value="float17"), "'float17' is not the name of a torch dtype",
     ),
     # What has the right types has to be a plan that make_plan makes.
     "two units of one name": (put("unit_list", 1, "name", value=""), OTHER),
-    "a strategy of no name": (put("unit_list", 1, "strategy", value="zero"), OTHER),
     "other axes": (put("axes", value=[["shard", 3], ["replicate", 1]]), "leaf 'b.1' must fit the mesh"),
-    "a mesh of no ranks": (put("mesh_shape", value=[1, 0]), OTHER),
     "a mesh of 2^32 ranks": (put_ranks, "must fit the mesh|must be those of make_plan"),
-    "axes without a data axis": (put_no_data_axis, OTHER),
     "a product of 2^80": (put(*LEAF, "shape", value=[2**40, 2**40]), "leaf 'b.0' must fit the mesh"),
     "a cut for other ranks": (put(*CUTS, value=[["tensor", 1, 4]]), "leaf 'b.1' must fit the mesh"),
     "a cut of a dim that is not there": (put(*CUTS, value=[["tensor", 2, 2]]), "index out of range"),
     "a placement of a dim that is not there": (put(*LEAF, "placements", value=[["tensor", 5]]), "must fit the mesh"),
-    "a placement along no axis": (put(*LEAF, "placements", value=[["expert", 0]]), "must fit the mesh"),
-    "a gap between leaves": (put(*LEAF, "offset", value=3), OTHER),
-    "an index twice": (put(*LEAF, "index", value=0), OTHER),
     "a dtype of 5,000 letters": (put(*BUFFER, "dtype", value="f" * 5000), "is not the name of a torch dtype"),
-    "zero shards": (put(*BUFFER, "shards", value=0), OTHER),
-    "local to no axis": (put(*BUFFER, "local", value=["expert"]), "must fit the mesh"),
-    "two buffers of one key": (put("unit_list", 0, "buffers", 1, "key", value="float32"), OTHER),
     "a freed unit that stays": (put("unit_list", 1, "reshard_after_backward", value=False), "is freed after forward"),
     "a structure of other leaves": (put("structure", value=0), "found|KeyError|must be those"),
     "a structure that is a text": (put("structure", value="os:system"), "is damaged"),
-    "keys that are objects": (put("structure", value=["dict", [{"a": 1}], [0]]), "is damaged"),
     "a deep structure": (put("structure", value=json.loads("[" * 480 + "]" * 480)), "is damaged"),
 }  # fmt: skip
 
@@ -110,9 +90,7 @@ def test_a_damaged_plan_is_refused_and_its_part_named(case: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "it is no JSON"),
         ("\ufeff" + TEXT, "it is no JSON: Unexpected UTF-8 BOM"),
-        (TEXT[:-1], "it is no JSON"),
         ("[" * 100_000, "nested in more than 500 levels"),
         (TEXT.replace('"mesh_shape"', '"structure"', 1), "twice in one object"),
         ("9" * 5000, "integer string conversion"),

@@ -56,8 +56,8 @@ PLANS: dict[str, Callable[[int], fs.Plan]] = {
     "options of each unit": lambda n: fs.make_plan(
         nested(n), 4, units={f"blocks.{i}": {"reshard_after_forward": False} for i in range(n)}
     ),
-    "modules of full precision": lambda n: fs.make_plan(norms(n), 4, units=["*"], precision=PRECISION),
     "JSON": lambda n: fs.Plan.from_json(fs.make_plan(nested(n), 4, units=["blocks.*"]).to_json()),
+    "modules of full precision": lambda n: fs.make_plan(norms(n), 4, units=["*"], precision=PRECISION),
 }  # fmt: skip
 
 

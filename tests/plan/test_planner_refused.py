@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.testing._internal.two_tensor import TwoTensor
 
 import funcshard as fs
 from funcshard.plan.wrap import Units
@@ -53,24 +52,18 @@ STAYS = {"reshard_after_backward": False}
 CASES: dict[str, tuple[Callable[[], object], Exception]] = {
     # meshes
     "a list of sizes": (lambda: plan(mesh=[2, 2]), MESH),
-    "no axes": (lambda: plan(mesh={}), MESH),
-    "an axis that is no name": (lambda: plan(mesh={"d p": 2}), MESH),
     # units
     "no part of the tree": (lambda: plan(["nothing"]),
      ValueError("unit 'nothing' matches no part of the tree; units are paths or globs … such as 'blocks', ")),
     "a typo": (lambda: plan(["blocks.0.atn"]), ValueError("unit 'blocks.0.atn' …: did you mean 'blocks.0.attn'?")),
-    "a typo in a glob": (lambda: plan(["block.*"]),
-     ValueError("unit 'block.*' matches no part of the tree; …: did you mean 'blocks.*'?")),
-    "a glob of too few keys": (lambda: plan(["*.attn"]), ValueError("unit '*.attn' …: did you mean 'blocks.*.attn'?")),
     "a glob of nothing": (lambda: plan(["x.*"]),
      ValueError("unit 'x.*' matches no part of the tree; … : repeated modules are 'blocks.*'")),
+    "a glob of too few keys": (lambda: plan(["*.attn"]), ValueError("unit '*.attn' …: did you mean 'blocks.*.attn'?")),
     "a class": (lambda: plan(nn.Linear), TypeError("found <class …: pass units=fs.wrap.by_class(Linear)(module)")),
-    "a number": (lambda: plan([3]), TypeError("units must be a list of paths or globs; found 3 in it")),
     # groups
     "an empty group": (lambda: plan([[]]), ValueError("units hold an empty group; name the paths")),
     "the root in a group": (lambda: plan([["", "head"]]),
      ValueError("names the root ''; name each path below the root once")),
-    "a path twice in a group": (lambda: plan([["head", "head"]]), ValueError("names 'head' twice; name each path")),
     "a group in a group": (lambda: plan([[["emb"], "head"]]),
      TypeError("units must be a list of paths or globs; found ['emb']")),
     "a path and a group of a mapping": (lambda: plan({"head": {}, ("emb", "head"): {}}),
@@ -80,18 +73,11 @@ CASES: dict[str, tuple[Callable[[], object], Exception]] = {
     # options of units
     "a dtype as precision of a unit": (lambda: plan({"emb": {"precision": torch.float16}}),
      TypeError("precision must be a funcshard.MixedPrecision, or None; found torch.float16: for")),
-    "an offload of a unit that is no choice": (lambda: plan({"emb": {"offload": "cpu"}}),
-     TypeError("offload must be True or False; found 'cpu': use the overrides of a policy to")),
     "freed after forward and kept after backward": (lambda: plan({"emb": STAYS}),
      ValueError("must stay gathered after forward too; found that unit 'emb'")),
     "a copy that is freed": (lambda: plan({"emb": {"strategy": "no_shard", "reshard_after_forward": True}}),
      ValueError("unit 'emb': … the strategy 'no_shard' gathers none")),
-    "a root of copies that is freed": (lambda: plan({"": {"reshard_after_forward": True}}, strategy="no_shard"),
-     ValueError("unit '(root)': … leave it out, or choose 'full_shard'")),
     "ranks that are no divisor": (lambda: plan(["head"], params=HEAD, reshard_after_forward=3), RANKS),
-    "ranks of a unit that are no divisor": (lambda: plan({"head": {"reshard_after_forward": 3}}), RANKS),
-    "too many ranks": (lambda: plan(["head"], params=HEAD, reshard_after_forward=8),
-     ValueError("divides the 4 ranks of the shard axis; found 8 for unit 'head'")),
     "ranks that copies are kept on": (lambda: plan(["head"], params=HEAD, reshard_after_forward=2, strategy="no_shard"),
      ValueError("reshard_after_forward=2 frees gathered")),
     "ranks, and kept after backward": (lambda: plan({"head": STAYS}, params=HEAD, reshard_after_forward=2),
@@ -99,31 +85,21 @@ CASES: dict[str, tuple[Callable[[], object], Exception]] = {
     # leaves
     "a float": (lambda: leaf(1.0), TypeError("leaf 'a.w' must be a torch.Tensor; found float: move it out")),
     "a module": (lambda: leaf(nn.Linear(1, 1)), TypeError("found Linear: call apply, params, buffers =")),
-    "TwoTensor": (lambda: leaf(TwoTensor(torch.ones(3), torch.zeros(3))), OWN_OPERATIONS),
     "__torch_dispatch__": (lambda: leaf(torch.ones(3).as_subclass(Dispatches)), OWN_OPERATIONS),
     "__torch_function__": (lambda: leaf(torch.ones(3).as_subclass(Functions)), OWN_OPERATIONS),
     # local leaves
     "a dim that is a text": (lambda: local(head={"tensor": "0"}), AXES),
-    "a dim that is a flag": (lambda: local(head={"tensor": True}), AXES),
     "no cuts": (lambda: local(head={}), AXES),
     "no such dim": (lambda: local(head={"tensor": 2}),
      ValueError("local leaf 'head' is to be a slice along dim 2 for axis 'tensor'; found the shape (4, 5)")),
-    "no such dim from the end": (lambda: local(head={"tensor": -3}), ValueError("dim -3 for axis 'tensor'")),
-    "a scalar": (lambda: local(scale={"tensor": 0}), ValueError("dim 0 for axis 'tensor'; found the shape ()")),
     # keys
     "an empty key at the root": (lambda: plan(params={"": torch.ones(1)}),
      ValueError("a key of the container at the root of the tree is empty … name the key")),
-    "an empty key inside": (lambda: plan(params={"a": [{"": torch.ones(1)}]}),
-     ValueError("a key of the container at 'a.0' is empty")),
     "a dot at the end": (lambda: plan(params={"a.": torch.ones(1)}),
      ValueError("the leaf at 'a.' has an empty key in its path … rename the key")),
-    "a dot at the begin": (lambda: plan(params={"a": {".b": torch.ones(1)}}),
-     ValueError("the leaf at 'a..b' has an empty key in its path")),
     # precisions
     "an integer dtype": (lambda: fs.MixedPrecision(torch.int8),
      ValueError("param_dtype must be a floating-point torch.dtype … found torch.int8")),
-    "a complex dtype": (lambda: fs.MixedPrecision(buffer_dtype=torch.complex64),
-     ValueError("buffer_dtype must be … complex64")),
     "a class as a text": (lambda: fs.MixedPrecision(ignored_classes="x.Y"), TypeError("found 'x.Y': write ('x.Y',)")),
     "a class of no modules": (lambda: fs.MixedPrecision(ignored_classes=(int,)),
      TypeError("must be subclasses of torch.nn.Module … found <class 'int'>")),
@@ -132,18 +108,10 @@ CASES: dict[str, tuple[Callable[[], object], Exception]] = {
      TypeError("order must be a list of unit names; found the text 'ab': pass")),
     "no unit on demand": (lambda: fs.make_schedule(plan(["emb"]), on_demand=["x"]),
      ValueError("on_demand must name units of the plan; found 'x'; its units are ['emb']: list(plan.units)")),
-    "a text on demand": (lambda: fs.make_schedule(plan(["emb"]), on_demand="ab"),
-     TypeError("on_demand must be a list of unit names; found the text 'ab': pass")),
-    "no unit that is not saved": (lambda: fs.predict_events(plan(["emb"]), not_saved=["x"]),
-     ValueError("not_saved must name units of the plan; found 'x'; its units are")),
-    "a text that is not saved": (lambda: fs.predict_events(plan(["emb"]), not_saved="ab"),
-     TypeError("not_saved must be a list of unit names; found the text 'ab': pass ['ab']")),
     "a text that is recomputed": (lambda: fs.predict_events(plan(["emb"]), recomputed="ab"),
      TypeError("recomputed must be a list of unit names; found the text 'ab': pass ['ab']")),
     # policies
     "by no class": (lambda: fs.wrap.by_class(), TypeError("by_class takes … found none: write")),
-    "by the name of a class": (lambda: fs.wrap.by_class("Linear"), TypeError("by_class takes … found str: write")),
-    "by a class of no modules": (lambda: fs.wrap.by_class(int), TypeError("by_class takes … found int: write")),
 }  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -10,14 +9,10 @@ import torch
 from torch import nn
 
 import funcshard as fs
-from funcshard.core import cast_inputs, run_in_full_precision
-from funcshard.plan.precision import class_name, is_one_of
+from funcshard.core import cast_inputs
+from funcshard.plan.precision import class_name
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-MIXED = fs.MixedPrecision(
-    FP16, FP32, BF16, keep_low_precision_grads=True, cast_forward_inputs=True, cast_root_forward_inputs=False,
-    ignored_classes=(nn.LayerNorm, "elsewhere.RMSNorm"), full_precision_in_eval=True,
-)  # fmt: skip
 
 
 def plan_of(precision: Any, units: Any = (), tree: Any = None, **options: Any) -> fs.Plan:
@@ -30,25 +25,7 @@ def test_classes_are_kept_by_name_and_a_name_is_as_good():
     assert class_name(nn.LayerNorm) == "torch.nn.modules.normalization.LayerNorm"
 
 
-def test_subclasses_are_meant_too():
-    classes = (nn.BatchNorm1d, nn.SyncBatchNorm, nn.modules.batchnorm._BatchNorm, nn.LayerNorm)
-    assert [is_one_of(cls, fs.MixedPrecision().ignored_classes) for cls in classes] == [True, True, True, False]
-
-
 THREE = {name: torch.zeros(3) for name in "abc"}
-
-
-def test_a_plan_with_it_goes_through_json_and_has_a_fingerprint_of_its_own():
-    plans = [plan_of(precision, units) for precision in (None, fs.MixedPrecision(), MIXED) for units in ((), ("a",))]
-    assert [fs.Plan.from_json(plan.to_json()) for plan in plans] == plans
-    assert len({plan.fingerprint() for plan in plans}) == len(set(plans)) == len(plans)
-    for change in (
-        {"full_precision_in_eval": False}, {"reduce_dtype": None}, {"ignored_classes": ()}, {"output_dtype": FP32},
-        {"divide_before_reduce": True},
-    ):  # fmt: skip
-        other = plan_of(dataclasses.replace(MIXED, **change))
-        assert other.fingerprint() != plan_of(MIXED).fingerprint()
-        assert fs.Plan.from_json(other.to_json()) == other
 
 
 def test_the_outputs_that_a_plan_casts_are_the_whole_models_and_a_unit_has_its_own():
@@ -113,19 +90,6 @@ def test_two_flags_say_whose_inputs_are_cast(precision, root, cast):
     assert cast or (new_args is args and new_kwargs is kwargs)
 
 
-def test_a_full_precision_module_computes_in_its_dtype_and_returns_the_dtype_of_its_input():
-    seen = []
-
-    def run(x, *, scale, ids):
-        seen.append((x.dtype, scale.dtype, ids.dtype))
-        return {"out": x * scale, "ids": ids}
-
-    out = run_in_full_precision(FP32, run, (F.half(),), {"scale": D, "ids": I})
-    assert seen == [(FP32, FP32, torch.int64)]
-    assert (out["out"].dtype, out["ids"].dtype) == (FP16, torch.int64)
-    assert run_in_full_precision(FP32, lambda ids: ids / 2, (I,), {}).dtype == FP32  # no floating-point input, no cast back
-
-
 class Exact(nn.Sequential):
     """Computes in full precision."""
 
@@ -137,18 +101,3 @@ def test_a_unit_inside_a_full_precision_module_has_no_precision_unless_it_asks_f
     with pytest.warns(UserWarning, match="hold Exact"):
         plan = fs.make_plan(params, 2, units=units, precision=half)
     assert [plan.units[name].precision for name in units] == [half, None, None, half]
-
-
-def test_a_group_whose_other_module_computes_in_full_precision_keeps_one_module() -> None:
-    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 2))
-    apply, params, buffers = fs.make_functional(net)
-    with pytest.warns(UserWarning, match="hold BatchNorm1d: '1' become units of their own"):
-        plan = fs.make_plan(params, 2, units=[["0", "1"]], precision=fs.MixedPrecision(BF16))
-    assert [(unit.name, unit.members) for unit in plan.unit_list] == [("", ()), ("0+1", ("0",)), ("1", ())]
-    assert fs.Plan.from_json(plan.to_json()) == plan
-
-    def main(mesh):
-        sharded = fs.fully_shard(apply, plan, mesh)
-        return sharded(fs.shard(params, plan, mesh), buffers, torch.ones(3, 2)).dtype
-
-    assert fs.simulate(main, 2) == [BF16] * 2

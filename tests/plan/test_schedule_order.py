@@ -65,14 +65,3 @@ BACKWARD = {
 @pytest.mark.parametrize(("options", "wanted"), BACKWARD.values(), ids=BACKWARD)
 def test_backward(options, wanted):
     assert backward("dcba", **options) == wanted
-
-
-def test_backward_gathers_again_after_a_release_and_first_of_all_what_it_reaches_first():
-    machine = BackwardOrder(Schedule(("a", "b"), True, "pre", 1), "ba")
-    machine.expect([(0, 0), (1, 1)])
-    assert machine.prefetch(-1, most=1) == [0]
-    assert not machine.gather(0)
-    machine.reach(0)
-    assert machine.prefetch(-1, most=1) == [1]  # what is in use is not gathered
-    machine.release(0)
-    assert machine.gather(0)

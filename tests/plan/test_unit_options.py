@@ -5,7 +5,6 @@ import torch
 
 import funcshard as fs
 from funcshard.plan import unit_mode
-from funcshard.plan.unit_options import read_units
 
 BLOCKS = [{"up": torch.zeros(4, 3), "norm": torch.zeros(3)} for _ in range(3)]
 PARAMS = {"embed": {"w": torch.zeros(5, 4)}, "blocks": BLOCKS, "head": {"w": torch.zeros(4, 5)}}
@@ -83,11 +82,6 @@ def test_units_of_a_policy_and_groups_add_up_and_keep_their_overrides():
     plan = fs.make_plan(dict(net.named_parameters()), 2, units=units)
     found = {name: (unit.strategy, unit.offload) for name, unit in plan.units.items()}
     assert found == {"norm": ("no_shard", False), "a+b": ("full_shard", True)}
-
-
-def test_units_come_in_the_order_in_which_they_are_named():
-    paths, _ = read_units(["head", "blocks.*", ["embed"]], [("embed",), ("blocks.10",), ("blocks.9",), ("head",)])
-    assert list(paths) == ["head", "blocks.9", "blocks.10", "embed"]
 
 
 N, F = "no_shard", "full_shard"

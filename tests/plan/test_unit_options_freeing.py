@@ -26,14 +26,11 @@ FREED = [  # strategy, option, overrides, and whether the root and two blocks ar
     ("full_shard", False, {}, [False, False, False]),
     ("full_shard", None, {"": {"reshard_after_forward": True}}, [True, True, True]),
     ("full_shard", None, {"blocks.1": {"reshard_after_forward": False}}, [False, True, False]),
-    ("full_shard", True, {"blocks.1": {"reshard_after_forward": None}}, [True, True, True]),
-    ("full_shard", False, {"": {"reshard_after_forward": None}}, [False, False, False]),
     ("full_shard", True, {"": {"reshard_after_forward": None}}, [False, True, True]),
     ("full_shard", True, {"blocks.0": {"strategy": "no_shard"}}, [True, False, True]),
     ("shard_grad_op", None, {}, [False, False, False]),
     ("shard_grad_op", True, {}, [True, True, True]),
     ("shard_grad_op", None, {"blocks.0": {"reshard_after_forward": True}}, [False, True, False]),
-    ("no_shard", None, {}, [False, False, False]),
     ("no_shard", False, {}, [False, False, False]),
 ]
 

@@ -20,13 +20,9 @@ def linear(n: int = 5) -> nn.Linear:
 
 MODELS = {
     "nested sequential": lambda: nn.Sequential(linear(), linear(), nn.Sequential(linear(), linear())),
-    "small list": lambda: nn.ModuleList([linear(), linear()]),
-    "list of one": lambda: nn.ModuleList([linear(10)]),
     "attention": lambda: nn.Sequential(linear(10), nn.MultiheadAttention(100, 1)),
     "list inside": lambda: nn.Sequential(linear(10), nn.ModuleList([linear(10)])),
-    "dict inside": lambda: nn.Sequential(nn.ModuleDict({"a": linear(), "b": nn.Sequential(linear(), linear())})),
     "transformer": lambda: nn.Transformer(8, 2, 2, 2, 16, batch_first=True),
-    "deep": lambda: nn.Sequential(nn.Sequential(nn.Sequential(linear(3), linear(4)), linear(2)), linear(9)),
     "shared by a parent": lambda: (lambda m: nn.Sequential(m, m, linear(2)))(linear()),
     "activations": lambda: nn.Sequential(linear(), nn.ReLU(), nn.Sequential(nn.GELU(), linear())),
 }
@@ -84,7 +80,6 @@ CHOSEN: dict[str, tuple[Any, Any, list[str]]] = {  # a module, a policy, and the
     "by_class: outer before inner": (mixed, wrap.by_class(nn.Linear, nn.Sequential), ["0", "0.0"]),
     "by_class: subclasses with parameters": (mixed, wrap.by_class(nn.modules.batchnorm._BatchNorm), ["2"]),
     "by_class: a shared module under its first name": (shared, wrap.by_class(nn.Linear), ["0.0", "1.1"]),
-    "by_class on meta": (on_meta, wrap.by_class(nn.Linear), ["0", "1"]),
     "by_size on meta": (on_meta, wrap.by_size(1000), ["1"]),
     "by_function: no root, nothing empty": (nested, wrap.by_function(lambda m: True), ["0", "2", "2.0", "2.1", "2.1.0"]),
     "by_function: what it says": (nested, wrap.by_function(large), ["0", "2.0", "2.1.0"]),
@@ -92,7 +87,6 @@ CHOSEN: dict[str, tuple[Any, Any, list[str]]] = {  # a module, a policy, and the
         three, wrap.any_of(wrap.by_class(nn.LayerNorm), wrap.by_class(nn.Linear), wrap.by_function(lambda m: True)),
         ["0", "1", "2"],
     ),
-    "any_of nothing": (three, wrap.any_of(), []),
 }  # fmt: skip
 
 
