@@ -83,19 +83,3 @@ def test_is_under_compares_whole_components() -> None:
 def test_natural_key_orders_numbers_as_numbers() -> None:
     paths = ["b.10.w", "b.2.w", "b.2", "a", "b", "layer10", "layer9", "b.1.w"]
     assert sorted(paths, key=tree.natural_key) == ["a", "b", "b.1.w", "b.2", "b.2.w", "b.10.w", "layer9", "layer10"]
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("os:system", "no loaded module has as a class"),
-        ("builtins:print", "no loaded module has as a class"),
-        ("antigravity:fly_to", "no loaded module has as a class"),
-        ("builtins:dict", "is no namedtuple"),
-        ("subprocess:Popen", "is no namedtuple"),
-    ],
-)
-def test_a_structure_calls_nothing_that_is_no_namedtuple(name: str, words: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match=f"'{name}', which {words}"):
-        tree.build(("namedtuple", name, (0,)), ["echo called"])
-    assert "called" not in capfd.readouterr().out

@@ -18,7 +18,6 @@ LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_
 WRONG: dict[str, tuple[dict[str, str | None], str]] = {
     "a rank that is no number": ({"RANK": "one"}, "RANK must be a whole number of at least 0, as torchrun sets it; found"),
     "a negative rank": ({"RANK": "-1"}, "RANK must be a whole number of at least 0, as torchrun sets it; found"),
-    "no ranks": ({"WORLD_SIZE": "0"}, "WORLD_SIZE must be a whole number of at least 1, as torchrun sets it; found"),
     "a rank too high": ({"RANK": "2"}, "RANK must be less than WORLD_SIZE, 2; found 2"),
     "no port": ({"MASTER_PORT": None}, "MASTER_PORT must be a whole number of at least 0, as torchrun sets it; found"),
     "no address": ({"MASTER_ADDR": None}, "MASTER_ADDR must name the machine of rank 0, because RANK"),

@@ -136,21 +136,6 @@ def test_grad_mode_is_the_callers_until_a_rank_sets_it(enabled: bool) -> None:
         assert torch.is_grad_enabled() == enabled
 
 
-def test_a_world_inside_a_rank() -> None:
-    def main(mesh: fs.Mesh) -> tuple[float, list[float], float]:
-        torch.manual_seed(mesh.rank)
-        first = add_up(mesh)
-        inner = fs.simulate(lambda m: fs.psum(torch.tensor(float(mesh.rank)), m).item(), 2)
-        add_up(mesh)
-        return first, inner, torch.rand(()).item()
-
-    def alone(rank: int) -> float:
-        torch.manual_seed(rank)
-        return torch.rand(()).item()
-
-    assert fs.simulate(main, 3) == [(3.0, [2.0 * rank] * 2, alone(rank)) for rank in range(3)]
-
-
 def test_init_mesh_inside_a_rank_is_the_mesh_of_the_rank() -> None:
     def main(mesh: fs.Mesh) -> tuple:
         assert fs.init_mesh() is mesh

@@ -29,16 +29,9 @@ SIZES = (0, 2, 3, 20_001)
 TEXTS = ("", "rank: ½", "long " * 10_000, "\0")
 
 
-def tensor_for(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a new tensor of one rank.
-
-    Its numbers have very different magnitudes, so that the sum over ranks depends on the order.
-    """
-    return drawn(rank, n, dtype).clone()
-
-
 @functools.cache  # every rank draws the tensors of all ranks, for every collective
 def drawn(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return numbers of very different magnitudes, so that their sum over ranks depends on the order."""
     g = torch.Generator().manual_seed(10 * rank + 1)
     if not dtype.is_floating_point:
         return torch.randint(-(2**40), 2**40, (n,), generator=g, dtype=dtype)
@@ -53,7 +46,7 @@ def run_collectives(mesh: fs.Mesh, backend: str) -> None:
         assert group.backend.reductions is not group.group
         mesh = fs.Mesh({"shard": group})
     for axis, dtype, n in itertools.product(("shard", "replicate"), DTYPES, SIZES):
-        parts = [tensor_for(rank, n, dtype) for rank in line(mesh.rank, dict(mesh.shape), axis)]
+        parts = [drawn(rank, n, dtype).clone() for rank in line(mesh.rank, dict(mesh.shape), axis)]
         for name, (out, meant) in results_of(getattr(mesh, axis), parts).items():
             assert torch.equal(out, meant), (name, axis, dtype, n)
 

@@ -430,15 +430,6 @@ def test_a_reduction_is_not_read_inside_a_mode_or_transform(meanwhile) -> None:
         assert torch.equal(torch.cat(finish(started)), some(0, LARGE) + some(1, LARGE))
 
 
-def test_a_reduction_begun_in_inference_mode_does_not_disturb_other_collectives() -> None:
-    with ranks() as world:
-        with torch.inference_mode():
-            started = [rank.reduce_scatter(some(rank.rank, LARGE)) for rank in world]
-        run_some(world)
-        with torch.inference_mode():
-            assert torch.equal(torch.cat(finish(started)), some(0, LARGE) + some(1, LARGE))
-
-
 @pytest.mark.parametrize(("size", "phase", "again"), [(2, 0, False), (2, 0, True), (3, 0, True), (3, 1, True)])
 def test_ranks_go_on_after_one_was_interrupted_in_a_wait(size, phase, again, monkeypatch) -> None:
     with ranks(size) as world:

@@ -8,7 +8,6 @@ import io
 import os
 import pickle
 import threading
-import weakref
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -16,7 +15,7 @@ import torch
 import torch.multiprocessing  # registers how tensors are pickled for other processes
 
 from funcshard.comm.shm import pool as pools
-from funcshard.comm.shm.pool import Pool, fits, map_block, private_block, shared_block, tracked_view
+from funcshard.comm.shm.pool import Pool, private_block, shared_block
 from tests.comm.shm.leftovers import open_files
 
 needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd_create")
@@ -77,24 +76,6 @@ def test_memory_comes_back_from_garbage_and_from_another_thread(end) -> None:
     assert pool.made == 1
 
 
-@pytest.mark.parametrize("make", KINDS)
-def test_a_tensor_outlives_its_pool_and_keeps_its_own_memory_only(make) -> None:
-    pool = Pool(make)
-    gone = [pool.tensor(1000, torch.float32) for _ in range(3)]
-    kept = pool.tensor(1000, torch.float32).fill_(3.0)
-    weak = weakref.ref(pool)
-    del gone, pool
-    assert weak() is None
-    assert bool((kept == 3).all())
-    del kept  # its block has no pool to go back to
-
-
-def test_a_block_serves_sizes_above_half_of_its_own() -> None:
-    block = private_block(1 << 20)  # at two ranks a unit's gradients take half of this, and must not take it
-    sizes = ((1 << 19) - 4, 1 << 19, (1 << 19) + 4, 1 << 20, (1 << 20) + 4)
-    assert [fits(block, size) for size in sizes] == [False, False, True, True, False]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("make", KINDS)
 def test_an_idle_block_is_dropped(make, monkeypatch) -> None:
@@ -143,33 +124,3 @@ def test_a_tensor_in_a_block_can_be_copied_and_sent(name, make) -> None:
     del tensor
     pool.tensor(5000, torch.float32).zero_()
     assert torch.equal(copied, torch.arange(5000.0))
-
-
-@needs_memfd
-def test_a_mapping_made_in_inference_mode_can_be_written_to_in_every_mode() -> None:
-    block = shared_block(100)
-    with torch.inference_mode():
-        theirs = map_block(block.file)
-        theirs.fill_(1)
-    theirs.fill_(2)
-    assert block.tensor(100, torch.uint8).sum() == 200
-
-
-@pytest.mark.slow
-@needs_memfd
-def test_a_tracked_view_tells_once_that_it_is_gone_and_keeps_the_memory_until_then() -> None:
-    block, ends, before = shared_block(100), [], open_files()
-    theirs = map_block(block.file)
-    assert open_files() == before  # mapping a block of another process keeps no file open
-    gone = weakref.ref(theirs)
-    whole = tracked_view(theirs, 20, torch.float32, lambda _: ends.append(1))
-    part = whole[3:]
-    del theirs, whole
-    gc.collect()
-    assert gone() is not None
-    part.fill_(7.0)
-    assert block.tensor(20, torch.float32).tolist() == [0.0] * 3 + [7.0] * 17
-    assert not ends
-    del part
-    assert ends == [1]
-    assert gone() is None
