@@ -35,6 +35,7 @@ LONG = {"cell": 16, "text": 30}  # characters of a word that a line holds, also 
 UNIT = re.compile(r"(?<=\d) (?=(?:%|[mµ]?s|[KMGT]i?B|B)(?:[ ,;:)<]|$))")  # between a number and its unit
 # A cell of a number and few words, such as "1.2 (1.1–1.3)": one line, where the screen has room.
 NUMBER = re.compile(r"(<td[^>]*>)(?=[^<]{3,26}</td>)(\d[^< ]* [^<]*)(</td>)")
+LINE = re.compile(r'<span id="__span[\d-]+">(?:<a [^>]*></a>)?(?=(?:<span class="w">)?( *))')
 OPTION = re.compile(r"(?<=[\s>])--[a-z][\w-]*")
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -90,7 +91,9 @@ def on_page_content(html: str, **_: Any) -> str:
     pieces = BLOCK.split(CELL.sub(cell, html))
     for number, piece in enumerate(pieces):
         if number % 2:  # a block of code, in which no line breaks inside "--"
-            pieces[number] = OPTION.sub(lambda match: f'<span class="word">{match[0]}</span>', piece)
+            piece = OPTION.sub(lambda match: f'<span class="word">{match[0]}</span>', piece)
+            # What wraps is indented by more than its line.
+            pieces[number] = LINE.sub(lambda match: f'<span class="line" style="--indent:{len(match[1])}">', piece)
         else:
             pieces[number] = IN_CODE.sub(lambda match: breakable(match[0], LONG["text"]), piece)
     html = TITLE.sub(lambda match: match[1] + breakable(match[2], LONG["cell"]), "".join(pieces))
