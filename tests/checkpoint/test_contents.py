@@ -13,7 +13,7 @@ import torch
 
 import funcshard as fs
 from funcshard.checkpoint import contents, save_restore, writer
-from tests.checkpoint.test_contents_hostile import INDEX, forge, write_forged
+from tests.checkpoint.test_contents_hostile import INDEX, forge
 from tests.json_damage import changed_once
 
 PLAN = fs.make_plan({"w": torch.zeros(40, 3), "b": torch.zeros(5)}, 2, units=["b"])
@@ -55,7 +55,7 @@ def test_a_bit_anywhere_is_seen(folder: Path) -> None:
     draw = random.Random(0)
     for file in sorted((folder / "step-2").iterdir()):
         whole = file.read_bytes()
-        for _ in range(12 if whole else 0):  # the file of the lock is empty
+        for _ in range(6 if whole else 0):  # the file of the lock is empty
             index = draw.randrange(len(whole))
             file.write_bytes(whole[:index] + bytes([whole[index] ^ (1 << draw.randrange(8))]) + whole[index + 1 :])
             with pytest.raises(ValueError, match=r"is damaged|this version of funcshard"):
@@ -102,14 +102,6 @@ def test_the_last_is_the_one_saved_last_whatever_its_name(folder: Path) -> None:
     assert fs.latest(folder) == folder / "a-first"
 
 
-def test_a_checkpoint_of_an_older_format_says_how_to_read_it(folder: Path) -> None:
-    write_forged(folder / "step-2" / INDEX, "funcshard.checkpoint/2", "{}")
-    (folder / "step-2" / ".metadata").touch()
-    words = r"of format 'funcshard\.checkpoint/2'; this version of funcshard reads .*: import_dcp\(path, plan, mesh\) reads"
-    with pytest.raises(ValueError, match=words):
-        fs.restore(folder / "step-2")
-
-
 def test_the_table_says_what_is_there(folder: Path) -> None:
     described = fs.restore(folder / "step-2")
     lines = str(described).splitlines()
@@ -151,13 +143,8 @@ THERE: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing but another program's index": (
         lambda path: (path.mkdir(), (path / "index.json").write_text('{"a": 1}')), "a folder that holds 'index.json'"
     ),
-    "a checkpoint of FSDP2": (lambda path: shutil.copytree(DATA / "fsdp2", path), r"a folder that holds '\.metadata'"),
     "one that FSDP2 is writing": (
         lambda path: (path.mkdir(), (path / "__0_0.distcp").write_bytes(b"x")), r"a folder that holds '__0_0\.distcp'"
-    ),
-    "a folder of Hugging Face": (
-        lambda path: (path.mkdir(), (path / "config.json").touch(), (path / "model.safetensors").touch()),
-        "a folder that holds 'config.json'",
     ),
     "a link to a checkpoint": (lambda path: path.symlink_to("step-1"), "a link"),
 }  # fmt: skip
@@ -224,7 +211,7 @@ def test_links_are_neither_counted_nor_followed_when_old_ones_go(folder: Path) -
     assert fs.restore(folder / "best").values["step"] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [INDEX, "*-0.json"])
 def test_every_small_change_of_a_file_with_a_right_checksum_is_read_or_is_a_value_error(name: str, folder: Path) -> None:
     path, errors = folder / "step-2", 0
@@ -241,11 +228,3 @@ def test_every_small_change_of_a_file_with_a_right_checksum_is_read_or_is_a_valu
         except ValueError:
             errors += 1
     assert 100 < errors < 200
-
-
-def test_an_index_of_several_plans_is_read_as_it_was_written(tmp_path: Path) -> None:
-    params = {str(unit): {str(leaf): torch.zeros(2) for leaf in range(3)} for unit in range(5)}
-    plans = {key: fs.make_plan(params, 1, units=["*"]) for key in ("one", "other")}
-    state = {key: fs.shard(params, plan, fs.Mesh()) for key, plan in plans.items()}
-    fs.save(tmp_path / "whole", state, plans, fs.Mesh())
-    assert fs.restore(tmp_path / "whole").plan == plans

@@ -49,9 +49,9 @@ def loss_of(out: torch.Tensor) -> torch.Tensor:
     return (out - 1).square().mean()
 
 
-def torchs(net: nn.Module, case: str) -> list[O.Optimizer]:
+def torchs(net: nn.Module, case: str, cases: Any = CASES) -> list[O.Optimizer]:
     """Return torch's optimizers of the unsharded module, with the parameter groups of the case."""
-    cls, options, groups = CASES[case]
+    cls, options, groups, *_ = cases[case]
     params = dict(net.named_parameters())
     plan = fs.make_plan({name: leaf.detach() for name, leaf in params.items()}, 1)
     group_of, more = group_leaves(plan, groups)
@@ -200,11 +200,6 @@ def saved(case: str) -> dict[str, Any]:
     return state_of(net, optimizers)
 
 
-def with_another_step(state_dict: dict) -> dict:
-    state = state_dict["state"]
-    return {**state_dict, "state": {**state, "norm.bias": {**state["norm.bias"], "step": torch.tensor(7.0)}}}
-
-
 PLAIN = lambda plan, mesh: pair_of("AdamW", plan, mesh)  # noqa: E731
 UNFIT: dict[str, tuple[Any, Any, str]] = {  # a change of AdamW's state, which optimizer takes it, and words
     "a prefix": (
@@ -212,7 +207,7 @@ UNFIT: dict[str, tuple[Any, Any, str]] = {  # a change of AdamW's state, which o
         r"must hold the state of every trainable leaf; missing: .* carry the prefix 'module\.' .* call torch\.nn",
     ),
     "another step": (
-        with_another_step, PLAIN,
+        lambda s: {**s, "state": {**s["state"], "norm.bias": {**s["state"]["norm.bias"], "step": torch.tensor(7.0)}}}, PLAIN,
         r"'step' must be the same for all leaves of a flat buffer .* 7\.0 for 'norm\.bias'.*: give one a group",
     ),
     "of another class": (

@@ -263,11 +263,6 @@ def test_a_tied_parameter_is_written_once_and_read_under_any_of_its_names(tmp_pa
     assert shards[""]["float32"].tolist() == [1.0] * 15
 
 
-def _file(tmp_path: Path) -> Path:
-    safetensors.torch.save_file({"w": torch.zeros(300)}, tmp_path / "model.safetensors")
-    return tmp_path / "model.safetensors"
-
-
 BAD = {
     "a header that is a hole of 1 TB": (
         lambda path: (path.write_bytes((2**40 - 8).to_bytes(8, "little")), os.truncate(path, 2**40)), ValueError,
@@ -301,7 +296,8 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_what_cannot_be_read_is_said(name: str, tmp_path: Path) -> None:
     harm, kind, words = BAD[name]
-    harm(_file(tmp_path))
+    safetensors.torch.save_file({"w": torch.zeros(300)}, tmp_path / "model.safetensors")
+    harm(tmp_path / "model.safetensors")
     with pytest.raises(kind, match=words):
         fs.import_safetensors(tmp_path, fs.make_plan({"w": torch.zeros(300)}, 1), fs.Mesh())
 

@@ -243,13 +243,11 @@ def test_a_plan_from_json_without_names_keeps_the_sorted_order():
 O = torch.optim  # noqa: E741
 
 
-def two_groups(plan: fs.Plan, mesh: fs.Mesh) -> Any:
-    return fs.torch_optimizer(O.AdamW, lr=0.1, groups=[{"paths": ["a"], "lr": 0.2}], plan=plan, mesh=mesh)
-
-
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": lambda plan, mesh: fs.torch_optimizer(O.AdamW, lr=0.1),
-    "AdamW groups": two_groups,
+    "AdamW groups": lambda plan, mesh: fs.torch_optimizer(
+        O.AdamW, lr=0.1, groups=[{"paths": ["a"], "lr": 0.2}], plan=plan, mesh=mesh
+    ),
     "SGD with momentum": lambda plan, mesh: fs.torch_optimizer(O.SGD, lr=0.1, momentum=0.9),
     "SGD without state": lambda plan, mesh: fs.torch_optimizer(O.SGD, lr=0.1),
     "Adamax": lambda plan, mesh: fs.torch_optimizer(O.Adamax, lr=0.1),

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,27 +30,12 @@ SIZES = ["--width", "32", "--layers", "1", "--heads", "2", "--context", "32"]
 TRAIN = ["-m", "funcshard", "train", *SIZES]
 
 
-Started = subprocess.Popen[str] | Command
-
-
-def start(*words: str, forked: bool = False) -> Started:
-    """Start a command, in a new interpreter or forked from a process that has imported torch."""
+def start(*words: str) -> Command:
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default", "TERM": "dumb"}
-    if forked:
-        return Command(words, env)
-    return subprocess.Popen(
-        [sys.executable, *words],
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    return Command(words, env | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default", "TERM": "dumb"})
 
 
-def finish(process: Started, code: int, timeout: float = 90) -> tuple[str, str]:
+def finish(process: Command, code: int, timeout: float = 90) -> tuple[str, str]:
     """Wait for a command, check its exit code, and return its output."""
     try:
         out, err = process.communicate(timeout=timeout)
@@ -63,11 +47,7 @@ def finish(process: Started, code: int, timeout: float = 90) -> tuple[str, str]:
     return out, err
 
 
-def run(*words: str, code: int = 0) -> tuple[str, str]:
-    return finish(start(*words), code)
-
-
-def wait_for(process: Started, text: str, name: str = "stdout") -> str:
+def wait_for(process: Command, text: str, name: str = "stdout") -> str:
     """Read a command's output until a line contains ``text``."""
     seen = ""
     for line in getattr(process, name):
@@ -111,9 +91,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.nightly
 def test_a_run_on_two_ranks_learns_and_saves_what_it_says(tmp_path: Path, text: Path) -> None:
-    out, err = run(
-        *TRAIN, "--text", str(text), "--steps", "60", "--batch", "8", "--lr", "5e-3", "--out", str(tmp_path / "new" / "o")
-    )
+    words = ["--steps", "60", "--batch", "8", "--lr", "5e-3", "--out", str(tmp_path / "new" / "o")]
+    out, err = finish(start(*TRAIN, "--text", str(text), *words), 0)
     metrics = check_result(tmp_path / "new" / "o", steps=60)
     assert metrics["mesh"] == {"replicate": 1, "shard": 2}
     assert metrics["validation"]["before"] > 5  # log(256) is 5.5
@@ -169,7 +148,7 @@ def test_a_signal_ends_it_after_the_step_and_saves(
     ranks: list[str], mesh: tuple[int, int], number: signal.Signals, everyone: bool, tmp_path: Path, text: Path
 ) -> None:
     words = [*TRAIN, *ranks, "--text", str(text), "--steps", "1000000", "--save-every", "1", "--out", str(tmp_path)]
-    process = start(*words, forked=True)
+    process = start(*words)
     before = wait_for(process, "Validation before")
     wait_for_a_checkpoint(tmp_path)
     (os.killpg if everyone else os.kill)(process.pid, number)
@@ -187,7 +166,7 @@ def test_a_signal_ends_it_after_the_step_and_saves(
 @pytest.mark.nightly
 def test_a_second_ctrl_c_ends_it_at_once() -> None:
     code = "from tests.demo.test_demo import launch, deaf; raise SystemExit(launch(deaf, ranks=2))"
-    process = start("-c", code, forked=True)
+    process = start("-c", code)
     wait_for(process, "busy")
     os.killpg(process.pid, signal.SIGINT)
     before = wait_for(process, "Stopping after this step", "stderr")

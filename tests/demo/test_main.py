@@ -81,13 +81,9 @@ def test_plan_takes_a_model_of_ones_own_on_the_meta_device(
 
 BAD = {
     "no ranks": ("plan --ranks 0", "argument --ranks/--gpus: must be a whole number, at least 1; found '0'"),
-    "two signs": ("plan --ranks +-3", "argument --ranks/--gpus: must be a whole number, at least 1; found '+-3'"),
     "a long seed": (f"train --seed {2**64}", "argument --seed: must be a whole number of at most 64 bits; found '1844"),
-    "layers": ("plan --layers 1000000", "argument --layers: must be at most 10,000; found '1000000'"),
     "width": ("train --width 999999999999", "argument --width: must be at most 1,048,576; found '999999999999'"),
-    "digits": (f"train --steps {'1' * 5000}", "argument --steps: must be a whole number, at least 0; found '1111"),
     "a model too large": ("train --width 1048576 --heads 1 --layers 1", "GiB: choose fewer --ranks, or a smaller model"),
-    "no number": ("train --steps many", "argument --steps: must be a whole number, at least 0; found 'many'"),
     "no rate": ("train --lr -1", "argument --lr: must be a positive number; found '-1'"),
     "strategy": ("train --strategy zero", "argument --strategy: invalid choice: 'zero'"),
     "replicas": ("train --ranks 3 --replicate 2", "--replicate must divide the number of ranks; found 2 and 3"),

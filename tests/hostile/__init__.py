@@ -1,6 +1,6 @@
 """The hostile campaign: seeded rounds of kills, stops, damaged files and misuse.
 
-``python -m pytest tests/hostile -m hostile`` runs a short part of each campaign, and
+``python -m pytest tests/hostile -m hostile --nightly`` runs a short part of each campaign, and
 ``--hostile-rounds full`` all of it; docs/reliability.md says what each campaign proves. The tests of
 the helpers themselves are in tests/test_hostile.py.
 

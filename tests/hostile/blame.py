@@ -33,17 +33,13 @@ def fault_of(error: BaseException, kinds: tuple[type[Exception], ...] = OURS) ->
     while where.tb_next is not None:
         where = where.tb_next
     code, place = where.tb_frame.f_code, f"{where.tb_frame.f_code.co_filename}:{where.tb_lineno}"
-    named = isinstance(error, OSError) and "OSError" in map(_name, kinds) and error.errno and error.filename
+    named = isinstance(error, OSError) and OSError in kinds and error.errno and error.filename
     raised = code.co_filename.startswith(_HOME) and code.co_code[where.tb_lasti] == _RAISE
     if not isinstance(error, kinds) or isinstance(error, _NEVER):
         return f"{type(error).__name__} is no error for users ({place}): {error}"
     if not str(error).strip():
         return f"{type(error).__name__} without words ({place})"
     return "" if named or raised else f"{type(error).__name__} was not raised by this library ({place}): {error}"
-
-
-def _name(kind: type[Exception]) -> str:
-    return kind.__name__
 
 
 def check_ours(error: BaseException, what: str, kinds: tuple[type[Exception], ...] = OURS) -> None:
@@ -54,11 +50,7 @@ def check_ours(error: BaseException, what: str, kinds: tuple[type[Exception], ..
 
 
 def outcome_of(call: Callable[[], Any], what: str, kinds: tuple[type[Exception], ...] = OURS) -> Any:
-    """Return the result of ``call()``, or its error if that is one of ours.
-
-    Raises:
-        AssertionError: it raised another error.
-    """
+    """Return the result of ``call()``, or its error if that is one of ours; another one is an ``AssertionError``."""
     try:
         return call()
     except (AssertionError, Exception) as error:

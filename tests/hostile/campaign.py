@@ -32,32 +32,19 @@ def slowness() -> float:
 
 @dataclass(slots=True)
 class Campaign:
-    """The rounds of one test.
+    """The rounds of one test."""
 
-    Attributes:
-        test: the test's node id, which pytest takes.
-        seed: the seed of the first round.
-        rounds: number of rounds; ``None`` for the short part, ``FULL`` for all.
-        counts: what the rounds did, such as ``{"rounds": 200, "kills": 230}``.
-        faults: the seed and the error of each round that failed.
-        seconds: how long all rounds took.
-    """
-
-    test: str
-    seed: int = 1
-    rounds: int | None = None
-    counts: Counter[str] = field(default_factory=Counter)
-    faults: list[tuple[int, str]] = field(default_factory=list)
-    seconds: float = 0.0
+    test: str  # the test's node id, which pytest takes
+    seed: int = 1  # of the first round
+    rounds: int | None = None  # None for the short part, FULL for all
+    counts: Counter[str] = field(default_factory=Counter)  # what the rounds did, such as {"rounds": 200, "kills": 230}
+    faults: list[tuple[int, str]] = field(default_factory=list)  # the seed and the error of each round that failed
+    seconds: float = 0.0  # that all rounds took
 
     def run(self, body: Callable[[Random], Mapping[str, int] | None], *, short: int, full: int, limit: float) -> None:
-        """Call ``body(draw)`` once a round, and raise after the last round if any failed.
+        """Call ``body(draw)`` once a round, ``short`` or ``full`` times, and raise at the end if any failed.
 
-        Arguments:
-            body: does one round with the random numbers of ``draw``; returns what it counted.
-            short: number of rounds of the short part.
-            full: number of rounds of the whole campaign.
-            limit: seconds after which a round counts as a hang; more on a loaded machine.
+        A round hangs if it takes longer than ``limit`` seconds, or more on a loaded machine.
         """
         rounds = {None: short, FULL: full}.get(self.rounds, self.rounds)
         assert rounds is not None

@@ -17,12 +17,12 @@ _RECORD = "hostile"
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("hostile", "the hostile campaign, python -m pytest tests/hostile -m hostile")
     group.addoption("--hostile-seed", type=int, default=1, help="seed of the first round of each campaign")
-    group.addoption("--hostile-rounds", type=_rounds, help="rounds of each campaign; 'full' for all (default: a short part)")
+    group.addoption(
+        "--hostile-rounds",
+        type=lambda text: FULL if text == "full" else int(text),
+        help="rounds of each campaign; 'full' for all (default: a short part)",
+    )
     group.addoption("--hostile-report", metavar="PATH", help="write what was counted to this file, as JSON")
-
-
-def _rounds(text: str) -> int:
-    return FULL if text == "full" else int(text)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -20,13 +20,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def enter_namespace(kinds: int) -> None:
-    """Move this process of one thread into new namespaces, as their root.
-
-    Skips the test if the system forbids it.
-
-    Arguments:
-        kinds: ``MOUNTS``, ``NETWORK`` or both.
-    """
+    """Move this process of one thread into new namespaces, as their root, or skip the test if the system forbids it."""
     user, group = os.getuid(), os.getgid()
     if _libc().unshare(_USERS | kinds):
         pytest.skip(f"the system forbids namespaces of one's own: {os.strerror(ctypes.get_errno())}")

@@ -43,14 +43,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 def in_nursery(fn: Callable[..., Any], *args: Any, limit: float) -> Any:
     """Return ``fn(*args)``, called in a new process whose descendants end with it.
 
-    Arguments:
-        fn: a function at the top level of a module.
-        args: its arguments; pickled, as the result is.
-        limit: seconds after which this raises ``TimeoutError``.
-
-    Raises:
-        AssertionError: ``fn`` raised; the message holds its traceback.
-        TimeoutError: it did not return in time.
+    If it has not returned after ``limit`` seconds, this raises ``TimeoutError``, and if it raised,
+    ``AssertionError`` with its traceback. Everything is pickled.
     """
     own, theirs = forking().Pipe()
     process: Any = forking().Process(target=_nurse, args=(theirs, fn, args))
@@ -92,17 +86,11 @@ def _nurse(connection: Connection, fn: Callable[..., Any], args: tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A process that ``spawn`` started.
-
-    Attributes:
-        pid: its process.
-        log: the file of its output.
-        phases: reads one byte for each call of ``enter`` in the process.
-    """
+    """A process that ``spawn`` started."""
 
     pid: int
-    log: Path
-    phases: int
+    log: Path  # of its output
+    phases: int  # reads one byte for each call of ``enter`` in the process
 
     def wait_for_phase(self, seconds: float) -> bool:
         """Wait until the process has called ``enter`` once more; return whether it did."""
@@ -113,29 +101,18 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a rank has ended.
+    """How a rank has ended."""
 
-    Attributes:
-        code: the exit code, or minus the signal.
-        error: the error that it raised, as ``Type: message``, or ``""``.
-        fault: why that is no error of this library, or ``""``.
-        output: what it printed.
-    """
-
-    code: int
-    error: str
-    fault: str
-    output: str
+    code: int  # the exit code, or minus the signal
+    error: str  # the error that it raised, as ``Type: message``, or ""
+    fault: str  # why that is no error of this library, or ""
+    output: str  # what it printed
 
 
 def spawn(fn: Callable[..., Any], *args: Any, log: Path, leave: Callable[[int], None] = os._exit) -> Rank:
     """Fork a process that calls ``fn(enter, *args)``; ``enter()`` tells that a phase begins.
 
-    Arguments:
-        fn: the work of the rank.
-        args: its further arguments.
-        log: a file for the output. The error goes to a file beside it.
-        leave: ends the process with an exit code.
+    Its output goes to ``log``, and its error to a file beside it. ``leave`` ends it with an exit code.
     """
     reads, writes = os.pipe()
     pid = os.fork()
@@ -170,11 +147,7 @@ def spawn(fn: Callable[..., Any], *args: Any, log: Path, leave: Callable[[int], 
 
 
 def wait_all(ranks: Sequence[Rank], seconds: float) -> list[Ended]:
-    """Wait until all ranks have ended, and return how; a loaded machine gets more time.
-
-    Raises:
-        AssertionError: some still run; the message holds their stacks.
-    """
+    """Wait until all ranks have ended, and return how; if some still run, raise with their stacks."""
     codes: dict[int, int] = {}
     end = time.monotonic() + seconds * slowness()
     while len(codes) < len(ranks) and time.monotonic() < end:
@@ -242,10 +215,7 @@ def end_all(pid: int) -> None:
 def check_nothing_left(files_before: Sequence[str], meant: Sequence[int] = (), *, seconds: float = 5.0) -> None:
     """Raise unless this process has no child, and no other open file than before.
 
-    Arguments:
-        files_before: the result of ``open_files`` before the round.
-        meant: children that the round left on purpose; they are ended here.
-        seconds: how long a child may take to end by itself.
+    Children that the round left on purpose, ``meant``, are ended here; others get ``seconds`` to end.
     """
     for pid in meant:
         with contextlib.suppress(ProcessLookupError):

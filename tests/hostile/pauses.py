@@ -17,13 +17,9 @@ __all__ = ["Pauses"]
 
 
 class Pauses:
-    """A thread that stops some of the ranks and lets them go on, again and again.
+    """A thread that stops some of the ranks for up to ``longest`` seconds, again and again.
 
-    Arguments:
-        draw: the random numbers.
-        ranks: the ranks.
-        longest: the longest pause, in seconds; most are much shorter.
-        counts: its entry ``"pauses"`` counts how many ranks were stopped.
+    Most pauses are much shorter. ``counts["pauses"]`` counts how many ranks were stopped.
     """
 
     def __init__(self, draw: Random, ranks: Sequence[Rank], longest: float, counts: Counter[str]) -> None:

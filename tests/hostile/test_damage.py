@@ -164,4 +164,4 @@ def test_a_damaged_file_gets_a_clear_error_or_the_data_is_right(campaign: Campai
             assert digest_of(folder) == before, f"{what}; reading changed the files"
             return {"damaged files": 1, **counts}
 
-    campaign.run(one, short=60, full=1000, limit=2 * HANG)
+    campaign.run(one, short=25, full=1000, limit=2 * HANG)

@@ -113,8 +113,9 @@ def write_in_trouble(folder: str, seed: int, how: str) -> dict[str, int]:
         check_all(checkpoints, done[False], done[True])
     write(checkpoints, 9, 2)
     check_all(checkpoints, 9, done[True])
-    hidden = sorted(path.name for path in checkpoints.iterdir() if path.name.startswith("."))
-    assert not hidden, f"leftovers after a save that succeeded: {hidden}"
+    left = [*checkpoints.rglob("*.part")]
+    left += [path for path in checkpoints.glob("step-*") if not (path / "index.json").exists()]
+    assert not left, f"leftovers after a save that succeeded: {left}"
     return dict(counts)
 
 

@@ -84,6 +84,7 @@ def empty_folder():
         yield Path(folder)
 
 
+@pytest.mark.nightly
 def test_ranks_killed_at_any_moment_end_in_time_and_lose_no_saved_step(campaign: Campaign) -> None:
     def one(draw: Random) -> dict[str, int]:
         with empty_folder() as folder:

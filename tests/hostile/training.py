@@ -33,31 +33,19 @@ SHAPES: tuple[Mapping[str, int], ...] = ({"shard": 2}, {"shard": 3}, {"replicate
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job of the campaign.
+    """A job of the campaign."""
 
-    Attributes:
-        folder: the folder of its checkpoints.
-        shape: the shape of its mesh.
-        shared_memory: whether ranks may use shared memory.
-        steps: number of steps.
-        every: number of steps between two saves.
-        waits: whether a save waits until the checkpoint is complete.
-        timeout, patience, give_up: see ``fs.init_mesh``.
-        forking: ranks that fork a child that outlives them.
-        digests: the digest of the state after each step, from a run in which nothing goes wrong.
-    """
-
-    folder: Path
+    folder: Path  # of its checkpoints
     shape: Mapping[str, int]
     shared_memory: bool = True
     steps: int = STEPS - 1
-    every: int = 2
-    waits: bool = False
-    timeout: float = 15.0
+    every: int = 2  # steps between two saves
+    waits: bool = False  # whether a save waits until the checkpoint is complete
+    timeout: float = 15.0  # as the next two, of fs.init_mesh
     patience: float = 1.0
     give_up: float = 10.0
-    forking: Sequence[int] = ()
-    digests: Sequence[str] = field(default=(), repr=False)
+    forking: Sequence[int] = ()  # ranks that fork a child that outlives them
+    digests: Sequence[str] = field(default=(), repr=False)  # of the state after each step, if nothing goes wrong
 
     @property
     def world_size(self) -> int:
@@ -66,12 +54,8 @@ class Job:
 
     @property
     def bound(self) -> float:
-        """Seconds in which the ranks end after one was killed.
-
-        A rank that connects to one that was killed waits for ``timeout``; the rest is for a loaded
-        machine.
-        """
-        return self.timeout + 30.0
+        """Seconds in which the ranks end after one was killed."""
+        return self.timeout + 30.0  # which a rank that connects waits for, and time for a loaded machine
 
     @property
     def checkpoints(self) -> Path:
@@ -154,10 +138,6 @@ class Store:
     """A process with the store where ranks meet, as torchrun's agent has one.
 
     Why a process: a store has threads, and a process that forks ranks must have none.
-
-    Attributes:
-        pid: the process.
-        port: the store's port.
     """
 
     pid: int
