@@ -185,7 +185,6 @@ def test_state_lasts_while_a_function_of_the_module_runs() -> None:
     both = apply.method(twice)
     expected = module.inner.lin(x) * 2 * 2 * 0.5
     assert torch.equal(both(params, buffers, x, scale=0.5), expected)
-    assert "twice" in repr(both)
     program = lambda model, x: model(x, scale=0.5)  # noqa: E731
     assert all(
         torch.equal(out, expected) for out in outputs_on(2, (both, params, buffers), x, ["inner.lin"], program=program)

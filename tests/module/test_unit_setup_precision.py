@@ -70,17 +70,6 @@ def test_evaluation_is_in_full_precision_where_it_should_be_and_training_before_
     assert all(torch.equal(buffers[name], value) and buffers[name].dtype == FP64 for name, value in before.items())
 
 
-def test_a_unit_in_evaluation_inside_a_model_in_training_casts_nothing_and_torch_says_so():
-    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
-    net[1].eval()
-    options = {"param_dtype": FP16, "cast_forward_inputs": True}
-    functional, x, units = fs.make_functional(net), torch.ones(2, 4), ["0", "1"]
-    (out,) = outputs_on(1, functional, x, units, precision=fs.MixedPrecision(**options, full_precision_in_eval=False))
-    assert out.dtype == FP16
-    with pytest.raises(RuntimeError, match="must have the same dtype"):
-        outputs_on(1, functional, x, units, precision=fs.MixedPrecision(**options, full_precision_in_eval=True))
-
-
 @crossed(cast=CASTING, full=EVALUATION)
 def test_a_root_that_owns_nothing_casts_its_inputs_in_evaluation_as_the_precision_says(cast, full):
     precision = fs.MixedPrecision(FP16, FP16, FP16, cast_forward_inputs=cast, full_precision_in_eval=full)

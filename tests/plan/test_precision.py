@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import funcshard as fs
-from funcshard.core import cast_inputs
+from funcshard.core import cast_inputs, run_in_full_precision
 from funcshard.plan.precision import class_name
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -88,6 +88,10 @@ def test_two_flags_say_whose_inputs_are_cast(precision, root, cast):
     dtypes = [FP16, torch.int64, torch.bool, FP16] if cast else [FP32, torch.int64, torch.bool, FP64]
     assert [x.dtype for x in (*new_args, *new_kwargs.values())] == dtypes
     assert cast or (new_args is args and new_kwargs is kwargs)
+
+
+def test_a_full_precision_module_without_a_floating_point_input_returns_what_it_computes():
+    assert run_in_full_precision(FP32, lambda ids: ids / 2, (I,), {}).dtype == FP32
 
 
 class Exact(nn.Sequential):
