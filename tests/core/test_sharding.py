@@ -86,7 +86,6 @@ PARAMS = {"w": W, "v": torch.zeros(2, 2)}
 NOT_THE_PLANS: list[tuple[Any, str]] = [  # tests/core/test_checksum.py has more
     ({**PARAMS, "u": W}, r"missing: nothing, unexpected: \['u'\]: make the plan from these params"),
     ({**PARAMS, "w": W.double()}, r"leaf 'w' .* dtype float32, as planned; found \(4,\) and float64"),
-    ({**PARAMS, "w": W.to("meta")}, "is on the meta device and has no values to cut; initialise it first, as in init_m"),
 ]
 
 
