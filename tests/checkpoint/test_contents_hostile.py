@@ -47,24 +47,16 @@ def write_forged(file: Path, kind: str, body: str) -> None:
     file.write_text(json.dumps({"format": kind, "sha256": hashlib.sha256(body.encode()).hexdigest()}) + f"\n{body}\n")
 
 
-def put(name: str, *keys: Any, value: Any) -> Harm:
-    """Return a change that puts a value somewhere into the body of a text file."""
+def put(name: str, *keys: Any, value: Any = ...) -> Harm:
+    """Return a change that puts a value somewhere into the body of a text file, or takes out what is there."""
 
     def change(body: Any) -> None:
         for key in keys[:-1]:
             body = body[key]
-        body[keys[-1]] = value
-
-    return lambda folder: forge(folder / name, change)
-
-
-def without(name: str, *keys: str) -> Harm:
-    """Return a change that takes a value out of the body of a text file."""
-
-    def change(body: Any) -> None:
-        for key in keys[:-1]:
-            body = body[key]
-        del body[keys[-1]]
+        if value is ...:
+            del body[keys[-1]]
+        else:
+            body[keys[-1]] = value
 
     return lambda folder: forge(folder / name, change)
 
@@ -101,18 +93,18 @@ CASES: dict[str, tuple[Harm, str]] = {
     },
     "a folder in the place of the tensors": (replaced(TENSORS, Path.mkdir), "found a folder"),
     # Text that is none.
-    "an empty index": (lambda folder: (folder / INDEX).write_bytes(b""), NOT_OURS),
     "an index that is no text": (lambda folder: (folder / INDEX).write_bytes(b"\xff\xfe\x00\x01\n\xff"), "no text in UTF-8"),
     "half an index": (lambda folder: os.truncate(folder / INDEX, 700), "its checksum is not the one that"),
     "a missing table": (lambda folder: (folder / TABLE).unlink(), rf"{TABLE} is missing, so the checkpoint is not complete"),
     "missing tensors": (lambda folder: (folder / TENSORS).unlink(), rf"{TENSORS} is missing, so the checkpoint is not"),
     "half of the tensors": (lambda folder: os.truncate(folder / TENSORS, 800), r"safetensors is damaged: it has 800 bytes"),
     # JSON that is no index.
-    "a list": (text(INDEX, "[]"), "the file must be an object"),
     "a number of 5,000 digits": (text(INDEX, '{"saved": 1' + "0" * 5000 + "}"), NOT_OURS),
-    "a key twice": (text(INDEX, '{"save": "a", "save": "b"}'), "it has the key 'save' twice"),
     "lists 100,000 deep": (text(INDEX, "[" * 100_000), "nested in more than 500 levels"),
-    "a body that is cut off": (text(INDEX, '{"saved": 1, "plan": {'), "it is no JSON"),
+    "an older format": (
+        lambda folder: (write_forged(folder / INDEX, "funcshard.checkpoint/2", "{}"), (folder / ".metadata").touch()),
+        r"'funcshard\.checkpoint/2'; this version of funcshard reads .*: import_dcp\(path, plan, mesh\) reads",
+    ),
     "a later format": (
         lambda folder: write_forged(folder / INDEX, "funcshard.checkpoint/9", "{}"),
         r"index\.json is of format 'funcshard\.checkpoint/9'; this version of funcshard reads",
@@ -125,28 +117,14 @@ CASES: dict[str, tuple[Harm, str]] = {
         if (part, value) != ("outline", None)  # the state None
     },
     "a time before all times": (put(INDEX, "saved", value=-1), "saved must be a whole number from 0"),
-    **{f"an index without {part}": (without(INDEX, part), NOT_OURS) for part in PARTS},
+    **{f"an index without {part}": (put(INDEX, part), NOT_OURS) for part in PARTS},
     "no plan": (put(INDEX, "plan", value={}), NOT_OURS),
     "a plan of no entry": (planned(lambda plan: {"missing": plan}), NOT_OURS),
     "plans of two meshes": (planned(lambda plan: {"shards": plan, "step": OF_THREE_RANKS}), NOT_OURS),
     "a mesh of 2^60 ranks": (put(INDEX, "plan", "mesh_shape", value=[1, 2**60]), "must be those of make_plan"),
-    "a shape of 2^60": (
-        put(INDEX, "plan", "unit_list", 0, "buffers", 0, "leaves", 0, "shape", value=[2**60, 2**60]),
-        "must fit the mesh",
-    ),
-    "a negative shape": (
-        put(INDEX, "plan", "unit_list", 0, "buffers", 0, "leaves", 0, "shape", value=[-1]), "shape must be a list",
-    ),
-    "a dtype that is a module": (put(INDEX, "plan", "unit_list", 0, "buffers", 0, "dtype", value="onnx"), "no|not the name"),
-    "a leaf with a field of a later version": (
-        put(INDEX, "plan", "unit_list", 0, "buffers", 0, "leaves", 0, "color", value="red"), "no other keys .* 'color'",
-    ),
     "a container that is a program": (
         put(INDEX, "outline", value=["namedtuple", ["command"], "os:system", [["value", "echo called"]]]),
         "top level of the loaded module 'os'",
-    ),
-    "a container of a module that is not loaded": (
-        put(INDEX, "outline", value=["namedtuple", ["x"], "antigravity:Thing", [["value", 1]]]), "import the module first",
     ),
     "a custom node of a class that is no container": (
         put(INDEX, "outline", value=["custom", None, ["subprocess:Popen", None], [["value", "echo called"]]]),
@@ -164,9 +142,6 @@ CASES: dict[str, tuple[Harm, str]] = {
         put(INDEX, "outline", value=["shards", "list", [["", "float32", ["shards", "list", []]]]]), NOT_OURS
     ),
     "a rank's value that is not there": (put(INDEX, "outline", value=["rank", 7]), "has 1 PerRank values"),
-    "a dictionary with too few keys": (
-        put(INDEX, "outline", value=["dict", None, ["a"], [["value", 1], ["value", 2]]]), NOT_OURS,
-    ),
     "a tensor of too few facts": (put(INDEX, "stored", "whole", value=["whole"]), "must be a list of 6"),
     "a token that names another folder": (put(INDEX, "save", value="../12345"), "save must be 8 hexadecimal digits"),
     "a namedtuple with too few fields": (
@@ -176,15 +151,15 @@ CASES: dict[str, tuple[Harm, str]] = {
     # Tables.
     "a tensor at -1": (put(TABLE, "places", "whole", 0, value=-1), "must be a whole number from 0"),
     **{
-        f"a table without {part}": (without(TABLE, part), NO_TABLE)
+        f"a table without {part}": (put(TABLE, part), NO_TABLE)
         for part in ("save", "own", "stored", "size", "header", "places")
     },
     "another size": (put(INDEX, "bytes", value=1), NOT_OURS),
     "a table of another save": (put(TABLE, "save", value="00000000"), "belongs to another checkpoint"),
     "too few checksums": (put(TABLE, "places", "whole", 2, value=[]), NOT_OURS),
-    "no shard": (without(TABLE, "places", "shards.float32"), "it holds 0: restore another"),
+    "no shard": (put(TABLE, "places", "shards.float32"), "it holds 0: restore another"),
     "a shard that is too small": (put(TABLE, "places", "shards.float32", 1, value=4), "it holds 4: restore another"),
-    "no tensor of the rank": (without(TABLE, "places", "own.rng"), "must hold 12 bytes of 'own.rng' at 0; it holds 0"),
+    "no tensor of the rank": (put(TABLE, "places", "own.rng"), "must hold 12 bytes of 'own.rng' at 0; it holds 0"),
     "values of a rank inside each other": (
         lambda folder: [
             put(TABLE, "own", value=[["value", 1], *(["rank", i] for i in range(3000))])(folder),
@@ -200,8 +175,10 @@ MESH = fs.Mesh()
 PLAN = fs.make_plan(PARAMS, MESH, units=["b"])
 
 # In these, the checksums of what is described are right, and only a reader of tensors sees it.
-UNREAD = ("no shard", "a shard that", "a container that", "a container of", "a custom node", "a rank's value that is not",
-          "values of a rank", "a list with", "a tensor that", "shards in", "a named", "too few", "no tensor")  # fmt: skip
+UNREAD = (
+    "no shard", "a shard that", "a container that", "a custom node", "a rank's value that is not",
+    "values of a rank", "a list with", "a tensor that", "shards in", "a namedtuple", "too few", "no tensor",
+)  # fmt: skip
 # In these, no rank that restores needs what is wrong.
 UNNEEDED = ("another size",)
 

@@ -15,7 +15,6 @@ PLAN = fs.make_plan({"w": torch.zeros(2)}, MESH)
 FOLDERS: dict[str, tuple[list[str], str]] = {
     "orbax": (["_METADATA", "_CHECKPOINT_METADATA", "d/x", "manifest.ocdbt"], "of orbax: restore it with orbax"),
     "DeepSpeed": (["latest", "zero_to_fp32.py", "global_step9/x"], r"of DeepSpeed: run its zero_to_fp32\.py"),
-    "a step of DeepSpeed": (["mp_rank_00_model_states.pt"], r"of DeepSpeed: run its zero_to_fp32\.py"),
     "Lightning": (["epoch=1.ckpt"], "of Lightning: read a file with state_dict = torch.load"),
     "DCP": ([".metadata", "__0_0.distcp"], r"of torch\.distributed\.checkpoint: import_dcp\(path, plan, mesh\)"),
     "Hugging Face": (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import resource
 import signal
 import sys
@@ -30,8 +29,8 @@ FIRST = "4 ranks, every layer"
 PLAN2 = make_plan("2 ranks, the root alone")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["AdamW", "TorchOpt's AdamW"])
+@pytest.mark.nightly(one_in=2)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_same_comes_back_to_the_bit_and_under_every_plan_what_replan_makes(optimizer: str, tmp_path: Path) -> None:
     plan = make_plan(FIRST)
 
@@ -45,7 +44,10 @@ def test_the_same_comes_back_to_the_bit_and_under_every_plan_what_replan_makes(o
     for which in MESHES:
         new = make_plan(which)
         restored = fs.simulate(lambda mesh, new=new: fs.restore(tmp_path / "a", new, mesh), MESHES[which][0])
-        assert all(map(equal, restored, fs.replan(states, plan, new)))
+        replanned = fs.replan(states, plan, new)
+        assert all(map(equal, restored, replanned))
+        for state, again in zip(states, fs.replan(replanned, new, plan), strict=True):
+            assert equal(again, {**state, "own": again["own"]})  # which is that of a rank of the other mesh
 
 
 @on_ranks(2)
@@ -99,15 +101,15 @@ def test_a_save_after_another_uses_its_memory_again_and_changes_neither(tmp_path
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere priorities are those of processes")
-@pytest.mark.parametrize("wait", [True, False], ids=["waiting", "in the background"])
 def test_a_thread_that_saves_while_training_goes_on_has_low_priority(
-    wait: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, write, own = [], writer.Writer.write, os.getpriority(os.PRIO_PROCESS, 0)
     seen = lambda work: found.append(os.getpriority(os.PRIO_PROCESS, 0)) or write(work)  # noqa: E731
     monkeypatch.setattr(writer.Writer, "write", seen)
-    fs.save(tmp_path / "a", {"x": torch.ones(3)}, make_plan("one rank"), fs.Mesh(), wait=wait).wait()
-    assert found == [own if wait else max(own, writer.NICENESS)]
+    for wait in (True, False):
+        fs.save(tmp_path / "a", {"x": torch.ones(3)}, make_plan("one rank"), fs.Mesh(), wait=wait).wait()
+    assert found == [own, max(own, writer.NICENESS)]
     assert os.getpriority(os.PRIO_PROCESS, 0) == own
 
 
@@ -181,8 +183,8 @@ def test_damage_that_one_rank_meets_is_raised_on_all(mesh: fs.Mesh, tmp_path: Pa
 
 def fails_on_one(mesh: fs.Mesh, folder: str) -> tuple[str, list[str], float]:
     """Save where rank 1 cannot; return the error, what is in the folder, and a sum over the ranks afterwards."""
-    # Why so large: no earlier test has left a rank free memory of that size.
-    params = {"w": torch.zeros(1 << 27)}
+    # Why so large: the system takes memory of that size back, so no earlier test has left a rank some.
+    params = {"w": torch.zeros(1 << 25)}
     plan = fs.make_plan(params, mesh)
     shards = fs.shard(params, plan, mesh)
     limit = resource.getrlimit(resource.RLIMIT_AS)
@@ -283,18 +285,6 @@ def test_a_plan_of_other_dtypes_is_said_with_the_checkpoint_and_cast_converts(me
     optimizer.step(grads, train.opt_state, train.shards)  # AdamW's averages are of the new dtype too
     same = fs.restore(tmp_path / "a", plan, mesh, cast=True)["train"]
     assert equal(same.shards, shards)
-
-
-def test_a_checkpoint_names_the_classes_of_this_library_as_its_users_do(tmp_path):
-    mesh = fs.Mesh()
-    plan = fs.make_plan({"w": torch.ones(2)}, mesh)
-    shards = fs.shard({"w": torch.ones(2)}, plan, mesh)
-    state = fs.TrainState(shards, {}, {}, 0, fs.GradScaler().init(mesh))
-    fs.save(tmp_path / "state", state, plan, mesh).wait()
-    text = (tmp_path / "state" / "index.json").read_text()
-    assert '"funcshard:TrainState"' in text
-    assert '"funcshard:ScalerState"' in text
-    assert re.findall(r'"funcshard\.[\w.]*:\w+"', text) == []
 
 
 @on_ranks(2)
