@@ -96,7 +96,7 @@ def look_after(folder: str) -> list[str]:
     return [*said, f"{ended.code} {ended.error} {ended.fault}", said_by(lambda: check_nothing_left(before, seconds=0.1))]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_linux
 def test_a_hang_a_child_and_a_file_that_are_left_are_seen(tmp_path: Path) -> None:
     hangs, file, ended, child = in_nursery(look_after, str(tmp_path), limit=30.0)
@@ -107,7 +107,7 @@ def test_a_hang_a_child_and_a_file_that_are_left_are_seen(tmp_path: Path) -> Non
     assert "processes are left" in child
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_linux
 def test_a_nursery_that_hangs_is_ended() -> None:
     with pytest.raises(TimeoutError, match=r"sleep has not returned within 0\.2 s"):

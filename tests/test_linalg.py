@@ -219,7 +219,7 @@ def test_results_of_whole_tensors_are_those_of_the_dense_matrix(law: str) -> Non
     on_mesh(None, law)
 
 
-@pytest.mark.nightly(one_in=4)
+@pytest.mark.nightly(one_in=7)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("law", LAWS)
 def test_results_of_shards_are_those_of_the_dense_matrix_and_the_same_on_every_mesh(law: str, world: str) -> None:

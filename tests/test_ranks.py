@@ -63,7 +63,7 @@ def random_and_threads(mesh: fs.Mesh) -> tuple[float, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [run_ranks, run_simulated])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_every_rank_runs_and_its_result_comes_back_in_order(run, world_size):
     total = sum(range(10, 10 + world_size))
     assert run(add_up_ranks, world_size, 10) == [(rank, world_size, total) for rank in range(world_size)]
@@ -73,12 +73,12 @@ def test_every_rank_runs_and_its_result_comes_back_in_order(run, world_size):
 def test_ranks_have_one_thread_and_the_same_random_state_in_every_call(run):
     torch.manual_seed(0)
     expected = torch.rand(()).item()
-    assert run(random_and_threads, 2) == [(expected, 1)] * 2
-    assert run(random_and_threads, 2) == [(expected, 1)] * 2
+    for _ in range(2):
+        assert run(random_and_threads, 2) == [(expected, 1)] * 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", "hard to pickle"])
+@pytest.mark.nightly(one_in=2)
+@pytest.mark.parametrize("kind", ["hard to pickle", "plain"])
 def test_an_error_comes_with_its_rank_and_traceback_and_the_pool_goes_on(kind):
     before = run_ranks(pid, 3)
     assert run_ranks(pid, 2) == before[:2]  # processes are kept from call to call
@@ -128,7 +128,7 @@ def test_a_hang_shows_every_ranks_stack_within_the_limit_and_the_pool_works_agai
     assert run_ranks(add_up_ranks, 2, 0) == [(0, 2, 1), (1, 2, 1)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_process_that_ends_is_named_and_replaced_and_leaves_the_others_results_if_it_may_end():
     with pytest.raises(RuntimeError, match="a process ended without a result: rank 1 with exit code 3, of 2 ranks"):
         run_ranks(end_on_rank_1, 2)

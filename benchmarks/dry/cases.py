@@ -81,34 +81,34 @@ def _graph(change: Any = None, shape: Mapping[str, int] = TWO, **options: Any) -
 QUICK: dict[str, Case] = {
     "one rank, float16": _steps(ONE, plan={"precision": FLOAT16}, scaler=fs.GradScaler(), max_norm=1.0),
     "full_shard": _steps(steps=2),
-    "no_shard, foreach": _steps(plan={"strategy": "no_shard"}, optimizer=_adamw(foreach=True)),
-    "hybrid, shard_grad_op, fused": _steps(
-        HYBRID, plan={"strategy": "shard_grad_op"}, max_norm=1.0, optimizer=_adamw(fused=True)
-    ),
-    "slices, capturable": _steps({"shard": 4}, plan={"reshard_after_forward": 2}, optimizer=_capturable),
     "offload, clipped": _steps(plan={"offload": True}, max_norm=1.0),
-    "offload, buckets, bfloat16": _steps(plan={"offload": True, "bucket_bytes": 1 << 12, "precision": BFLOAT16}),
     "bfloat16": _steps(plan={"precision": BFLOAT16}),
-    "micro-batches, once": _steps(accumulate=2, reduce="once", optimizer=_momentum),
     "remat, dropout, groups": _steps(remat=("blocks.0", "blocks.1"), dropout=0.5, optimizer=_grouped),
     "weights, mutable, torchopt": _steps(weighted=True, mutable=True, optimizer=_torchopt),
-    "muon": _steps(optimizer=_muon),
-    "state dicts": _steps(run=programs.convert),
-    "init": _steps(run=programs.initialise),
     "evaluation": _steps(run=programs.evaluate),
     "composed by hand": _steps(run=programs.compose),
     "composed by hand, simulated": _steps(ONE, run=programs.simulated),
     "collectives": _steps(run=programs.collectives),
     "per-sample gradients": _steps(run=programs.per_sample),
-    "autocast, float16, remat": _steps(autocast="float16", remat=("blocks.0",), scaler=fs.GradScaler()),
     "checkpoint": _steps(ONE, run=programs.save_and_restore, plan=PARTLY),
     "safetensors": _steps(run=programs.as_safetensors),
     "model axes": _steps({"shard": 2, "tensor": 2}, run=programs.model_axes),
-    "graph": _graph(remat=("blocks.0", "blocks.1"), dropout=0.5, plan=PARTLY, max_norm=1.0),
 }
 
 CASES: dict[str, Case] = {
     **QUICK,
+    "no_shard, foreach": _steps(plan={"strategy": "no_shard"}, optimizer=_adamw(foreach=True)),
+    "hybrid, shard_grad_op, fused": _steps(
+        HYBRID, plan={"strategy": "shard_grad_op"}, max_norm=1.0, optimizer=_adamw(fused=True)
+    ),
+    "slices, capturable": _steps({"shard": 4}, plan={"reshard_after_forward": 2}, optimizer=_capturable),
+    "offload, buckets, bfloat16": _steps(plan={"offload": True, "bucket_bytes": 1 << 12, "precision": BFLOAT16}),
+    "micro-batches, once": _steps(accumulate=2, reduce="once", optimizer=_momentum),
+    "muon": _steps(optimizer=_muon),
+    "state dicts": _steps(run=programs.convert),
+    "init": _steps(run=programs.initialise),
+    "autocast, float16, remat": _steps(autocast="float16", remat=("blocks.0",), scaler=fs.GradScaler()),
+    "graph": _graph(remat=("blocks.0", "blocks.1"), dropout=0.5, plan=PARTLY, max_norm=1.0),
     "one rank, offload": _steps(ONE, steps=2, plan={"offload": True}),
     "buckets, slices": _steps({"shard": 4}, steps=2, plan={"bucket_bytes": 1 << 12, "reshard_after_forward": 2}),
     "prefetch after backward": _steps(steps=2, schedule={"backward_prefetch": "post", "limit": 2}),

@@ -82,7 +82,10 @@ _FINISH, _WAIT = (buffer_comm.AllGatherHandle, "finish"), (native._StreamWork, "
 FAULTS: dict[str, Fault] = {
     "item() in forward": Fault("bfloat16", "item in core/", _patched(*_FINISH, _reads_a_value)),
     "cpu() in a step": Fault(
-        "offload, clipped", "copy from cuda to cpu", _patched(train_step, "clip_by_global_norm", _over_the_cpu)
+        "offload, clipped",
+        "copy from cuda to cpu",
+        _patched(train_step, "clip_by_global_norm", _over_the_cpu),
+        quick=False,
     ),
     "a buffer on the CPU": Fault(
         "full_shard",
@@ -104,6 +107,7 @@ FAULTS: dict[str, Fault] = {
         "evaluation, offload",
         "on host is not ordered after _to_copy on compute",
         _patched(buffer_comm, "_to_device", _copy_that_nothing_waits_for),
+        quick=False,
     ),
     "a block reused while another stream reads it": Fault(
         "bfloat16", "free is not ordered after clone on side", _patched(*_FINISH, _read_on_another_stream)

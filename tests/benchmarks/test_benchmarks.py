@@ -2,11 +2,9 @@
 
 import contextlib
 import json
-import math
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from argparse import ArgumentParser
 from pathlib import Path
@@ -96,34 +94,7 @@ def test_a_peer_is_compiled(monkeypatch):
     assert asked == [None, torch.compile]
 
 
-SHARED = """
-import mmap, os, signal
-from benchmarks.memory import measured
-
-size, (hear, tell) = 32 << 20, os.pipe()
-with measured() as peak:
-    memory = mmap.mmap(-1, size)  # shared with children
-    for page in range(0, size, mmap.PAGESIZE):
-        memory[page] = 1
-    child = os.fork()
-    if not child:
-        sum(memory[page] for page in range(0, size, mmap.PAGESIZE))
-        os.write(tell, b"read")
-        signal.pause()
-    os.read(hear, 4)
-    peak.reset()
-os.kill(child, signal.SIGKILL)
-print(peak.bytes)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process's part of shared memory")
-def test_memory_that_two_processes_share_counts_half_in_each():
-    found = subprocess.run([sys.executable, "-c", SHARED], capture_output=True, text=True, check=True)
-    assert 15 << 20 < int(found.stdout) < 18 << 20
-
-
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_that_fails_says_why():
     with Ranks(1) as world, pytest.raises(RuntimeError, match=r"(?s)rank 0 failed in make.*KeyError: 'unknown'"):
         world.call("make", "unknown", "tiny")
@@ -144,26 +115,6 @@ def test_jax_computes_the_same():
         optimizer.step()
         expected.append(loss.item())
     assert losses == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("strategy", peers.OURS)
-@pytest.mark.parametrize(("suffix", "shared_memory"), [("", True), ("_gloo", False)])
-def test_shared_memory_and_gloo_are_peers(monkeypatch, strategy, suffix, shared_memory):
-    real, asked = fs.init_mesh, []
-    monkeypatch.setattr(fs, "init_mesh", lambda **options: asked.append(options) or real(**options))
-    run = peers.made(strategy + suffix, TINY)
-    assert asked == [{"device": "cpu", "shared_memory": shared_memory}]
-    inputs, targets = TINY.batches(0)[0]
-    assert run((inputs, targets)).item() == pytest.approx(TINY.loss(TINY.module()(inputs), targets).item(), rel=1e-6)
-
-
-def test_quartiles_and_ratios():
-    assert results.spread([5.0, 1.0, 2.0, 3.0, 4.0]) == (3.0, 2.0, 4.0)
-    assert results.spread([2.0]) == (2.0, 2.0, 2.0)
-    # A disturbance of the second round slowed both peers, which leaves the ratio within the round
-    # unchanged.
-    assert results.ratio([1.0, 10.0, 1.0], [2.0, 20.0, 2.0]) == (0.5, 0.5, 0.5)
-    assert results.ratio([1.0, 2.0, 3.0], [2.0, 2.0, 2.0]) == (1.0, 0.75, 1.25)
 
 
 def test_table_of_a_race():
@@ -193,60 +144,6 @@ def test_a_peer_with_other_losses_is_refused(losses, complaint):
         step.check_losses(losses)
 
 
-GIB = 2**30
-
-
-@pytest.mark.parametrize(
-    ("ranks", "free", "left_out"),
-    [
-        pytest.param(2, math.inf, [], id="all"),
-        pytest.param(2, 15 * GIB, ["fsdp1"], id="one too many"),
-        pytest.param(4, 22 * GIB, ["fsdp1", "none"], id="whole parameters on every rank weigh most"),
-    ],
-)
-def test_peers_that_do_not_fit_are_left_out(ranks, free, left_out):
-    entered = ["none", "ddp", "fsdp1", "fsdp2", "fsdp2_kept", "full_shard", "shard_grad_op"]
-    staying = [peer for peer in entered if peer not in left_out]
-    assert step.fitting(101_000_000, ranks, entered, free) == (staying, left_out)
-
-
-def test_a_race_that_would_swap_is_refused():
-    with pytest.raises(SystemExit, match=r"DDP on 2 ranks need about .* GiB, 1.0 GiB are free; race fewer peers"):
-        step.fitting(10**12, 2, ["ddp", "none"], GIB)
-
-
-SPIN = "spin_kernel(long)"
-SPANS = {  # name -> (begin, end, stream, kernel, launch) of each kernel, and how many gathers last and hold up for how long
-    "no gather": ([(0, 10, 7, "gemm", 0)], (0, 0, 0)),
-    "nothing to hold up": ([(0, 10, 20, SPIN, 0)], (1, 10, 0)),
-    "under a kernel": ([(0, 10, 7, "a", 0), (2, 6, 20, SPIN, 0)], (1, 4, 0)),
-    "a launched kernel waits": ([(0, 4, 7, "a", 0), (8, 9, 7, "b", 1), (2, 8, 20, SPIN, 0)], (1, 6, 4)),
-    "the host was late": ([(0, 4, 7, "a", 0), (8, 9, 7, "b", 7), (2, 8, 20, SPIN, 0)], (1, 6, 1)),
-    "kernels that overlap": (
-        [(0, 4, 7, "a", 0), (1, 5, 8, "b", 0), (8, 9, 7, "c", 0), (0, 8, 20, SPIN, 0)], (1, 8, 3)
-    ),
-    "two gathers": ([(0, 4, 7, "a", 0), (6, 7, 7, "b", 0), (0, 4, 20, SPIN, 0), (2, 6, 21, SPIN, 0)], (2, 8, 2)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("spans", "expected"), SPANS.values(), ids=SPANS)
-def test_a_gather_holds_up_kernels_that_are_launched(spans, expected):
-    assert cuda.held_up(cuda.Kernel(*span) for span in spans) == expected
-
-
-def test_kernels_of_a_chrome_trace():
-    event = lambda cat, name, ts, dur, **args: {  # noqa: E731
-        "ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args
-    }  # fmt: skip
-    events = [
-        {"ph": "s", "cat": "ac2g", "name": "ac2g", "ts": 5.0},
-        event("cpu_op", "aten::mm", 1.0, 9.0),
-        event("cuda_runtime", "cudaLaunchKernel", 1.5, 1.0, correlation=3),
-        event("kernel", "gemm", 5.0, 2.5, stream=7, correlation=3),
-    ]
-    assert cuda.kernels({"traceEvents": events}) == [cuda.Kernel(5.0, 7.5, 7, "gemm", 1.5)]
-
-
 def test_steps_with_a_rank_that_does_not_exist_are_traced(tmp_path):
     with cuda.pretended("cpu", 1e-3) as mesh:
         train_step, state = peers.ours(TINY, "full_shard", mesh)
@@ -259,22 +156,3 @@ def test_steps_with_a_rank_that_does_not_exist_are_traced(tmp_path):
     assert found == []  # the CPU runs no kernels
     names = {event.get("name") for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
     assert {"aten::addmm", "c10d::_allgather_base_"} <= names
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gather_is_hidden_under_compute(tmp_path):
-    seconds = 1e-3
-    with cuda.pretended("cuda", seconds) as mesh:
-        shard = torch.ones(8, device="cuda")
-        big = torch.ones(4096, 4096, device="cuda")
-
-        def run():
-            work = mesh.shard.all_gather(torch.empty(16, device="cuda"), shard)
-            for _ in range(20):
-                big @ big
-            work.wait()
-
-        number, slept, held = cuda.held_up(cuda.traced(run, tmp_path / "trace.json", "cuda", steps=2))
-    assert number == 2
-    assert slept == pytest.approx(2e6 * seconds, rel=0.5)
-    assert held < 0.5 * slept

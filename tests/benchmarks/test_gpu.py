@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -63,25 +60,6 @@ def test_without_a_gpu_it_says_so_in_one_sentence(tmp_path: Path, capsys: pytest
     assert not (tmp_path / "no").exists()
 
 
-class _FirstAlone:
-    """In place of a part in its process: ``suite`` has a result at once, and the others never end."""
-
-    def __init__(self, *_: int) -> None:
-        pass
-
-    def run(self, name: str, out: Path, dry: bool) -> tuple[list[Any], bool]:
-        (out / f"{name}.pid").touch()
-        time.sleep(60 * (name != "suite"))
-        return [], True
-
-
-def test_a_part_that_hangs_is_stopped_and_the_next_one_can_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_Part", _FirstAlone)
-    monkeypatch.setitem(gpu.PARTS, "memory", gpu.PARTS["memory"].__class__("T", 0, 0, gpu.PARTS["memory"].run))
-    found = gpu._run("memory", tmp_path, True)
-    assert found["error"] == "rank 0 did not answer run within 0 s"
-
-
 def test_an_unknown_part_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu.main(["--out", str(tmp_path), "--parts", "speed"])
@@ -93,29 +71,6 @@ def test_all_parts_together_take_at_most_eight_minutes(capsys: pytest.CaptureFix
     assert all(part.expected < part.seconds for part in PARTS.values())
     assert gpu.main(["--list"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(PARTS)
-
-
-_BATTERY = """
-import sys
-from benchmarks import gpu
-from tests.benchmarks import test_gpu
-gpu.missing, gpu._Part = (lambda: ""), test_gpu._FirstAlone
-gpu.main(sys.argv[1:])
-"""
-
-
-@pytest.mark.nightly
-def test_a_battery_that_is_killed_goes_on_where_it_was(ran: list[str], tmp_path: Path) -> None:
-    arguments = ["--out", str(tmp_path), "--dry", "--parts", "suite,programs"]
-    battery = subprocess.Popen([sys.executable, "-c", _BATTERY, *arguments])
-    end = time.monotonic() + 90
-    while not (tmp_path / "programs.pid").exists() and time.monotonic() < end:
-        time.sleep(0.01)
-    battery.kill()
-    battery.wait()
-    assert "goals met" in (tmp_path / "gpu.md").read_text(), "the page of the finished part is there"
-    gpu.main(arguments)
-    assert ran == ["programs"]
 
 
 def test_a_case_runs_with_data_and_a_wrong_loss_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ The outcome is one of three:
 
 A program takes ``s``, the ``Setup`` of one rank, or ``mesh``; one that takes nothing runs on no
 simulated rank. An exception has to come on two ranks; where it takes communication to know, the row
-ends in ``EVERYWHERE``. ``right`` is tried there anyway, and ``untold`` on 2 × 2 ranks.
+ends in ``EVERYWHERE``: 2 × 2 ranks. ``right`` and ``untold`` are tried there anyway.
 ``tests/promises/test_misuse.py`` runs the rows of all files of this folder.
 
 The rows of ``documented.py`` are on the page "Common mistakes": there the mistake is a sentence,
@@ -46,7 +46,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GRID = {"replicate": 2, "shard": 2}
 Worlds = tuple[int | Mapping[str, int], ...]
 PAIR: Worlds = (2,)
-EVERYWHERE: Worlds = (4, GRID)
+EVERYWHERE: Worlds = (GRID,)
 
 Program = Callable[..., Any]
 
@@ -158,8 +158,6 @@ class Table:
         cure, worlds = (last, self.worlds) if isinstance(last, str) else ("", last or self.worlds)
         if isinstance(outcome, BaseException):
             outcome, worlds = Error(type(outcome), outcome.args), worlds or PAIR
-        elif isinstance(outcome, Untold):
-            worlds = worlds or (GRID,)
         if not _takes(program):
             worlds = (1,)
         self.cases.append(Case(tuple(of.split()), name, outcome, program, worlds or EVERYWHERE, self.section, cure))

@@ -45,6 +45,8 @@ CASES += [
      lambda mesh: fs.nf4(7)),
     ("make_plan", "two pairs of one name", ValueError("two pairs of storage have the name"),
      lambda mesh: plan(mesh, FROZEN, storage={"w": (torch.clone, torch.clone), "v": (torch.clone, torch.abs)})),
+    ("make_plan", "an override that does not exist", ValueError("a unit can override 'strategy'"),
+     lambda mesh: fs.make_plan(PARAMS, mesh, units={"0": {"sharding_strategy": 1}})),
     ("make_plan", "other functions under a name of the library", ValueError("has the name 'nf4' of a storage of the"),
      lambda mesh: plan(mesh, FROZEN, storage={"w": fs.Storage(torch.clone, torch.clone, name="nf4")})),
     ("make_plan", "an encode without rows", ValueError("with one row for each block; found the shapes [(128,)]"),

@@ -33,6 +33,8 @@ def grads_with(s, **options):
 # --- make_functional ------------------------------------------------------------------------------
 
 CASES += [
+    ("fully_shard", "a function that is sharded already", TypeError("a function that is sharded already: pass make"),
+     lambda s: fs.fully_shard(s.sharded, s.plan, s.mesh)),
     ("make_functional", "the persistent ones among params", ValueError("buffers must hold the module's names"),
      lambda mesh: APPLY.persistent(dict(NET.named_parameters()))),
 ]  # fmt: skip

@@ -78,7 +78,7 @@ def case(name: str) -> tuple[Any, ...]:
     return model, units, x
 
 
-@pytest.mark.nightly(one_in=5)
+@pytest.mark.nightly(one_in=12)
 @pytest.mark.parametrize("options", [{}, {"remat": True}], ids=["kept", "remat"])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", MODELS)

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 import funcshard as fs
-from benchmarks.dry.allowed import ALLOWED
 from benchmarks.dry.cases import QUICK
 from benchmarks.dry.device import missing, prepare
 from benchmarks.dry.faults import FAULTS
@@ -97,19 +96,3 @@ def test_the_cases_and_faults_that_take_longer_run_as_the_others_do() -> None:
 def test_a_step_on_cuda_takes_the_estimated_memory(results: dict[str, Any]) -> None:
     measured, estimated = results["memory"]["peaks"]
     assert estimated == pytest.approx(measured, rel=0.004)
-
-
-def test_each_allowed_wait_is_met_or_belongs_to_another_case(results: dict[str, Any]) -> None:
-    # A site that was renamed would allow nothing, and one that no longer waits should go.
-    met = {each.split(" in ", 1)[1].partition(": ")[0] for result in results.values() for each in result.get("waits", [])}
-    assert met <= ALLOWED.keys()
-    rest = {"core/gradients.py:divisor_on", "train/scaler.py:<dictcomp>", "train/scaler.py:unscale"}
-    rest |= {"train/muon_step.py:_update_momentum", "train/matrix_step.py:_parts", "train/matrix_step.py:updates"}
-    rest |= {"graph/compiling/binding.py:__call__", "_utils/torch_compilers.py:boxed"}
-    rest |= {
-        "checkpoint/unflatten_state.py:_tensor",
-        "checkpoint/flatten_state.py:_checksum",
-        "checkpoint/unflatten_state.py:read",
-        "checkpoint/resharding.py:copy_run",
-    }
-    assert ALLOWED.keys() - met == rest, "these belong to cases that only python -m benchmarks.dry runs"

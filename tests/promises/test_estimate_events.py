@@ -104,7 +104,7 @@ def recorded(apply, params, buffers, plan, schedule, remat):
     return fs.simulate(lambda mesh: step(mesh, chosen), plan.mesh_axes)[0]
 
 
-@pytest.mark.nightly(one_in=3)
+@pytest.mark.nightly(one_in=6)
 @pytest.mark.parametrize("name", CASES)
 def test_the_collectives_and_their_order_are_those_of_a_real_step(name):
     how, options, scheduled, parts = CASES[name]

@@ -1,6 +1,5 @@
 """Estimates of published runs: memory, what fits, throughput, and the page of tables."""
 
-import dataclasses
 import functools
 import re
 import statistics
@@ -10,9 +9,8 @@ import pytest
 import torch
 
 from benchmarks import published_cases
-from benchmarks.published import END, HEADER, START, compare
-from benchmarks.published_cases import KINDS, UNSEEN, Case, cases, fitted_rows, rows, tokens_per_second
-from benchmarks.results import put
+from benchmarks.published import HEADER, compare
+from benchmarks.published_cases import KINDS, UNSEEN, Case, cases, fitted_rows, rows
 from funcshard.estimate import load_hardware
 from funcshard.estimate.walk import RESERVED_RUNS
 
@@ -62,7 +60,7 @@ def test_every_row_names_its_source_and_rows_of_the_blind_test_are_no_others():
 # --- memory ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", numbered(source=FSDP_PAIR), ids=lambda number: cases()[number].title)
 def test_memory_in_use_is_within_three_per_cent_of_what_fsdp_used(number):
     assert abs(report(number).peak / GIB / cases()[number].row["peak_gib"] - 1) <= 0.03
@@ -82,19 +80,11 @@ def test_the_reserved_band_comes_from_published_runs_and_simulated_pools(run, nu
     assert run.reserved == pytest.approx(percent / 100 * 95.0396 * GIB, rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sixteen_times_the_ranks_save_what_they_saved_torchtitan():
     for compiled, published_gib in ((False, 15.4), (True, 15.0)):
         before, after = (report(only(source=TITAN, shards=ranks, compiled=compiled)).reserved[0] for ranks in (8, 128))
         assert (before - after) / GIB == pytest.approx(published_gib, rel=0.15)
-
-
-@pytest.mark.slow
-def test_a_second_sample_takes_what_it_took_torchtitan():
-    case = cases()[only(source=TITAN, shards=8, compiled=False)]
-    one = published_cases.report_of(dataclasses.replace(case, batch=1))
-    difference = report(only(source=TITAN, shards=8, compiled=False)).reserved[0] - one.reserved[0]
-    assert difference / GIB == pytest.approx(29.35, rel=0.15)
 
 
 OUTCOMES = {
@@ -105,7 +95,7 @@ OUTCOMES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=4)
 @pytest.mark.parametrize(("source", "model", "batch", "checkpoints", "fits"), OUTCOMES.values(), ids=OUTCOMES)
 def test_what_fitted_is_estimated_to_fit_and_what_did_not_is_not(source, model, batch, checkpoints, fits):
     number = only(source=source, model=model, batch=batch, checkpoints=checkpoints)
@@ -159,31 +149,3 @@ def test_the_page_shows_what_is_estimated_today():
     some = [cases()[number] for number in numbered(source=FSDP_PAIR)]
     for case in [*some, *(fitted_rows(kind)[1][-1] for kind in KINDS)]:
         assert all(compared.row() in page for compared in compare(case))
-
-
-def test_tables_are_written_between_the_markers_of_a_page(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{START}\nold\n{END}\nafter\n")
-    put(page, START, END, "new")
-    assert page.read_text() == f"before\n{START}\nnew\n{END}\nafter\n"
-    page.write_text("no markers")
-    with pytest.raises(ValueError, match="must have the lines"):
-        put(page, START, END, "new")
-
-
-@pytest.mark.slow
-def test_a_loop_takes_time_for_its_metrics_and_for_its_kernel_of_attention():
-    foundry, titan = cases()[numbered(model="mpt-125m", shards=8)[0]], cases()[only(source=TITAN, shards=8, compiled=False)]
-    assert foundry.loop_bytes == 2 * 14 * foundry.batch * foundry.length * 50368
-    a100 = load_hardware(foundry.hardware)
-    without = dataclasses.replace(foundry, triton_flops=0)
-    assert published_cases.loop_seconds(foundry, a100) > published_cases.loop_seconds(without, a100) > 0
-    assert published_cases.loop_seconds(titan, a100) == 0
-
-
-def test_more_micro_batches_take_longer_and_bring_more_tokens():
-    (number,) = numbered(model="mpt-125m", batch=26, length=2048, shards=8)
-    case = cases()[number]
-    assert case.micro_batches == 3
-    one = tokens_per_second(dataclasses.replace(case, micro_batches=1))
-    assert one < tokens_per_second(case) < 1.2 * one

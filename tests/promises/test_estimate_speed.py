@@ -113,6 +113,7 @@ def test_405b_on_16384_ranks_is_profiled_planned_and_estimated_in_3_seconds_and_
     assert largest.tokens == 4096  # the fixture holds the limit
 
 
+@pytest.mark.nightly
 def test_the_best_plan_of_405b_is_found_in_5_seconds(largest: Profile) -> None:
     with within(5):
         best = auto_plan(largest, ranks=1024, budget="80GiB", units=UNITS)

@@ -7,10 +7,8 @@ import pytest
 import torch
 
 import funcshard as fs
-from benchmarks.fake_ranks import fake_mesh
 from benchmarks.memory_models import MODELS
 from benchmarks.memory_truth import CASES, FILE, Case, Setup, measure, prepare
-from benchmarks.storages import Storages
 from funcshard._utils.table import Table
 from funcshard.estimate import OPTIMIZERS, OptimizerMemory, Runtime, profile
 
@@ -77,16 +75,15 @@ def check(names):
 
 @pytest.mark.slow
 def test_the_simulated_peak_is_the_measured_one():
-    assert len(check(FAST)) > 80
+    assert len(check(FAST[::4])) > 20
 
 
 @pytest.mark.nightly
 def test_the_simulated_peak_is_the_measured_one_for_every_model_strategy_precision_remat_and_offload():
-    rest = [name for name in SIMULATED if name not in FAST]  # the test above has checked those
-    assert len(check(rest)) + len(FAST) == len(SIMULATED) > 270
+    assert len(check(SIMULATED)) > 270
 
 
-@pytest.mark.nightly(one_in=7)  # the first case sees the most
+@pytest.mark.nightly(one_in=9)  # the first case sees the most
 @pytest.mark.parametrize("strategy", ["slices", "shard_grad_op", "full_shard"])
 @pytest.mark.parametrize("remat", ["remat", "none"])
 @pytest.mark.parametrize("storage", [None, {"**": fs.nf4()}, {"**": fs.int8()}], ids=["plain", "nf4", "int8"])
@@ -103,7 +100,7 @@ def test_the_simulated_peak_is_the_measured_one_with_frozen_units(monkeypatch, s
     assert Simulate()(prepare(case)) == pytest.approx(measure(case).peak, rel=MOST)
 
 
-@pytest.mark.nightly(one_in=2)
+@pytest.mark.nightly(one_in=4)
 @pytest.mark.skipif(not torch.__version__.startswith(MEASURED["torch"]), reason="measured with another version of torch")
 @pytest.mark.parametrize(
     "name", ["gpt full_shard bf16", "llama slices remat", "moe hybrid checkpoint", "convnet no_shard bf16 remat offload"]
@@ -117,29 +114,3 @@ def test_the_file_holds_what_is_measured(name):
 
 def test_every_case_is_in_the_file():
     assert MEASURED["cases"].keys() == CASES.keys()
-
-
-def test_storages_count_once_and_until_they_are_gone():
-    storages = Storages()
-    before, held = torch.zeros(10), torch.zeros(3)
-    storages.hold({"held": held, "view": held[1:]})
-    with storages:
-        made = before + 1
-        view = made.view(2, 5)
-        made.add_(1)
-        del made
-        assert storages.live == {"cpu": 12 + 40}
-        del view
-        torch.zeros(2)
-    assert storages.live == {"cpu": 12}
-    assert storages.peak == {"cpu": 52}
-
-
-def test_ranks_that_do_not_exist_have_the_place_and_the_values_of_this_one():
-    mesh = fake_mesh({"replicate": 2, "shard": 4}, rank=6)
-    assert (mesh.rank, mesh.position, mesh.world_size) == (6, {"replicate": 1, "shard": 2}, 8)
-    params = {"w": torch.arange(8.0)}
-    plan = fs.make_plan(params, mesh)
-    f = fs.unshard(lambda leaves: leaves["w"], plan.units[""], mesh)
-    shards = {"": {"float32": torch.tensor([4.0, 5.0])}}
-    assert f(shards[""]).tolist() == [4.0, 5.0] * 4

@@ -21,20 +21,15 @@ LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imp
 
 # Loads the heavy packages that funcshard needs first, so that the rest is loaded by funcshard
 # itself.
-NEW_MODULES = """
-import sys, json
+IMPORTING = """
+import json, sys, threading
 import filelock, optree, safetensors, torch, torch.distributed.device_mesh, torch.distributed.fsdp, torch.func
+import torch.distributed as dist
 def tops():
     return {name.partition(".")[0] for name in sys.modules}
 before = tops() | set(sys.stdlib_module_names)
-import funcshard
-print(json.dumps(sorted(tops() - before)))
-"""
-
-QUIET = """
-import sys, threading
-import torch, torch.distributed as dist
 import funcshard as fs
+print(json.dumps(sorted(tops() - before)))
 from funcshard.demo.gpt import GPT
 assert not dist.is_initialized(), "a process group"
 assert threading.active_count() == 1, threading.enumerate()
@@ -142,21 +137,15 @@ def test_no_file_has_the_name_of_something_that_its_door_exports():
 
 
 @pytest.mark.slow
-def test_importing_loads_the_dependencies_only_and_an_extra_would_be_seen(copied_house):
-    # One process shows both: apart from the planted extra, funcshard loads nothing.
+def test_importing_loads_the_dependencies_alone_and_starts_nothing_and_gradients_do_not_import_dynamo(copied_house):
+    # One process shows all: apart from the planted extra, funcshard loads nothing.
     (copied_house / "planted.py").write_text("")
     with (copied_house / "funcshard" / "plan" / "wrap.py").open("a") as file:
         file.write("\nimport planted\n")
-    done = python(NEW_MODULES, copied_house)
-    assert done.stdout.strip() == '["funcshard", "planted"]', done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_importing_starts_nothing_and_gradients_alone_do_not_import_dynamo():
     # The environment that torchrun sets. With it, init_mesh would start a process group.
     launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    done = python(QUIET, ROOT, **launched)
-    assert done.returncode == 0, done.stderr
+    done = python(IMPORTING, copied_house, **launched)
+    assert (done.returncode, done.stdout.strip()) == (0, '["funcshard", "planted"]'), done.stdout + done.stderr
 
 
 def test_no_file_names_a_folder_of_one_machine():

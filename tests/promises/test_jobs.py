@@ -39,7 +39,7 @@ def check(job: Job, folder: Path) -> None:
         assert outcome.losses == twin.losses
 
 
-@pytest.mark.nightly(one_in=3)
+@pytest.mark.nightly(one_in=5)
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_a_job_trains_as_the_plain_module_to_the_bits_of_its_plain_twin_which_was_restored(job: Job, tmp_path: Path) -> None:
     check(job, tmp_path)
@@ -70,7 +70,7 @@ def called_three_times(mesh: fs.Mesh, job: Job) -> Alive:
     return alive
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=2)
 @pytest.mark.parametrize("job", SIMULATED, ids=str)
 def test_three_calls_are_one_call_and_leave_nothing_in_memory(job: Job) -> None:
     gc.disable()  # so that memory has to be freed by reference counts

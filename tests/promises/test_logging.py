@@ -11,7 +11,6 @@ from torch import nn
 
 import funcshard as fs
 from funcshard.plan import recording
-from tests.ranks import run_ranks
 
 NET = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
 APPLY, PARAMS, BUFFERS = fs.make_functional(NET)
@@ -110,24 +109,3 @@ def test_the_package_adds_no_output_of_its_own(capfd: pytest.CaptureFixture[str]
     finally:
         root.handlers = handlers
     assert capfd.readouterr().err == ""
-
-
-def own_log(_: fs.Mesh) -> list[str]:
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("funcshard.comm")
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    try:
-        fs.init_mesh(device="cpu", shared_memory=False)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
-    return found
-
-
-@pytest.mark.slow
-def test_a_process_logs_the_mesh_that_it_makes() -> None:
-    line = "mesh axis 'shard' of ranks [0, 1]: this is rank {}, over gloo"
-    assert run_ranks(own_log, 2) == [[line.format(0)], [line.format(1)]]

@@ -29,6 +29,11 @@ NAMES = [
 ]
 
 
+def is_slow(case):
+    """Return whether a case records a graph, or computes on four ranks."""
+    return "trace" in case.of or case.worlds == misuse.EVERYWHERE
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _folder():
     yield
@@ -37,9 +42,7 @@ def _folder():
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * ("trace" in case.of)) for case in CASES], ids=str
-)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * is_slow(case)) for case in CASES], ids=str)
 def test_outcome(case):
     check(case)
 

@@ -219,7 +219,7 @@ def test_an_option_is_refused_before_anything_is_communicated(function: str, opt
             assert (name in str(raised.value) and repr(value) in str(raised.value)) or rule.words == SHAPE.words
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=4)
 @forward_mode
 @pytest.mark.parametrize(("function", "option"), CASES)
 def test_a_value_that_keeps_the_rule_is_taken(function: str, option: str, tmp_path: Path) -> None:

@@ -35,9 +35,9 @@ def test_every_tensor_that_the_library_makes_names_its_device_and_its_dtype() ->
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or path.name in MODELS:
                 continue
-            name = ast.unparse(node.func).removeprefix("torch.")
+            name = getattr(node.func, "attr", "")
             named = {keyword.arg for keyword in node.keywords}
-            if ast.unparse(node.func) == f"torch.{name}" and name in FACTORIES:
+            if name in FACTORIES and ast.unparse(node.func) == f"torch.{name}":
                 typed = name not in UNTYPED or "dtype" in named
                 if not typed or not named & {"device", "pin_memory"}:
                     found.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
@@ -117,7 +117,7 @@ def run(folder: Path, in_process: Callable[[], Any], in_rank: Callable[[], Any])
         return fs.simulate(main, world_size=2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=2)
 @pytest.mark.parametrize("surroundings", SURROUNDINGS.values(), ids=SURROUNDINGS)
 def test_surroundings_change_no_result_on_simulated_ranks(
     surroundings: tuple[Callable[[], Any], Callable[[], Any]], tmp_path: Path

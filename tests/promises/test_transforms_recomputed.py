@@ -135,7 +135,7 @@ CASES = [(loss, REMATS[i % 2], "full_shard", 1) for i, loss in enumerate(LOSSES)
 CASES += [(loss, REMATS[1 - i % 2], *WORLDS[i // 2 % len(WORLDS)]) for i, loss in enumerate(LOSSES)]
 
 
-@pytest.mark.nightly(one_in=6)
+@pytest.mark.nightly(one_in=10)
 @pytest.mark.parametrize(("loss", "remat", "strategy", "world"), CASES, ids=str)
 def test_the_gradient_of_a_loss_with_a_transform_is_right_however_it_is_asked_for(loss, remat, strategy, world):
     truth = expected(LOSSES[loss])

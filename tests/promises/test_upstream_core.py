@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import copy
 import importlib
 import itertools
 import warnings
@@ -71,14 +70,14 @@ def units_of(name: str, module: nn.Module) -> tuple[list[str], list[str]]:
 class Sharded:
     """One of PyTorch's models on one rank, sharded in one way."""
 
-    def __init__(self, mesh: fs.Mesh, name: str, *, schedule: Any = PREFETCH[0], units: bool = True, **options: Any) -> None:
+    def __init__(self, mesh: fs.Mesh, name: str, *, schedule: Any = PREFETCH[0], **options: Any) -> None:
         warnings.filterwarnings("ignore", "the forward of .* changed buffers")  # of BatchNorm, which nothing here reads
         self.mesh, self.module = mesh, theirs(name, mesh.rank, mesh.world_size)
         chosen, local = units_of(name, self.module)
         self.apply, self.params, self.buffers = fs.make_functional(self.module)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            self.plan = fs.make_plan(self.params, mesh, units=chosen if units else [], local=local, **options)
+            self.plan = fs.make_plan(self.params, mesh, units=chosen, local=local, **options)
         words = "ignored_classes of the precision hold BatchNorm1d: 'bn' become units of their own"
         assert all(words in str(warning.message) for warning in said)
         assert bool(said) == ("bn" in self.plan.units and not any(".bn" in unit or unit == "bn" for unit in chosen))
@@ -96,12 +95,6 @@ class Sharded:
         optimizer = fs.torch_optimizer(cls, **options or {"lr": 0.01, "momentum": 0.9})
         step = fs.make_train_step(self.loss, optimizer, self.plan, self.mesh)
         return step, step.init(self.shards, self.buffers)
-
-    def gradient(self) -> tuple[torch.Tensor, Any, list[fs.Event]]:
-        """Return the loss of the batch, its gradient, and what was communicated."""
-        with fs.record_events() as events:
-            loss, grads = fs.value_and_grad(self.loss)(self.shards, self.buffers, self.batch)
-        return loss, grads, list(events)
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -166,32 +159,6 @@ def test_training_equals_ddp_to_the_bit_and_communicates_as_predicted(name):
     assert differences(first, second) == ({"module.2.weight", "module.2.bias"} if name == EXPERTS else set())
 
 
-def one_step_in_float16(mesh: fs.Mesh) -> None:
-    module = theirs(NESTED, mesh.rank, mesh.world_size, dist.group.WORLD)
-    start, low, (x,) = copies(module), copy.deepcopy(module).half(), module.get_input(CPU)
-    wanted_loss = module.get_loss((x,), low(x.half()))
-    wanted_loss.backward()
-    for value, lower in zip(module.parameters(), low.parameters(), strict=True):
-        dist.all_reduce(lower.grad)
-        value.grad = lower.grad.float() / mesh.world_size
-    torch.optim.SGD(module.parameters(), lr=0.01).step()
-    for row in ROWS:
-        sharded = Sharded(mesh, NESTED, **{key: row[key] for key in WAY}, precision=FP16)
-        loss, grads, events = sharded.gradient()
-        optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.01)
-        shards, _ = optimizer.step(grads, optimizer.init(sharded.shards), sharded.shards)
-        params = fs.gather(shards, sharded.plan, mesh)
-        assert ({event.dtype for event in events}, loss.dtype) == ({"float16"}, torch.float16)
-        assert torch.equal(loss, wanted_loss)
-        assert {grad.dtype for unit in grads.values() for grad in unit.values()} == {torch.float32}
-        assert differences(params, copies(module)) == set(), row
-        assert differences(params, start) == start.keys()
-
-
-def test_one_step_in_float16_equals_that_of_the_halved_model_to_the_bit():
-    run_ranks(one_step_in_float16, 2, timeout=120)
-
-
 # --- every schedule -------------------------------------------------------------------------------
 
 
@@ -219,33 +186,9 @@ def change_after_sharding(mesh: fs.Mesh, **options: Any) -> None:
     assert not torch.allclose(before, after)
 
 
+@pytest.mark.nightly
 def test_a_parameter_changed_after_sharding_is_seen_by_the_next_forward():
     run_ranks(on_every_schedule, 2, change_after_sharding, (None, CASTS_NOTHING))
-
-
-def without_gradients(mesh: fs.Mesh, **options: Any) -> None:
-    sharded, precision = Sharded(mesh, SHARED, **options), options["precision"]
-    step, state = sharded.step()
-    state, _ = step(state, sharded.batch)
-    evaluated = fs.fully_shard(sharded.apply.eval(), sharded.plan, mesh, schedule=sharded.run.schedule)
-    with_graph = evaluated(state.shards, sharded.buffers, *sharded.batch)
-    with torch.no_grad(), fs.record_events() as events:
-        without = evaluated(state.shards, sharded.buffers, *sharded.batch)
-    full, unsharded = fs.gather(state.shards, sharded.plan, mesh), sharded.apply.eval()
-    if precision is not None:  # the reference: the same dtypes on one rank
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            alone = fs.make_plan(sharded.params, 1, strategy="no_shard", precision=precision)
-        full, unsharded = fs.shard(full, alone, fs.Mesh()), fs.fully_shard(unsharded, alone, fs.Mesh())
-    assert without.dtype == (torch.float32 if precision is None else torch.float16)
-    assert torch.equal(with_graph, without)
-    torch.testing.assert_close(without, unsharded(full, sharded.buffers, *sharded.batch).detach())
-    assert [event.unit for event in events] == list(sharded.run.schedule.order)
-
-
-@pytest.mark.nightly
-def test_eval_equals_no_grad_after_a_training_step():
-    run_ranks(on_every_schedule, 2, without_gradients, (None, FP16))
 
 
 def once_each(mesh: fs.Mesh, **options: Any) -> None:

@@ -72,7 +72,7 @@ OWN_BATCHES: dict[str, tuple[list[Any], list[Any]]] = {
 }
 
 
-@pytest.mark.nightly(one_in=3)
+@pytest.mark.nightly(one_in=5)
 @pytest.mark.parametrize("case", OWN_BATCHES)
 def test_ranks_with_batches_of_other_shapes_record_their_own_and_communicate_alike(case: str) -> None:
     def weight(_: fs.Mesh, x: Any) -> float:

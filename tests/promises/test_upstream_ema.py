@@ -62,7 +62,7 @@ def train_average_evaluate(mesh: fs.Mesh, strategy: str, dtype: torch.dtype) -> 
     assert not torch.equal(outs[-1], evaluated(state.shards, buffers, *held_out))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=4)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_evaluation_uses_the_average_which_moves_every_round(strategy, dtype):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
-import math
 import warnings
 from typing import Any
 
@@ -14,7 +12,7 @@ from torch import nn
 
 import funcshard as fs
 from tests.module.law import Runs
-from tests.promises.test_upstream_core import CPU, SHARED, STRATEGIES, Sharded
+from tests.promises.test_upstream_core import STRATEGIES
 from tests.ranks import run_ranks, run_simulated
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -130,70 +128,3 @@ def test_a_module_that_is_left_out_of_low_precision_raises_torchs_own_error(dtyp
         run_simulated(run, 1, None)
     with pytest.raises(RuntimeError, match="must have the same dtype"):  # the precision casts inputs, not outputs
         run_simulated(run, 1, fs.MixedPrecision(FP32, cast_forward_inputs=True))
-
-
-# --- PyTorch's transformer, with an embedding table and BatchNorm ---------------------------------
-
-EMBEDDED = {
-    "reduction": fs.MixedPrecision(reduce_dtype=FP16),
-    "parameters and buffers": fs.MixedPrecision(FP16, buffer_dtype=FP16),
-    "all": fs.MixedPrecision(FP16, FP16, FP16),
-    "parameters, and reduction in float32": fs.MixedPrecision(FP16, FP32, FP16),
-    "all in bfloat16": fs.MixedPrecision(BF16, BF16, BF16),
-}
-
-
-def moved(compute: torch.dtype, reduced: torch.dtype) -> set[tuple[str, str]]:
-    dtypes = (("all_gather", compute), ("reduce_scatter", reduced))
-    return {(kind, str(dtype).removeprefix("torch.")) for kind, dtype in dtypes}
-
-
-def train_embedded(mesh: fs.Mesh) -> None:
-    """Take six steps with units and without, in every precision."""
-    for units, (name, precision) in itertools.product((False, True), EMBEDDED.items()):
-        sharded, compute = Sharded(mesh, SHARED, units=units, precision=precision), precision.param_dtype or FP32
-        assert [unit.name for unit in sharded.plan.unit_list if unit.full_precision] == ["bn"], name
-        assert sharded.gradient()[0].dtype == compute, name
-        step, state = sharded.step(lr=0.01)
-        losses, travelled = [], set()
-        for _ in range(6):
-            with fs.record_events() as events:
-                state, metrics = step(state, sharded.module.get_input(CPU))
-            losses.append(metrics["loss"].item())
-            travelled |= {(event.unit == "bn", event.kind, event.dtype) for event in events if event.unit is not None}
-        assert losses[-1] < losses[0], name
-        assert all(map(math.isfinite, losses)), name
-        low, full = moved(compute, precision.reduce_dtype or compute), moved(FP32, FP32)
-        assert travelled == {(False, *each) for each in low} | {(True, *each) for each in full}, name
-
-
-@pytest.mark.nightly
-def test_embedding_tables_take_integers_and_train_in_every_precision():
-    run_ranks(train_embedded, 2, timeout=120)
-
-
-# Options of the precision; the dtypes of computation, of what is gathered and of what is reduced.
-EVALUATED = (
-    ({"param_dtype": FP16, "reduce_dtype": FP16, "buffer_dtype": FP16}, FP16),
-    # Parameters stay in float32, so only the reduction differs; no module is ignored.
-    ({"param_dtype": FP32, "reduce_dtype": FP16, "buffer_dtype": FP32, "ignored_classes": ()}, FP32),
-)
-
-
-def evaluate(mesh: fs.Mesh) -> None:
-    for (options, compute), units, cast, full in itertools.product(EVALUATED, *[(False, True)] * 3):
-        precision = fs.MixedPrecision(**options, cast_forward_inputs=cast, full_precision_in_eval=full)
-        sharded = Sharded(mesh, SHARED, units=units, precision=precision)
-        for mode in ("train", "eval"):
-            sharded.run = fs.fully_shard(getattr(sharded.apply, mode)(), sharded.plan, mesh)
-            loss, grads, events = sharded.gradient()
-            low = not (full and mode == "eval")
-            assert loss.dtype == (compute if low else FP32)
-            assert {grad.dtype for unit in grads.values() for grad in unit.values()} == {FP32}
-            travelled = {(event.kind, event.dtype) for event in events if event.unit != "bn"}
-            assert travelled == (moved(compute, FP16) if low else moved(FP32, FP32)), (precision, mode)
-
-
-@pytest.mark.nightly
-def test_a_transformer_evaluates_and_reduces_in_full_precision_where_it_should():
-    run_ranks(evaluate, 2, timeout=120)

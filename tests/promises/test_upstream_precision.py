@@ -201,7 +201,7 @@ TABLE = [
 ]
 
 
-@pytest.mark.nightly(one_in=6)
+@pytest.mark.nightly(one_in=12)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("named", "full", "scaled"), TABLE)
 def test_every_way_moves_the_dtypes_of_its_precision_and_equals_plain_torch(named, full, scaled, strategy):
@@ -221,13 +221,13 @@ def check_all(mesh: fs.Mesh) -> None:
             check_ways(mesh, named, full, scaled, STRATEGIES, ways, (1, 3))
 
 
-@pytest.mark.nightly(one_in=2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_on_processes_every_precision_equals_plain_torch(world_size):
     run_ranks(check_all, world_size, timeout=120)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_that_simulate_more_add_up_in_their_order():
     run_simulated(check_ways, 3, "all fp16", FP32, True, STRATEGIES, FEW_WAYS, (3,))
     run_simulated(check_ways, 3, "all bf16", FP32, False, STRATEGIES, FEW_WAYS, (3,))

@@ -174,7 +174,6 @@ MISTAKES: dict[tuple[str, str, str], dict[str, Any]] = {
     ("data", "data", "data"): {
         "all ranks take the first rows": Program(batch=both(lambda x, r, n, m: x[: ROWS // n])),
         "inputs alone are cut by rank": Program(batch=lambda m: (rows(m, X), Y[: ROWS // index(m)[1]])),
-        "rows are left out": Program(batch=both(lambda x, r, n, m: rows(m, x)[1:])),
         "a last row is repeated": metric(lambda e, m: fs.psum(torch.cat([e, e[-1:]]).sum(), m)),
     },
     ("data", "data", "replicate"): {
@@ -182,26 +181,20 @@ MISTAKES: dict[tuple[str, str, str], dict[str, Any]] = {
     },
     ("shard", "data", "shard"): {
         "rows overlap": Program(batch=both(lambda x, r, n, m: x[r : r + ROWS // n])),
-        "every rank adds a batch": Program(batch=both(lambda x, r, n, m: x[r * ROWS :][:ROWS])),
     },
     ("tensor", "data", "tensor"): {"other rows along tensor": Program(batch=cut_along("tensor"))},
     ("data", "randomness", "data"): {
         "shuffled by the rank": Program(batch=both(lambda x, r, n, m: rows(m, x[torch.randperm(ROWS, generator=seed(r))]))),
         "dropout with one seed": dropped(lambda y, m: mask(0, *y.shape)),
         "dropout with seeds by rank": dropped(lambda y, m: mask(m.rank, *y.shape)),
-        "noise by the rank on copies": lambda m: {"w": V + mask(m.rank, *V.shape)},
         "noise by the place in a batch": Program(
             batch=both(lambda x, r, n, m: rows(m, x) + torch.stack([mask(i, WIDTH) for i in range(ROWS // n)]))
         ),
-        "noise with one seed": Program(batch=both(lambda x, r, n, m: rows(m, x) + mask(1, ROWS // n, WIDTH))),
     },
     ("shard", "randomness", "shard"): {
         "noise of one seed on shards": Program(
             update=lambda s, g, m, i: {"": {k: v + mask(i, *v.shape) for k, v in s[""].items()}}
         ),
-    },
-    ("tensor", "randomness", "tensor"): {
-        "other masks along tensor": dropped(lambda y, m: rows(m, mask(m.position.get("tensor", 0), ROWS, WIDTH))),
     },
     ("tensor", "randomness", "both"): {
         "one mask for all slices": Program(
@@ -209,38 +202,27 @@ MISTAKES: dict[tuple[str, str, str], dict[str, Any]] = {
         ),
     },
     ("data", "scale", "data"): {
-        "psum of the loss": Program(loss=lambda out, y, m: fs.psum(mse(out, y, m), m)),
         "a sum over samples": Program(loss=lambda out, y, m: (out - y).square().sum()),
-        "averaged twice": Program(loss=lambda out, y, m: mse(out, y, m) / index(m)[1]),
         "autograd's sum": Program(gradient=lambda f, s, m: (f(s).detach(), fs.value_and_grad(f, divisor=1)(s)[1])),
-        "divided again": after(lambda g, m: scaled(g, 1 / m.world_size)),
         "a sum of gradients": by_hand(fs.psum),
-        "averaged, then divided": by_hand(lambda g, m: fs.pmean(g, m) / m.world_size),
-        "a sum of whole metrics": metric(lambda e, m: fs.psum(mean(e.mean(), m), m)),
         "divided by one rank's count": metric(lambda e, m: fs.psum(e.sum(), m) / e.numel()),
-        "whole squares added": metric(lambda e, m: fs.psum(mean(e.square().mean(), m), m).sqrt()),
         "a rate by the ranks": Program(update=lambda s, g, m, i: fs.axpy(-0.1, scaled(g, m.world_size), s)),
     },
     ("data", "scale", "shard"): {"divided by one axis": by_hand(lambda g, m: fs.psum(g, m) / m.shape["replicate"])},
     ("shard", "scale", "shard"): {"a penalty on shards": penalty(lambda m: 1.0)},
     ("tensor", "scale", "tensor"): {
         "psum of a whole loss": Program(report=lambda v, m: total(mean(v, m), m)),
-        "and of its gradient": Program(loss=lambda out, y, m: total(mse(out, y, m), m)),
-        "psum of a whole term": Program(loss=lambda out, y, m: mse(out, y, m) + total(out.square().mean(), m)),
         "two psums": mixed(lambda y, m: total(total(y, m), m)),
         "a pmean in place of a psum": mixed(lambda y, m: fs.pmean(y, m, axis="tensor")),
         "a backward that isn't the adjoint": mixed(Sum.apply),
-        "divided by the tensor axis": after(lambda g, m: scaled(g, 1 / m.shape.get("tensor", 1))),
     },
     ("data", "not averaged", "data"): {
         "each rank's own loss": Program(report=lambda v, m: v),
         "no reduction": by_hand(lambda g, m: g),
-        "large leaves alone are reduced": by_hand(lambda g, m: fs.pmean(g, m) if g.ndim > 1 else g),
         "a mean of roots": metric(lambda e, m: mean(e.square().mean().sqrt(), m)),
     },
     ("data", "not averaged", "replicate"): {
         "the loss averaged along shard": Program(report=lambda v, m: fs.pmean(v, m, axis="shard")),
-        "reduced along shard alone": by_hand(lambda g, m: fs.pmean(g, m, axis="shard")),
     },
     ("data", "not added", "data"): {
         "a count that isn't added": metric(lambda e, m: (e > 1).sum().item()),
@@ -248,17 +230,13 @@ MISTAKES: dict[tuple[str, str, str], dict[str, Any]] = {
     },
     ("tensor", "not added", "tensor"): {
         "no psum in the forward": mixed(lambda y, m: y),
-        "a bias before the psum": Program(model=lambda p, x, m: x + total(hidden(p, x) @ p["down"].T + p["bias"], m)),
         "no psum after a lookup in parts": Program(model=lookup),
         "a nonlinearity before the psum": mixed(lambda y, m: total(torch.tanh(y), m)),
     },
     ("data", "weights", "data"): {
         "means of unequal counts": Program(loss=lambda out, y, m: (out - y)[rows(m, KEEP)].square().mean()),
-        "a masked mean": Program(loss=lambda out, y, m: ((out - y) * rows(m, KEEP)).square().sum() / rows(m, KEEP).sum()),
-        "uneven batches": Program(batch=both(lambda x, r, n, m: x[:7].tensor_split(n)[r])),
     },
     ("data", "one rank", "data"): {
-        "rank 0 evaluates": metric(lambda e, m: float((X - Y).sum()) if m.rank == 0 else 0.0),
         "zero on rank 0 alone": lambda m: {"zero": np.full(2, m.rank / 3)},
     },
     ("data", "norm", "data"): {"a ratio of norms": metric(lambda e, m: e[:, :2].norm() / e[:, 2:].norm())},
@@ -288,7 +266,7 @@ AXES = {"data": ("replicate", "shard"), "both": ("shard", "tensor"), "": None}
 CASES = {name: (program, *expected) for expected, programs in MISTAKES.items() for name, program in programs.items()}
 
 
-@pytest.mark.nightly(one_in=3)
+@pytest.mark.nightly(one_in=6)
 @pytest.mark.parametrize("name", CASES)
 def test_a_mistake_is_named_with_its_axes(name: str) -> None:
     program, meshes, cause, axes = CASES[name]

@@ -56,7 +56,7 @@ def same(found: list[Any], expected: list[Any]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(each, other, strict=True)), f"rank {rank} read a result too early"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("ranks", RUN)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_nothing_stale_is_gathered_after_a_pause_and_local_experts_wait_for_the_rest(schedule: str, ranks: str) -> None:

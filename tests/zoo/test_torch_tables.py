@@ -44,7 +44,7 @@ def subjects_of(info: Any) -> list[Subject]:
     return subjects
 
 
-@pytest.mark.nightly(one_in=6)
+@pytest.mark.nightly(one_in=10)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_module_of_torch_equals_itself(part):
@@ -55,7 +55,7 @@ def test_a_module_of_torch_equals_itself(part):
             assert not check(subject, "full_shard by class"), info.name
 
 
-@pytest.mark.nightly(one_in=3)
+@pytest.mark.nightly(one_in=5)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_of_torch_equals_itself_on_shards(name):
     from torch.testing._internal.common_optimizers import optim_db

@@ -15,7 +15,7 @@ INSTALLED = [subject for subject in SUBJECTS if importlib.util.find_spec(subject
 CASES = [(subject, list(STRATEGIES)[number % len(STRATEGIES)]) for number, subject in enumerate(INSTALLED)]
 
 
-@pytest.mark.nightly(one_in=4)
+@pytest.mark.nightly(one_in=8)
 @pytest.mark.filterwarnings("ignore")  # of the packages, in their own forwards
 @pytest.mark.parametrize(("subject", "strategy"), CASES, ids=lambda value: getattr(value, "name", value))
 def test_a_sharded_model_equals_itself_in_three_calls(subject, strategy):
