@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import funcshard as fs
 from benchmarks import cuda, peers, results, step
 from benchmarks.gpu_parts import PARTS
 from benchmarks.jaxed import Jax, has_jax
@@ -84,14 +83,6 @@ def test_peers_with_one_plan_race_once():
     assert list(peers.planned(SHAPES["deep"], "full_shard_large", 2).units) == [""]
     compiled = ["full_shard_large", "full_shard_compiled"]
     assert step.distinct(compiled, "deep", 2) == compiled  # the same plan, but only one of them is compiled
-
-
-def test_a_peer_is_compiled(monkeypatch):
-    real, asked = fs.fully_shard, []
-    monkeypatch.setattr(fs, "fully_shard", lambda *args, compiler: asked.append(compiler) or real(*args))
-    for peer in ("full_shard_large", "full_shard_compiled"):
-        peers.made(peer, TINY)
-    assert asked == [None, torch.compile]
 
 
 @pytest.mark.nightly

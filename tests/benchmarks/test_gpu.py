@@ -60,19 +60,6 @@ def test_without_a_gpu_it_says_so_in_one_sentence(tmp_path: Path, capsys: pytest
     assert not (tmp_path / "no").exists()
 
 
-def test_an_unknown_part_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        gpu.main(["--out", str(tmp_path), "--parts", "speed"])
-    assert "there is no part 'speed'; there are suite, programs" in capsys.readouterr().err
-
-
-def test_all_parts_together_take_at_most_eight_minutes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert sum(part.seconds for part in PARTS.values()) <= 480
-    assert all(part.expected < part.seconds for part in PARTS.values())
-    assert gpu.main(["--list"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(PARTS)
-
-
 def test_a_case_runs_with_data_and_a_wrong_loss_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_parts.compare("cpu", "full_shard") == ""
     losses = iter([[float("nan")], [2.0]])

@@ -82,15 +82,6 @@ def test_a_norm_of_a_leaf_without_a_norm_names_the_leaf(dtype: str) -> None:
             on_one_rank(dtype, use)
 
 
-@pytest.mark.parametrize("dtype", FLOAT8)
-def test_an_optimizer_and_a_scaler_have_torchs_words_for_a_dtype_that_is_too_narrow(dtype: str) -> None:
-    optimizer, scaler = fs.torch_optimizer(torch.optim.AdamW), fs.GradScaler()
-    with pytest.raises(RuntimeError, match="Float8"):
-        on_one_rank(dtype, lambda shards, *_: optimizer.step(fs.copy(shards), optimizer.init(shards), shards))
-    with pytest.raises(RuntimeError, match="Promotion for Float8 Types is not supported"):
-        on_one_rank(dtype, lambda shards, _plan, mesh: scaler.unscale(shards, scaler.init(mesh), mesh))
-
-
 REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "quantized": (lambda: torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.quint8), "is a quantized tensor"),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "is a nested tensor"),

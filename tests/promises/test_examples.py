@@ -239,11 +239,3 @@ def test_a_llama_on_four_processes_in_two_dimensions_has_the_losses_of_one_rank(
     assert len(losses) == 3
     alone = load(TWO_DIMENSIONS).train(fs.Mesh(), steps=3)
     torch.testing.assert_close(losses, alone, rtol=0, atol=1e-4)  # four digits are printed
-
-
-@pytest.mark.slow
-def test_two_dimensions_says_that_simulated_ranks_have_no_tensor_axis(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["two_dimensions.py", "--simulate", "4"])
-    with pytest.raises(SystemExit):
-        load(TWO_DIMENSIONS).main()
-    assert "pass --tensor 1 with --simulate" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from typing import Any
 
@@ -15,7 +14,7 @@ from tests.graph.test_traced import same
 from tests.graph.test_traced_models import check_traced, run
 from tests.models import SUBJECTS
 from tests.module.law import Runs
-from tests.module.test_unit_setup_compiled import Checkpointed, Hidden, Mutating, Shared
+from tests.module.test_unit_setup_compiled import Checkpointed, Mutating, Shared
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # from Dynamo
@@ -41,24 +40,6 @@ def test_fifteen_steps_make_one_recording_of_a_module_that_does_more_than_comput
     with caplog.at_level("DEBUG", "funcshard.graph"):
         fs.simulate(lambda mesh: check_traced(mesh, rows(4) * 15, model=lambda _: cls(), mutable=True), 1)
     assert sum("records" in record.message for record in caplog.records) == 1
-
-
-@pytest.mark.filterwarnings("ignore:torch._dynamo.config.inline_inbuilt_nn_modules is deprecated:FutureWarning")
-@pytest.mark.filterwarnings("ignore:the forward of .* set attributes of the module")
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="before, guards named module objects")
-def test_guards_that_name_module_objects_are_a_thing_of_the_past() -> None:
-    import torch._dynamo as dynamo
-
-    graphs = []
-
-    def backend(graph: Any, example: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    sharded = {"compiler": functools.partial(torch.compile, backend=backend)}
-    with dynamo.config.patch(inline_inbuilt_nn_modules=False):
-        fs.simulate(lambda mesh: run(mesh, rows(4) * 3, traced=False, model=lambda _: Hidden(), sharded=sharded), 1)
-    assert len(graphs) == 1
 
 
 # --- ranks that differ ----------------------------------------------------------------------------

@@ -142,12 +142,6 @@ def test_the_output_is_nan_before_the_delay_and_right_after(kind: str, dtype: to
         assert found == (has_nan, not has_nan, True, True, True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_processes_see_the_delay_as_simulated_ranks_do(kind: str) -> None:
-    assert run_ranks(each_kind, 2, kind, torch.float32) == [(True, False, True, True, True)] * 2
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A clock that goes on only while a delay sleeps: a busy machine takes no time of it."""
