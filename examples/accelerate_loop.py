@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true")
     options = parser.parse_args()
 
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
     torch.manual_seed(0)  # every rank makes the same model
     net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
     x = torch.randn(256, 8, generator=torch.Generator().manual_seed(1))

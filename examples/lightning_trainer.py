@@ -1,7 +1,6 @@
 """torchrun --nproc-per-node 2 examples/lightning_trainer.py --steps 6
 
-Train a sharded model inside `lightning.Trainer`, which keeps its data loading, schedules and
-callbacks. `--plain` trains the same module with Lightning's DDP: the losses are the same.
+Train a sharded model inside `lightning.Trainer`; `--plain` trains it by Lightning's DDP.
 """
 
 import argparse
@@ -10,20 +9,16 @@ from typing import Any
 
 import lightning
 import torch
-import torch.nn.functional as F
-from lightning.pytorch.strategies import DDPStrategy
 
 import funcshard as fs
 
 
-class ShardedStrategy(DDPStrategy):
+class ShardedStrategy(lightning.pytorch.strategies.DDPStrategy):
     """Lightning's ranks and samplers of DDP, with no DDP around the module."""
 
-    def configure_ddp(self) -> None:
-        """Do nothing: the step reduces gradients."""
+    def configure_ddp(self) -> None: ...  # the step reduces gradients
 
-    def model_to_device(self) -> None:
-        """Do nothing: the shards are on the device."""
+    def model_to_device(self) -> None: ...  # the shards are on the device
 
 
 class Plain(lightning.LightningModule):
@@ -35,7 +30,7 @@ class Plain(lightning.LightningModule):
         self.net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
 
     def training_step(self, batch: Any) -> Any:
-        loss = F.mse_loss(self.net(batch[0]), batch[1])
+        loss = torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
         self.log("loss", loss, sync_dist=True)
         return loss
 
@@ -49,23 +44,26 @@ class Plain(lightning.LightningModule):
 class Sharded(Plain):
     """The same module, with a step of ``fs.make_train_step``."""
 
-    def setup(self, stage: str) -> None:  # Lightning has joined the ranks
+    def setup(self, stage: str) -> None:
         self.automatic_optimization = False
         apply, params, buffers = fs.make_functional(self.net)
-        self.mesh = fs.init_mesh(device=self.trainer.strategy.root_device)
-        self.plan = fs.make_plan(params, self.mesh, units=["0", "2"])
-        sharded = fs.fully_shard(apply, self.plan, self.mesh)
-        loss_fn = lambda shards, buffers, batch: F.mse_loss(sharded(shards, buffers, batch[0]), batch[1])
+        mesh = fs.init_mesh(device=self.trainer.strategy.root_device)  # Lightning's ranks
+        plan = fs.make_plan(params, mesh, units=["0", "2"])
+        sharded = fs.fully_shard(apply, plan, mesh)
+
+        def loss_fn(shards: Any, buffers: Any, batch: Any) -> torch.Tensor:
+            return torch.nn.functional.mse_loss(sharded(shards, buffers, batch[0]), batch[1])
+
         adamw = fs.torch_optimizer(torch.optim.AdamW, lr=lambda _: self.optimizers().param_groups[0]["lr"])
-        self.step = fs.make_train_step(loss_fn, adamw, self.plan, self.mesh)
-        self.sharded_state = self.step.init(fs.shard(params, self.plan, self.mesh), buffers)
+        self.step = fs.make_train_step(loss_fn, adamw, plan, mesh)
+        self.sharded_state = self.step.init(fs.shard(params, plan, mesh), buffers)
 
     def training_step(self, batch: Any) -> None:
         self.sharded_state, metrics = self.step(self.sharded_state, batch)
         self.optimizers().step()  # Lightning counts these
         self.log("loss", metrics["loss"])
 
-    def configure_optimizers(self) -> Any:  # of nothing: schedules set its rate, which the step reads
+    def configure_optimizers(self) -> Any:  # of nothing, for a rate that schedules set
         return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-2)
 
 
@@ -76,6 +74,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
     x = torch.randn(256, 8, generator=torch.Generator().manual_seed(1))
     loader = torch.utils.data.DataLoader([*zip(x, x.square().sum(1, keepdim=True), strict=True)], 16, shuffle=True)
-    strategy, devices = "ddp" if options.plain else ShardedStrategy(), int(os.environ["LOCAL_WORLD_SIZE"])
+    module, strategy = (Plain(), "ddp") if options.plain else (Sharded(), ShardedStrategy())
+    devices = int(os.environ["LOCAL_WORLD_SIZE"])
     trainer = lightning.Trainer(max_steps=options.steps, strategy=strategy, devices=devices, enable_checkpointing=False)
-    trainer.fit(Plain() if options.plain else Sharded(), loader)
+    trainer.fit(module, loader)

@@ -93,7 +93,8 @@ def train(mesh: fs.Mesh, steps: int, rates: list[float], out: Path) -> list[tupl
     for number in range(steps):
         batch = torch.stack([make_batch(i, state.step) for i, state in enumerate(states)])
         ids = batch.chunk(mesh.world_size, 1)[mesh.rank].to(mesh.device)
-        stack = optree.tree_map(lambda *shards: torch.stack(shards), *[state.shards for state in states])
+        adapters: list[Any] = [state.shards for state in states]
+        stack = optree.tree_map(lambda *shards: torch.stack(shards), *adapters)
         with fs.record_events() as events:
             (_, losses), grads = fs.value_and_grad(total_and_losses, has_aux=True)(stack, ids)
         for i, (state, optimizer) in enumerate(zip(states, optimizers, strict=True)):

@@ -52,6 +52,8 @@ IN_FLOAT64 = {
 # Examples that have to learn their task. The first two depend on the number of ranks: statistics of a
 # rank's own batch, samples drawn on each rank.
 LEARNS = {"dp_sgd": ("--steps 12", 80.0), "vision": ("--steps 50", 80.0), "dpo": ("--steps 11", 80.0)}
+# Loops of other libraries, with the package that each needs.
+OTHER_LOOPS = {"hf_trainer": "accelerate", "accelerate_loop": "accelerate", "lightning_trainer": "lightning"}
 # Optimizers of one matrix: the programs end in an error unless shards have the bits of whole parameters.
 MATRIX_OPTIMIZERS = ("kron", "shampoo", "soap")
 
@@ -86,8 +88,8 @@ def printed(pattern, out):
 
 
 def test_every_example_says_how_to_run_it_in_its_first_line_and_is_in_a_table():
-    others = {"finetune_llama", "hf_trainer", "matrix_optimizers", "multi_lora", "preemption", "two_dimensions"}
-    assert {path.stem for path in EXAMPLES} == {*AS_ONE_RANK, *LEARNS, *others}
+    others = {"finetune_llama", "matrix_optimizers", "multi_lora", "preemption", "two_dimensions"}
+    assert {path.stem for path in EXAMPLES} == {*AS_ONE_RANK, *LEARNS, *OTHER_LOOPS, *others}
     for path in EXAMPLES:
         first, *lines = path.read_text().splitlines()
         command = rf'"""torchrun --nproc-per-node [24] examples/{path.stem}\.py --steps \d+'
@@ -162,17 +164,22 @@ def test_fine_tuning_resumes_with_the_next_batch_on_another_number_of_ranks_and_
 
 
 @pytest.mark.nightly
-def test_a_step_inside_the_trainer_of_transformers_has_the_losses_of_ddp():
+@pytest.mark.parametrize("name", OTHER_LOOPS)
+def test_a_step_inside_another_librarys_loop_has_the_losses_of_its_ddp(name):
+    if importlib.util.find_spec(OTHER_LOOPS[name]) is None:
+        pytest.skip(f"{OTHER_LOOPS[name]} is not installed")
+
     def losses(*way):  # accelerate reads all that torchrun sets
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/hf_trainer.py"]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", f"examples/{name}.py"]
         command = [sys.executable, *torchrun, "--steps", "3", *way]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
         assert ran.returncode == 0, ran.stderr
         return printed(r"step \d: loss ([\d.]+)", ran.stdout)
 
     sharded = losses()
-    assert len(sharded) == 3
+    assert len(sharded) == 3  # rank 0 alone prints
     assert sharded == losses("--plain")
 
 
