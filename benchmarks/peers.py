@@ -29,12 +29,14 @@ PLANS: dict[str, dict[str, Any]] = {  # options of make_plan
     "full_shard_bucketed": {"strategy": "full_shard", "bucket_bytes": 1 << 20},
     "full_shard_large": {"strategy": "full_shard"},
     "full_shard_compiled": {"strategy": "full_shard"},
+    "full_shard_exact": {"precision": fs.MixedPrecision(reduce_dtype=torch.float64, keep_low_precision_grads=True)},
     "shard_grad_op": {"strategy": "shard_grad_op"},
     "no_shard": {"strategy": "no_shard"},
 }
 # Modules with fewer bytes of parameters are no units and stay in the root.
 LEAST = {"full_shard_large": 1 << 20, "full_shard_compiled": 1 << 20}
 COMPILED = ("full_shard_compiled",)  # peers whose units are compiled by torch.compile
+GRID = 2.0**-44  # of the gradients of a peer with the same bits on every mesh
 # Peers that run a plan of above as one traced step, compiled by Inductor.
 TRACED = {"full_shard_traced_compiled": "full_shard", "full_shard_large_traced_compiled": "full_shard_large"}
 TITLES = {
@@ -50,6 +52,7 @@ TITLES = {
     "full_shard_bucketed": "funcshard full_shard, groups of 1 MiB",
     "full_shard_large": "funcshard full_shard, units of 1 MiB and more",
     "full_shard_compiled": "funcshard full_shard, units of 1 MiB and more, compiled",
+    "full_shard_exact": "funcshard full_shard, the same bits on every mesh",
     "shard_grad_op": "funcshard shard_grad_op",
     "no_shard": "funcshard no_shard",
     "none_compiled": "no communication, compiled",
@@ -133,8 +136,25 @@ def ours(shape: Shape, peer: str, mesh: fs.Mesh) -> tuple[Any, fs.TrainState]:
     sharded = fs.fully_shard(apply, plan, mesh, compiler=torch.compile if peer in COMPILED else None)
     optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
     loss_fn = lambda shards, buffers, batch: shape.loss(sharded(shards, buffers, batch[0]), batch[1])  # noqa: E731
-    train_step = fs.make_train_step(loss_fn, optimizer, plan, mesh)
+    options: Any = {}
+    if peer == "full_shard_exact":  # docs/same-on-every-mesh.md, with a block for each sample
+        loss_fn = _exact(loss_fn)
+        options = {"weighted": True, "accumulate": shape.batch, "on_grads": _round_grads}
+    train_step = fs.make_train_step(loss_fn, optimizer, plan, mesh, **options)
     return train_step, train_step.init(fs.shard(params, plan, mesh), buffers)
+
+
+def _exact(loss_fn: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, float]]:
+    def exact(*arguments: Any) -> tuple[torch.Tensor, float]:
+        loss = loss_fn(*arguments).double()
+        return loss + ((loss / GRID).round() * GRID - loss).detach(), 1.0
+
+    return exact
+
+
+def _round_grads(_: str, grads: dict[str, torch.Tensor]) -> None:
+    for grad in grads.values():
+        grad.copy_((grad / GRID).round() * GRID)
 
 
 def planned(shape: Shape, peer: str, ranks: int) -> fs.Plan:

@@ -35,7 +35,7 @@ REPLICATED = ("none", "ddp", "none_compiled", "ddp_compiled")
 DISPENSABLE = ("fsdp1_kept", "fsdp1", "full_shard_gloo", "shard_grad_op_gloo", "none", "jax")
 # The first two show what shared memory gains; the third needs a C++ compiler.
 NOT_BY_DEFAULT = (
-    "full_shard_gloo", "shard_grad_op_gloo", "full_shard_compiled", "no_shard",
+    "full_shard_gloo", "shard_grad_op_gloo", "full_shard_compiled", "full_shard_exact", "no_shard",
     "none_compiled", "ddp_compiled", "fsdp2_compiled", *TRACED,
 )  # fmt: skip
 FIRST, LATER = 1e-5, 1e-3  # accepted relative difference of losses: before the first update, and after it

@@ -55,16 +55,15 @@ def test_a_command_of_a_page_has_only_options_that_exist(monkeypatch, command):
 
 @pytest.mark.nightly
 def test_race_runs_end_to_end(tmp_path, capfd):
-    args = ["--ranks", "2", "--rounds", "2", "--shapes", "tiny", "--peers", "none,ddp,fsdp2,full_shard,full_shard_bucketed"]
+    raced = ["none", "ddp", "fsdp2", "full_shard", "full_shard_bucketed", "full_shard_exact"]
+    args = ["--ranks", "2", "--rounds", "2", "--shapes", "tiny", "--peers", ",".join(raced)]
     files = ["--json", str(tmp_path / "out.json"), "--markdown", str(tmp_path / "out.md")]
     (tmp_path / "out.md").write_text("<!-- results -->\nold\n<!-- end of results -->\nafter\n")
     found = step.main([*args, *files, "--hardware", "cpu"])
     assert json.loads((tmp_path / "out.json").read_text()) == found
     (race,) = found["races"]
     assert (race["shape"], race["ranks"], race["numel"]) == ("tiny", 2, 1880)
-    assert {peer: len(times) for peer, times in race["seconds"].items()} == dict.fromkeys(
-        ("none", "ddp", "fsdp2", "full_shard", "full_shard_bucketed"), 2
-    )
+    assert {peer: len(times) for peer, times in race["seconds"].items()} == dict.fromkeys(raced, 2)
     assert all(time > 0 for times in race["seconds"].values() for time in times)
     assert race["losses"]["full_shard"] == pytest.approx(race["losses"]["ddp"], rel=1e-5)
     assert race["losses"]["full_shard_bucketed"] == race["losses"]["full_shard"]
