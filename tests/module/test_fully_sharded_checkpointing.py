@@ -134,9 +134,8 @@ def test_statistics_are_those_of_one_forward_though_it_runs_twice():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")  # transformers renames it
-@pytest.mark.parametrize("name", ["llama", "bert"])
-def test_hugging_faces_switch_keeps_the_numbers_and_the_prediction(name):
-    subject = SUBJECTS[name]
+def test_hugging_faces_switch_keeps_the_numbers_and_the_prediction():
+    subject = SUBJECTS["llama"]
     program = lambda model, batch: subject.loss(model(**batch["inputs"]), batch)  # noqa: E731
     model, inputs = subject.build(), subject.make_batch(2, 0)
     model.gradient_checkpointing_enable({"use_reentrant": False})

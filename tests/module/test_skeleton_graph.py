@@ -55,7 +55,7 @@ def off_zero(model: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=2)
 @pytest.mark.parametrize(("make", "units"), GRAPHS.values(), ids=GRAPHS)
 def test_gradients_are_those_of_the_module(make, units) -> None:
     check_equal(make(), x, units, bits=True, program=off_zero, how={"remat": bool(units)})

@@ -96,7 +96,7 @@ def test_a_group_trains_as_unsharded_and_its_collectives_are_the_predicted_ones(
         assert kinds == ["all_gather"] * times + ["all_reduce" if strategy == "no_shard" else "reduce_scatter"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 def test_modules_of_a_group_are_called_in_any_way(way, strategy):

@@ -132,7 +132,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.nightly(one_in=3)
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "units"), [("hvp", ["blocks.*"]), ("grad", []), ("jvp", [])])
 def test_under_transforms_units_run_as_they_are_and_before_and_after_as_compiled(name, units):
     apply, params, buffers = fs.make_functional(made())
@@ -218,7 +218,7 @@ class Checkpointed(nn.Module):
         return x + checkpoint(inner, x, use_reentrant=False)
 
 
-@pytest.mark.nightly(one_in=2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("remat", [[], ["first"]], ids=["kept", "computed again"])
 def test_a_compiled_unit_that_runs_another_one_breaks_its_graph_there(remat):
     first, second = nn.Linear(3, 3), Runs(lambda m, x: torch.tanh(m.others[0](m.own(x))), own=nn.Linear(3, 3))

@@ -6,7 +6,7 @@ import enum
 import math
 import pickle
 import sys
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import optree
@@ -87,8 +87,7 @@ def nested(depth: int, wrap: Any = lambda node: {"a": node}) -> Any:
     return node
 
 
-WRAPS = {"dict": lambda node: {"a": node}, "list": lambda node: [node], "namedtuple": lambda node: Pair(node, None),
-         "custom": lambda node: Node(node, 0), "deque": lambda node: deque([node]),
+WRAPS = {"namedtuple": lambda node: Pair(node, None), "custom": lambda node: Node(node, 0),
          "two leaves": lambda node: {"a": node, "b": torch.ones(1)}}  # fmt: skip
 
 

@@ -61,7 +61,7 @@ PLANS: dict[str, Callable[[int], fs.Plan]] = {
 }  # fmt: skip
 
 
-@pytest.mark.nightly(one_in=3)
+@pytest.mark.nightly(one_in=4)
 @pytest.mark.filterwarnings("ignore:ignored_classes of the precision hold BatchNorm1d:UserWarning")
 @pytest.mark.parametrize("name", PLANS)
 def test_twice_as_many_units_take_twice_the_work(name: str) -> None:
