@@ -88,19 +88,6 @@ def test_the_interleaving_is_always_the_same() -> None:
     assert all(run() == first for _ in range(5))
 
 
-def test_events_are_recorded_for_the_rank_that_records() -> None:
-    def main(mesh: fs.Mesh) -> int:
-        with fs.record_events() as events:
-            for _ in range(mesh.rank):
-                fs.pmean(torch.ones(1), fs.Mesh())
-            add_up(mesh)
-        return len(events)
-
-    with fs.record_events() as outside:
-        assert fs.simulate(main, 3) == [1, 1, 1]
-        assert len(outside) == 3
-
-
 def draw(mesh: fs.Mesh, seed: int | None = None) -> list[float]:
     if seed is not None:
         torch.manual_seed(seed)
