@@ -15,9 +15,11 @@ MOST_BYTES = 400_000
 BY_DAY = "03_checkpoints"  # the quickest one
 # Why no kernel of Jupyter: it would import torch, Dynamo and matplotlib for seconds.
 RUN = """
-import json, os
+import json, os, warnings
 from IPython.core.interactiveshell import InteractiveShell
 os.chdir({folder!r})
+for ignored in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):  # as Python does
+    warnings.simplefilter("ignore", ignored)
 shell = InteractiveShell.instance()
 for cell in json.loads({cells!r}):
     shell.run_cell(cell).raise_error()
