@@ -15,7 +15,11 @@ from funcshard import linalg
 from funcshard._utils import tree
 from tests.ranks import on_ranks, run_ranks, run_simulated
 
-WORLDS: dict[str, Any] = {"2 ranks": {"shard": 2}, "4 ranks": {"shard": 4}, "2 x 2": {"replicate": 2, "shard": 2}}
+WORLDS: dict[str, tuple[Any, dict[str, int]]] = {
+    "2 ranks": (run_simulated, {"shard": 2}),
+    "2 processes": (run_ranks, {"shard": 2}),
+    "2 x 2": (run_simulated, {"replicate": 2, "shard": 2}),
+}
 SHAPES = {"c": (2, 3), "a": (5, 3), "b": (5,)}
 SIZE = sum(map(math.prod, SHAPES.values()))
 # Eigenvalues of both signs, of which those of largest magnitude and at both ends are apart.
@@ -47,6 +51,7 @@ class Space:
     def __init__(self, mesh: fs.Mesh | None) -> None:
         self.mesh = mesh
         self.plan = mesh and fs.make_plan(as_tree(RIGHT), mesh, units=["a"])
+        self.on = self.plan, mesh  # what every function takes after its vectors
 
     def put(self, vector: torch.Tensor) -> Any:
         return fs.shard(as_tree(vector), self.plan, self.mesh, check=False) if self.mesh else as_tree(vector)
@@ -81,7 +86,7 @@ def solved(space: Space) -> list[float]:
             steps[name] += 1
             return multiply(v)
 
-        x, info = linalg.cg(counted, b, space.plan, space.mesh, rtol=1e-12, maxiter=60, **options)
+        x, info = linalg.cg(counted, b, *space.on, rtol=1e-12, maxiter=60, **options)
         assert info == 0
         assert (POSITIVE @ space.take(x) - RIGHT).norm() <= 2e-12 * RIGHT.norm()
         torch.testing.assert_close(space.take(x), expected, rtol=1e-10, atol=1e-10)
@@ -89,7 +94,7 @@ def solved(space: Space) -> list[float]:
     assert steps["the solution"] == 1
     assert steps["a preconditioner"] <= 2
     assert 10 < steps["no options"] < 60
-    indefinite = linalg.cg(space.operator(SYMMETRIC), b, space.plan, space.mesh, rtol=1e-10)
+    indefinite = linalg.cg(space.operator(SYMMETRIC), b, *space.on, rtol=1e-10)
     assert indefinite[1] == 0
     torch.testing.assert_close(SYMMETRIC @ space.take(indefinite[0]), RIGHT, rtol=1e-8, atol=1e-8)
     return [float(count) for count in steps.values()]
@@ -98,17 +103,17 @@ def solved(space: Space) -> list[float]:
 def ended_early(space: Space) -> list[float]:
     """Return what the solver says where it does not solve."""
     multiply, b, zeros = space.operator(POSITIVE), space.put(RIGHT), space.put(torch.zeros(SIZE).double())
-    x, info = linalg.cg(multiply, b, space.plan, space.mesh, rtol=1e-12, maxiter=3)
+    x, info = linalg.cg(multiply, b, *space.on, rtol=1e-12, maxiter=3)
     assert info == 3
     assert 0.1 < (POSITIVE @ space.take(x) - RIGHT).norm() / RIGHT.norm() < 1
-    loose = linalg.cg(multiply, b, space.plan, space.mesh, rtol=0.0, atol=2.0 * RIGHT.norm().item())
+    loose = linalg.cg(multiply, b, *space.on, rtol=0.0, atol=2.0 * RIGHT.norm().item())
     assert loose[1] == 0
     assert not space.take(loose[0]).any()  # zeros are close enough
     for matrix in (0 * POSITIVE, POSITIVE * math.nan):
-        x, info = linalg.cg(space.operator(matrix), b, space.plan, space.mesh)
+        x, info = linalg.cg(space.operator(matrix), b, *space.on)
         assert info == -1
         assert not space.take(x).any()
-    x, info = linalg.cg(multiply, zeros, space.plan, space.mesh, x0=b)
+    x, info = linalg.cg(multiply, zeros, *space.on, x0=b)
     assert info == 0
     assert not space.take(x).any()
     return [0.0]
@@ -122,25 +127,24 @@ def eigenpairs(space: Space) -> list[float]:
         ("SA", 1, ascending[:1]),
     ):
         # Room for 12 vectors of 26, so that it restarts.
-        w, vs, residuals = linalg.eigsh(multiply, v0, space.plan, space.mesh, k=k, which=which, ncv=12, tol=1e-8)
+        w, vs, residuals = linalg.eigsh(multiply, v0, *space.on, k=k, which=which, ncv=12, tol=1e-8)
         torch.testing.assert_close(w, expected, rtol=1e-11, atol=1e-11)
         whole = torch.stack([space.take(v) for v in vs])
         torch.testing.assert_close(whole @ whole.T, torch.eye(k).double(), rtol=1e-11, atol=1e-11)
         assert ((SYMMETRIC @ whole.T - whole.T * w).norm(dim=0) <= 1e-8 * w.abs() + 1e-12).all()
     # A residual is the one that is measured, also of pairs that have not converged.
-    w, vs, residuals = linalg.eigsh(multiply, v0, space.plan, space.mesh, k=4, ncv=8, maxiter=1)
+    w, vs, residuals = linalg.eigsh(multiply, v0, *space.on, k=4, ncv=8, maxiter=1)
     whole = torch.stack([space.take(v) for v in vs])
     measured = (SYMMETRIC @ whole.T - whole.T * w).norm(dim=0)
     torch.testing.assert_close(residuals, measured, rtol=1e-10, atol=1e-10)
     assert residuals.max() > 1e-3
-    value, v, residual = linalg.power_iteration(multiply, v0, space.plan, space.mesh, tol=1e-6, maxiter=200)
+    value, v, residual = linalg.power_iteration(multiply, v0, *space.on, tol=1e-6, maxiter=200)
     assert residual <= 1e-6 * 11
     torch.testing.assert_close(value.item(), 11.0, rtol=1e-11, atol=0)
     torch.testing.assert_close(space.take(v).abs(), VECTORS[:, -1].abs(), rtol=0, atol=residual.item() / 4)
-    value, v, residual = linalg.power_iteration(multiply, v0, space.plan, space.mesh, maxiter=2)
-    torch.testing.assert_close(
-        space.take(v), torch.nn.functional.normalize(SYMMETRIC @ START, dim=0), rtol=1e-12, atol=1e-12
-    )
+    value, v, residual = linalg.power_iteration(multiply, v0, *space.on, maxiter=2)
+    normalized = torch.nn.functional.normalize(SYMMETRIC @ START, dim=0)
+    torch.testing.assert_close(space.take(v), normalized, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close((SYMMETRIC @ space.take(v) - value * space.take(v)).norm(), residual, rtol=1e-12, atol=0)
     return [*w.tolist(), value.item()]
 
@@ -148,10 +152,10 @@ def eigenpairs(space: Space) -> list[float]:
 def of_few_vectors(space: Space) -> list[float]:
     """Return the eigenvalues that a vector of a small invariant space reaches."""
     multiply, v0 = space.operator(SYMMETRIC), space.put(VECTORS[:, -2:].sum(1))
-    w, _, residuals = linalg.eigsh(multiply, v0, space.plan, space.mesh, k=2, tol=1e-12)
+    w, _, residuals = linalg.eigsh(multiply, v0, *space.on, k=2, tol=1e-12)
     torch.testing.assert_close(w, VALUES[-2:], rtol=1e-12, atol=0)
     assert residuals.max() < 1e-10
-    w, vs, _ = linalg.eigsh(lambda v: v, space.put(START), space.plan, space.mesh, k=26, ncv=40)
+    w, vs, _ = linalg.eigsh(lambda v: v, space.put(START), *space.on, k=26, ncv=40)
     assert len(w) == len(vs) <= SIZE
     torch.testing.assert_close(w, torch.ones(len(w)).double(), rtol=1e-12, atol=0)
     return [0.0]
@@ -162,36 +166,26 @@ def estimates(space: Space) -> list[float]:
     for distribution in ("rademacher", "normal"):
         v, generator = space.randn(seed=4)
         v = v.sign() if distribution == "rademacher" else v
-        trace = linalg.hutchinson_trace(
-            multiply, like, space.plan, space.mesh, generator=generator, distribution=distribution
-        )
+        trace = linalg.hutchinson_trace(multiply, like, *space.on, generator=generator, distribution=distribution)
         torch.testing.assert_close(trace, v @ SYMMETRIC @ v, rtol=1e-12, atol=1e-12)
         diagonal = linalg.hutchinson_diag(
-            multiply, like, space.plan, space.mesh, generator=torch.Generator().manual_seed(4), distribution=distribution
+            multiply, like, *space.on, generator=torch.Generator().manual_seed(4), distribution=distribution
         )
         torch.testing.assert_close(space.take(diagonal), v * (SYMMETRIC @ v), rtol=1e-12, atol=1e-12)
     # The mean of many is the trace; of a diagonal matrix each one is.
     generator = torch.Generator().manual_seed(5)
-    many = linalg.hutchinson_trace(multiply, like, space.plan, space.mesh, generator=generator, num_matvecs=25)
+    many = linalg.hutchinson_trace(multiply, like, *space.on, generator=generator, num_matvecs=25)
     deviation = (2 * (SYMMETRIC.square().sum() - SYMMETRIC.diagonal().square().sum()) / 25).sqrt()
     assert (many - VALUES.sum()).abs() < 3 * deviation
     scale = space.operator(torch.diag(VALUES))
-    some = linalg.hutchinson_diag(scale, like, space.plan, space.mesh, generator=generator, num_matvecs=3)
+    some = linalg.hutchinson_diag(scale, like, *space.on, generator=generator, num_matvecs=3)
     torch.testing.assert_close(space.take(some), VALUES, rtol=1e-12, atol=0)
 
     nodes, weights = [], []
     for reorthogonalize in (True, False):
         v, generator = space.randn(seed=6)
-        both = linalg.lanczos_quadrature(
-            multiply,
-            like,
-            space.plan,
-            space.mesh,
-            generator=generator,
-            ncv=6,
-            num_repeats=2,
-            reorthogonalize=reorthogonalize,
-        )
+        options = {"generator": generator, "ncv": 6, "num_repeats": 2, "reorthogonalize": reorthogonalize}
+        both = linalg.lanczos_quadrature(multiply, like, *space.on, **options)
         nodes.append(both[0]), weights.append(both[1])
         # Six nodes are exact up to the eleventh power; the weights of the first repeat belong to v.
         for power in range(12):
@@ -223,15 +217,10 @@ def test_results_of_whole_tensors_are_those_of_the_dense_matrix(law: str) -> Non
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("law", LAWS)
 def test_results_of_shards_are_those_of_the_dense_matrix_and_the_same_on_every_mesh(law: str, world: str) -> None:
-    results = run_simulated(on_mesh, math.prod(WORLDS[world].values()), law, shape=WORLDS[world])
+    run, shape = WORLDS[world]
+    results = run(on_mesh, math.prod(shape.values()), law, shape=shape)
     assert results == results[:1] * len(results)
     torch.testing.assert_close(results[0], on_one_rank(law), rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.slow
-def test_two_processes_have_the_results_of_one_rank() -> None:
-    for results in run_ranks(on_mesh, 2, "estimates"):
-        torch.testing.assert_close(results, on_one_rank("estimates"), rtol=1e-10, atol=1e-10)
 
 
 def collectives(mesh: fs.Mesh) -> list[int]:

@@ -15,8 +15,3 @@ from tests.graph.test_memory import made
 def full_shard() -> Any:
     """Return a traced step of four equal blocks on four ranks."""
     return fs.trace(*made(), torch.randn(16, 64))
-
-
-@pytest.fixture(scope="session")
-def shard_grad_op() -> Any:
-    return fs.trace(*made(strategy="shard_grad_op"), torch.randn(16, 64))

@@ -9,15 +9,8 @@ import pytest
 import torch
 from torch import fx
 
-import funcshard as fs
-from funcshard.graph.effects import check_graph, check_order, communicates
+from funcshard.graph.effects import check_graph, check_order, communicates, draws_numbers
 from funcshard.graph.step_graph import StepGraph, collective_of, starts_and_waits
-from tests.graph.test_memory import made
-
-
-@pytest.fixture(scope="module")
-def step_graph() -> StepGraph:
-    return fs.trace(*made(), torch.randn(4, 64)).graph
 
 
 def pair(graph: fx.Graph, kind: str, number: int = 0) -> tuple[fx.Node, fx.Node]:
@@ -86,26 +79,26 @@ def check(graph: fx.Graph, before: fx.Graph) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_seen(step_graph: StepGraph, fault: str) -> None:
+def test_a_fault_is_seen(full_shard: Any, fault: str) -> None:
     plant, words = FAULTS[fault]
-    broken = step_graph.copy()
-    check(broken.graph, step_graph.graph)
+    before = full_shard.graph
+    broken = before.copy()
+    check(broken.graph, before.graph)
     plant(broken.graph)
     with pytest.raises(ValueError, match=words):
-        check(broken.graph, step_graph.graph)
+        check(broken.graph, before.graph)
 
 
 @pytest.mark.slow
-def test_a_change_by_a_user_is_checked_too() -> None:
+def test_a_change_by_a_user_is_checked_too(full_shard: Any) -> None:
     def late(step_graph: StepGraph) -> StepGraph:
         new = step_graph.copy()
         _, wait = pair(new.graph, "all_gather")
         new.graph.output_node().prepend(wait)
         return new
 
-    traced = fs.trace(*made(), torch.randn(4, 64))
     with pytest.raises(ValueError, match="which does not come before it"):
-        traced.changed(late)
+        full_shard.changed(late)
 
 
 def test_random_numbers_keep_their_order() -> None:
@@ -131,3 +124,11 @@ def test_collectives_of_torch_communicate_and_arithmetic_does_not() -> None:
     total = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", "0"))
     twice = graph.call_function(torch.ops.aten.add.Tensor, (total, total))
     assert [communicates(node) for node in (x, total, twice)] == [False, True, False]
+
+
+def test_attention_draws_numbers_for_dropout_alone() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    nodes = [graph.call_function(attention, (x, x, x, dropout)) for dropout in (0.0, 0.5)]
+    assert [draws_numbers(node) for node in nodes] == [False, True]

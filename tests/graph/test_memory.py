@@ -45,7 +45,7 @@ def measured(step: Any, state: fs.TrainState, batch: torch.Tensor) -> tuple[int,
     return storages.peak["cpu"], storages.peak[GATHERED]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=4)
 @pytest.mark.parametrize(
     ("strategy", "size"), [("full_shard", 128), ("full_shard", 2), ("shard_grad_op", 16), ("no_shard", 128)]
 )

@@ -13,13 +13,13 @@ import funcshard as fs
 from benchmarks.fake_ranks import fake_mesh
 from funcshard._utils import table
 from funcshard.graph.memory import cost_of
-from tests.graph.test_loading import BATCH, made
-from tests.graph.test_traced import CASES, batch_of, torch_optimizer
+from tests.graph.linear import BATCH, made
+from tests.graph.test_traced import CASES, batch_of
 from tests.graph.test_traced import made as made_net
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["micro-batches, reduced once", "remat, dropout"])
+@pytest.mark.nightly(one_in=2)
+@pytest.mark.parametrize("case", ["remat, dropout", "micro-batches, reduced once"])
 def test_flops_and_collectives_are_those_of_the_step(case: str) -> None:
     ranks, options = CASES[case]
     mesh = fake_mesh(ranks if isinstance(ranks, dict) else {"shard": ranks})
@@ -70,10 +70,7 @@ def test_each_kind_of_operation_moves_the_bytes_of_its_tensors() -> None:
     assert cost_of(dataclasses.replace(step_graph, graph=graph)).bytes == 24 * (3 + 2 + 2 + 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("option", ["foreach", "fused"])
 def test_operations_without_a_result_have_a_cost_on_one_rank(option: str) -> None:
-    mesh = fs.Mesh()
-    optimizer = torch_optimizer(torch.optim.SGD, lr=0.1, **{option: True})
-    step, state = made_net(mesh, optimizer=optimizer)
-    assert fs.trace(step, state, batch_of(mesh, 0)).cost().bytes > 0
+    optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1, **{option: True})
+    assert fs.trace(*made(fs.Mesh(), optimizer=optimizer), BATCH).cost().bytes > 0

@@ -25,8 +25,8 @@ def shown() -> Shown:
 @pytest.mark.parametrize(
     "line",
     [
-        r"^  %\d+:f32\[36\]    state\.shards\['blocks\.1'\]\['float32'\]$",
-        r"^  %\d+:i64\[4,6\]  batch$",
+        r"^  %\d+:f32\[36\] +state\.shards\['blocks\.1'\]\['float32'\]$",
+        r"^  %\d+:i64\[4,6\] +batch$",
         r"^  ── backward blocks\.1 ──$",
         r"^  %(\d+):f32\[72\] = → gather blocks\.1 float32 288 B along shard %\d+$",
         r"^  %\d+:f32\[36\] = ← reduce-scatter blocks\.1 float32 288 B along shard %\d+$",
@@ -49,5 +49,5 @@ def test_every_result_is_named_before_it_is_used(shown: Shown) -> None:
 def test_the_html_holds_every_operation_of_the_text(shown: Shown) -> None:
     text, page = shown
     operations = [line for line in text.splitlines() if " = " in line]
-    assert len(operations) > 100
+    assert len(operations) > 50
     assert all(html.escape(line) in page for line in operations)

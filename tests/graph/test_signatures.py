@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import funcshard as fs
-from tests.graph.test_loading import BATCH, made
+from tests.graph.linear import BATCH, made
 
 
 @contextmanager
@@ -73,8 +73,8 @@ def test_fifteen_steps_with_a_schedule_make_two_recordings_and_steps_without_sta
         step, state = made(fs.Mesh(), lr=lambda step: 0.1 / (1 + step), momentum=momentum)
         with messages() as found:
             traced = fs.trace(step, state, BATCH)
-            for _ in range(15):
-                state, _ = traced(state, BATCH)
-        assert state.step == 15
+            for number in range(15):
+                state, metrics = traced(state, BATCH)
+                assert metrics["lr"] == 0.1 / (1 + number)
         assert len(found) == count, found
     assert "records a step; it has 1 recordings" in found[0]

@@ -9,7 +9,7 @@ import pytest
 import funcshard as fs
 from benchmarks.fake_ranks import fake_mesh
 from funcshard.graph.storages import sections_of
-from tests.graph.test_traced import CASES, SGD, batch_of, made
+from tests.graph.test_traced import CASES, PLAIN, batch_of, made
 
 ONCE = [
     ("forward", None), ("forward", ""), ("forward", "embed"), ("forward", "blocks.0"), ("forward", "blocks.1"),
@@ -27,7 +27,7 @@ UPDATE = [("update", None), ("update", ""), ("update", "blocks.0"), ("update", "
         # No gather starts before the first use of a parameter. TorchOpt updates the first moments of all
         # units, then the second ones, then the parameters.
         (CASES["no_shard, torchopt"][1], ONCE[1:] + UPDATE + 2 * UPDATE[1:]),
-        ({"accumulate": 2, "optimizer": SGD}, ONCE + ONCE + UPDATE),
+        ({"accumulate": 2, "optimizer": PLAIN}, ONCE + ONCE + UPDATE),
     ],
     ids=["full_shard", "remat, dropout", "no_shard, torchopt", "micro-batches"],
 )

@@ -16,8 +16,10 @@ from torch import nn
 
 import funcshard as fs
 from funcshard.graph.step_graph import StepGraph, collective_of, starts_and_waits
+from tests.graph import linear
+from tests.graph.linear import same
 
-ADAMW = torch.optim.AdamW
+ADAMW, SGD = torch.optim.AdamW, torch.optim.SGD
 BFLOAT16 = fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FLOAT16 = fs.MixedPrecision(param_dtype=torch.float16)
 STEPS = 5
@@ -48,7 +50,7 @@ def made(
     dropout: float = 0.0,
     mutable: bool = False,
     weighted: bool = False,
-    optimizer: Callable[[fs.Plan, fs.Mesh], Any] = lambda plan, mesh: fs.torch_optimizer(ADAMW, lr=1e-2),
+    optimizer: Callable[[fs.Plan, fs.Mesh], Any] = lambda plan, mesh: fs.torch_optimizer(SGD, lr=0.1, momentum=0.9),
     **options: Any,
 ) -> tuple[Any, fs.TrainState]:
     torch.manual_seed(0)
@@ -82,18 +84,6 @@ def steps(mesh: fs.Mesh, take: Any, state: Any, sizes: Sequence[int] = (4,) * ST
     return metrics, fs.copy(state), events
 
 
-def same(one: Any, other: Any) -> bool:
-    """Return whether two trees are equal to the bit, NaN included."""
-    (first, form), (second, other_form) = (torch.utils._pytree.tree_flatten(each) for each in (one, other))
-    pairs = list(zip(first, second, strict=True))
-    return form == other_form and all(
-        torch.equal(a.view(torch.uint8) if a.ndim else a.reshape(1).view(torch.uint8),
-                    b.view(torch.uint8) if b.ndim else b.reshape(1).view(torch.uint8))
-        if isinstance(a, torch.Tensor) else a == b
-        for a, b in pairs
-    )  # fmt: skip
-
-
 def torch_optimizer(cls: Any, **options: Any) -> Callable[[fs.Plan, fs.Mesh], Any]:
     return lambda plan, mesh: fs.torch_optimizer(cls, **options)
 
@@ -104,12 +94,12 @@ def grouped(plan: fs.Plan, mesh: fs.Mesh) -> Any:
 
 
 HYBRID = {"replicate": 2, "shard": 2}
-# Why not AdamW where the optimizer is not the point: its first step, which makes its state, is
-# recorded for itself, and its operations are most of a recording.
-SGD = torch_optimizer(torch.optim.SGD, lr=0.1)
+# Why not AdamW where the optimizer is not the point: its operations are most of a recording, and a
+# first step, which makes a state, is recorded for itself.
+PLAIN = torch_optimizer(SGD, lr=0.1)
 # What ``Job`` has no option for; promises/test_jobs.py traces all that it has.
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "slices": (4, {"plan": {"reshard_after_forward": 2}, "optimizer": SGD}),  # it sees the most, so it runs by day
+    "slices": (4, {"plan": {"reshard_after_forward": 2}, "optimizer": PLAIN}),  # it sees the most, so it runs by day
     "shard_grad_op, groups": (2, {"plan": {"strategy": "shard_grad_op"}, "optimizer": grouped}),
     "no_shard, torchopt": (2, {"plan": {"strategy": "no_shard"}, "optimizer": lambda plan, mesh: torchopt.adam(1e-2)}),
     "bfloat16, fused": (2, {
@@ -119,19 +109,19 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "offload, foreach, not donated": (2, {
         "plan": {"offload": True}, "donate": False, "optimizer": torch_optimizer(ADAMW, lr=1e-2, foreach=True),
     }),
-    "micro-batches, reduced once": (2, {
-        "accumulate": 2, "reduce": "once",
-        "optimizer": torch_optimizer(torch.optim.SGD, lr=lambda step: math.cos(step / 10), momentum=0.9),
+    "scaler, skipped steps": (2, {
+        "scaler": fs.GradScaler(2.0**24, 2.0, 2.0**-6), "plan": {"precision": FLOAT16},
     }),
-    "remat, dropout": (2, {"remat": ("blocks.0", "blocks.1"), "dropout": 0.5, "optimizer": SGD}),
+    "remat, dropout": (2, {"remat": ("blocks.0", "blocks.1"), "dropout": 0.5, "optimizer": PLAIN}),
     "shard_grad_op, muon, clipped, weights": (2, {
         "plan": {"strategy": "shard_grad_op"}, "max_norm": 1.0, "weighted": True,
         "optimizer": lambda plan, mesh: fs.muon(plan=plan, mesh=mesh, lr=lambda step: 1e-2 / (1 + step)),
     }),
-    "scaler, skipped steps": (2, {
-        "scaler": fs.GradScaler(2.0**24, 2.0, 2.0**-6), "plan": {"precision": FLOAT16},
+    "micro-batches, reduced once": (2, {
+        "accumulate": 2, "reduce": "once",
+        "optimizer": torch_optimizer(SGD, lr=lambda step: math.cos(step / 10), momentum=0.9),
     }),
-    "weights, scaler, mutable": (2, {"weighted": True, "mutable": True, "scaler": fs.GradScaler(), "optimizer": SGD}),
+    "weights, scaler, mutable": (2, {"weighted": True, "mutable": True, "scaler": fs.GradScaler(), "optimizer": PLAIN}),
 }  # fmt: skip
 
 # The cases whose work itself differs between ranks, with the reason.
@@ -146,7 +136,7 @@ LOADED = (
 )  # fmt: skip
 
 
-@pytest.mark.nightly(one_in=4)
+@pytest.mark.nightly(one_in=5)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:ignored_classes of the precision hold")
 def test_a_traced_step_has_the_bits_and_the_collectives_of_the_step(case: str, tmp_path: Path) -> None:
@@ -175,51 +165,37 @@ def test_a_traced_step_has_the_bits_and_the_collectives_of_the_step(case: str, t
     assert (len(set(texts)) == 1) == (len(set(fingerprints)) == 1) == equal, "the graph is the same on every rank"
 
 
-@pytest.mark.nightly
-def test_many_recordings_end_in_a_warning() -> None:
-    def main(mesh: fs.Mesh) -> int:
-        step, state = made(mesh, optimizer=SGD)
-        traced = fs.trace(step, state, batch_of(mesh, 0))
-        for size in range(1, 10):
-            state, _ = traced(state, batch_of(mesh, 0, size))
-        return state.step
-
-    with pytest.warns(UserWarning, match="recorded for 8 kinds of arguments.*dynamic_shapes"):
-        assert fs.simulate(main, 1) == [9]
-
-
 @pytest.mark.slow
-def test_a_number_of_python_in_the_state_is_a_constant_and_changes_make_recordings() -> None:
-    def init(params: Any) -> Any:
-        return {"rate": 0.5}
+def test_many_recordings_end_in_a_warning() -> None:
+    step, state = linear.made(fs.Mesh(), donate=False)
+    traced = fs.trace(step, state, torch.ones(9, 3))
+    with pytest.warns(UserWarning, match="recorded for 8 kinds of arguments.*dynamic_shapes"):
+        _ = [traced(state, torch.ones(size, 3)) for size in range(1, 9)]
 
+
+def test_a_number_of_python_in_the_state_is_a_constant_and_changes_make_recordings() -> None:
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         updates = torch.utils._pytree.tree_map(lambda grad: -state["rate"] * grad, grads)
         return updates, {"rate": state["rate"] / 2}
 
-    def main(mesh: fs.Mesh) -> None:
-        (step, state), (own, first) = (made(mesh, optimizer=lambda plan, mesh: (init, update)) for _ in range(2))
-        traced = steps(mesh, fs.trace(own, first, batch_of(mesh, 0)), first)
-        assert same(traced, steps(mesh, step, state))
-        assert traced[1].opt_state == {"rate": 0.5 / 2**STEPS}
+    step, state = linear.made(fs.Mesh(), optimizer=(lambda params: {"rate": 0.5}, update))
+    traced, other = fs.trace(step, state, linear.BATCH), state
+    for _ in range(3):
+        (state, metrics), (other, expected) = traced(state, linear.BATCH), step(other, linear.BATCH)
+        assert same((state, metrics), (other, expected))
+    assert state.opt_state == {"rate": 0.5 / 2**3}
 
-    fs.simulate(main, 1)
 
-
-@pytest.mark.slow
 def test_the_old_state_is_donated_as_by_the_step() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        step, state = made(mesh)
-        traced = fs.trace(step, state, batch_of(mesh, 0))
-        assert torch.isfinite(state.shards[""]["float32"]).all(), "trace only looks at the state"
-        for _ in range(2):
-            old, (state, _) = state, traced(state, batch_of(mesh, 0))
-            with pytest.raises(RuntimeError, match="donated to a training step"):
-                old.shards[""]["float32"] + 1
-            with pytest.raises(RuntimeError, match="donated to a step"):
-                step(old._replace(shards=state.shards), batch_of(mesh, 0))
-
-    fs.simulate(main, 1)
+    step, state = linear.made(fs.Mesh(), momentum=0.9)
+    traced = fs.trace(step, state, linear.BATCH)
+    assert torch.isfinite(state.shards[""]["float32"]).all(), "trace only looks at the state"
+    for _ in range(2):
+        old, (state, _) = state, traced(state, linear.BATCH)
+        with pytest.raises(RuntimeError, match="donated to a training step"):
+            old.shards[""]["float32"] + 1
+        with pytest.raises(RuntimeError, match="donated to a step"):
+            step(old._replace(shards=state.shards), linear.BATCH)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch.func.jvp's
@@ -234,7 +210,7 @@ def test_a_forward_derivative_that_torch_cannot_record_is_named_as_the_cause() -
         def loss_fn(shards: Any, _buffers: Any, x: torch.Tensor) -> torch.Tensor:
             return torch.func.jvp(lambda x: sharded(shards, {}, x), (x,), (x,))[1].square().mean()
 
-        step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.SGD, lr=0.1), plan, mesh)
+        step = fs.make_train_step(loss_fn, fs.torch_optimizer(SGD, lr=0.1), plan, mesh)
         fs.trace(step, step.init(fs.shard(params, plan, mesh), {}), x)
 
     with pytest.raises(ValueError, match=r"cannot record this torch.func.jvp: .* as for LayerNorm"):
@@ -252,11 +228,10 @@ def returning_the_data_of_its_all_reduce(step_graph: StepGraph) -> StepGraph:
     return new
 
 
-@pytest.mark.slow
 def test_a_collective_does_not_overwrite_data_that_is_read_later() -> None:
     def main(mesh: fs.Mesh) -> None:
-        step, state = made(mesh)
-        batch = batch_of(mesh, 0)
+        step, state = linear.made(mesh)
+        batch = linear.BATCH + mesh.rank
         changed = fs.trace(step, state, batch).changed(returning_the_data_of_its_all_reduce)
         _, found = changed(fs.copy(state), batch)
         _, expected = step(state, batch)

@@ -11,20 +11,21 @@ import torch
 
 import funcshard as fs
 from funcshard.graph.storages import sections_of
-from tests.graph import test_loading, test_traced
+from tests.graph import linear as linear_step
+from tests.graph import test_traced
+from tests.graph.linear import same
 from tests.graph.test_signatures import messages
-from tests.graph.test_traced import batch_of, made, same, steps, torch_optimizer
+from tests.graph.test_traced import PLAIN, batch_of, made, steps, torch_optimizer
 
 SIZES = (4, 6, 10, 4)
 NAMES = "b, ..."
-SGD = torch_optimizer(torch.optim.SGD, lr=0.1)
 CASES: dict[str, dict[str, Any]] = {
     "remat, dropout, micro-batches, a schedule": {
         "remat": ("blocks.0",), "dropout": 0.5, "accumulate": 2,
         "optimizer": torch_optimizer(torch.optim.SGD, lr=lambda step: 1 / (1 + step)),
     },
     "weights, scaler, mutable, clipped": {
-        **test_traced.CASES["weights, scaler, mutable"][1], "max_norm": 1.0, "optimizer": SGD,
+        **test_traced.CASES["weights, scaler, mutable"][1], "max_norm": 1.0, "optimizer": PLAIN,
     },
 }  # fmt: skip
 
@@ -51,24 +52,24 @@ def test_one_recording_has_the_bits_and_collectives_of_the_step_for_batches_of_a
 @pytest.mark.nightly
 def test_passes_files_and_compiled_steps_serve_any_size_too(tmp_path: Path) -> None:
     def main(mesh: fs.Mesh) -> None:
-        eager = run(mesh, *made(mesh, optimizer=SGD))
-        traced = fs.trace(*made(mesh, optimizer=SGD), batch_of(mesh, 0), dynamic_shapes=NAMES)
+        eager = run(mesh, *made(mesh, optimizer=PLAIN))
+        traced = fs.trace(*made(mesh, optimizer=PLAIN), batch_of(mesh, 0), dynamic_shapes=NAMES)
         traced.save(tmp_path / "step.json")
         loaded = fs.load_traced(tmp_path / "step.json", mesh)
         assert (str(loaded), loaded.fingerprint()) == (str(traced), traced.fingerprint())
         assert (loaded.sizes, loaded.conditions) == (traced.sizes, traced.conditions) == ({"b": 4}, ("b >= 2",))
         assert loaded.with_sizes(b=9).memory() == traced.with_sizes(b=9).memory()
         for step in (loaded, loaded.compile("eager"), traced.compile("eager"), traced.with_sizes(b=9)):
-            assert same(run(mesh, step, made(mesh, optimizer=SGD)[1]), eager)
+            assert same(run(mesh, step, made(mesh, optimizer=PLAIN)[1]), eager)
         kept = fs.passes.update_early(fs.passes.keep_gathered(traced, budget="1MiB"))
-        assert same(run(mesh, fs.passes.wait_later(kept), made(mesh, optimizer=SGD)[1])[:2], eager[:2])
+        assert same(run(mesh, fs.passes.wait_later(kept), made(mesh, optimizer=PLAIN)[1])[:2], eager[:2])
 
     fs.simulate(main, 2)
 
 
 def linear(rest: Any = lambda x: x.square().mean()) -> Any:
     """Return a small step on one rank that leaves its state as it is, and the state."""
-    return test_loading.made(fs.Mesh(), lambda f, x: rest(f(x)), donate=False)
+    return linear_step.made(fs.Mesh(), lambda f, x: rest(f(x)), donate=False)
 
 
 def numbers(*shape: int) -> torch.Tensor:

@@ -205,14 +205,11 @@ CUTS = {"up": {"model": 0}, "down.weight": {"model": 1}, "expert": "model"}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "a model axis": ({"model": 2}, {"model": OneAxis, "plan": {"units": ["up", "expert"], "local": CUTS}}),
     "collectives of the user's, eight bits": (2, {"own": {"shard": EIGHT_BITS}, "plan": FIRST}),
-    "collectives of the user's, all-reduce": ({"replicate": 2}, {"own": {"replicate": {"all_reduce": add}}, "plan": FIRST}),
     "leaves of one rank, weights": (2, {
         "plan": {**FIRST, "local": {"0.*": "shard"}}, "weight": lambda mesh, _: mesh.rank + 1.0,
     }),
-    "nested, tied over units, frozen, dtypes, empty": (2, {
-        "model": Tied, "plan": {"units": [["first", "last"], "middle", "middle.0"]},
-    }),
     "checkpoints of torch and of ours": (2, {"model": Recomputed, "plan": {"units": ["layers.*"]}}),
+    "collectives of the user's, all-reduce": ({"replicate": 2}, {"own": {"replicate": {"all_reduce": add}}, "plan": FIRST}),
     "parameters outside the plan, hooks, aux, autocast": (2, {
         "ignored": ("2.weight", "2.bias"), "plan": FIRST, "has_aux": True, "call": in_autocast,
         "loss": lambda out, x: (loss_of(out, x), {"largest": out.amax()}),
@@ -223,6 +220,9 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         "loss": lambda out, x: torch.compile(loss_of, backend="eager")(out, x),
     }),
     "a chain of TorchOpt with a schedule": (1, {"optimizer": chained, "plan": FIRST}),
+    "nested, tied over units, frozen, dtypes, empty": (2, {
+        "model": Tied, "plan": {"units": [["first", "last"], "middle", "middle.0"]},
+    }),
 }  # fmt: skip
 
 

@@ -115,4 +115,6 @@ CASES += [
     ("passes.update_early", "a step with a scaler",
      ValueError("update_early moves updates that depend on the gradients of their own unit alone"),
      lambda mesh: fs.passes.update_early(traced(mesh=mesh, scaler=fs.GradScaler()))),
+    ("passes.update_early", "a step that clips", ValueError("which needs gradients of"),
+     lambda mesh: fs.passes.update_early(traced(mesh=mesh, max_norm=1.0))),
 ]  # fmt: skip

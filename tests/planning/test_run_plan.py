@@ -65,7 +65,7 @@ def config(tmp_path: Path) -> Any:
     return write
 
 
-@pytest.mark.nightly(one_in=7)
+@pytest.mark.nightly(one_in=12)
 @pytest.mark.parametrize("model_type", MODELS)
 def test_every_architecture_is_planned_from_its_config_alone(model_type: str, config: Any) -> None:
     run = fs.plan_run(config(model_type), gpus=8, seq=16 if model_type != "wav2vec2" else 800, batch=2)
@@ -184,6 +184,7 @@ def test_what_cannot_be_planned_is_an_error(
         fs.plan_run(config(**{"model_type": "llama", **fields}), gpus=8, seq=16, **keywords)
 
 
+@pytest.mark.nightly
 def test_the_notes_say_what_the_plan_does_with_the_dtype_of_the_files(config: Any) -> None:
     notes = fs.plan_run(config(torch_dtype="bfloat16"), gpus=2, seq=128, batch=1).notes
     assert any("says bfloat16" in note and "float32 parameters" in note for note in notes)

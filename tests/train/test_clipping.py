@@ -94,6 +94,25 @@ def test_norms_and_clipping_count_every_element_of_the_whole_model_once(shape: d
         torch.testing.assert_close(found, wanted)
 
 
+# name -> (the leaf, the axis along which it differs, its norm)
+LEAVES: dict[str, tuple[torch.Tensor, str | None, float]] = {
+    "complex64 along replicate": (torch.arange(4).to(torch.complex64), "replicate", (2 * 14) ** 0.5),
+    "float64 along shard": (torch.arange(4).double(), "shard", (2 * 14) ** 0.5),  # of two equal copies, one counts
+    "float16, added in float32": (torch.full((4096,), 0.25, dtype=torch.float16), None, 16.0),
+    "absolute values": (torch.tensor([3 + 4j, 0j, 12j]), None, 13.0),
+    "NaN on one rank": (torch.tensor([1.0, 1.0, math.nan, 1.0]), None, math.nan),
+}
+
+
+@pytest.mark.parametrize(("leaf", "axis", "expected"), LEAVES.values(), ids=LEAVES)
+@on_ranks({"replicate": 2, "shard": 2})
+def test_the_norm_of_one_leaf(mesh: fs.Mesh, leaf: torch.Tensor, axis: str | None, expected: float) -> None:
+    plan = fs.make_plan({"w": leaf}, mesh, local={"w": axis} if axis else ())
+    norm = fs.global_norm(fs.shard({"w": leaf}, plan, mesh), plan, mesh)
+    wide = torch.promote_types(torch.float32, leaf.dtype.to_real())
+    torch.testing.assert_close(norm, torch.tensor(expected, dtype=wide), rtol=1e-6, atol=0, equal_nan=True)
+
+
 GRADS = {"": {"float32": torch.ones(2)}}
 
 

@@ -42,12 +42,6 @@ def test_traffic_is_that_of_the_busiest_rank_in_bfloat16():
     assert event.traffic == 8
 
 
-def test_without_shards_only_the_updates_are_sent():
-    plan = fs.make_plan({"a": torch.zeros(4, 4), "b": torch.zeros(2, 4)}, 3, strategy="no_shard")
-    (event,) = fs.assign_owners(plan).events
-    assert event.bytes == 2 * 2 * 16  # the owner of a sends its update to the two other ranks
-
-
 MESHES = [1, 2, 5, 8, {"replicate": 2, "shard": 3}, {"shard": 3, "tensor": 2}, {"expert": 2, "shard": 2, "tensor": 2}]
 CUTS = [{"0.w0": {"tensor": 0}}, {"0.w0": {"expert": 1, "tensor": 0}, "1.w0": {"tensor": 1}}, {"0.w0": {"shard": 0}}]
 

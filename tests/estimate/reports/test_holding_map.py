@@ -44,6 +44,7 @@ def test_the_ranks_hold_what_the_map_says(case: str) -> None:
         for shard in range(plan.mesh_shape[1]):
             parts = [row.buffer.part(leaf, shard).numel for leaf in row.buffer.leaves]
             assert row.held(shard) == sum(parts) * row.buffer.itemsize
+        assert row.gathered == row.buffer.model_numel * row.buffer.itemsize
 
 
 @pytest.mark.parametrize("case", ["one axis", "hybrid", "local to a rank", "local along shard", "cut along tensor"])

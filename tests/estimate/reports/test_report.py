@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
 
@@ -46,12 +45,6 @@ def test_memory_at_the_peak_adds_up_and_units_are_folded() -> None:
     assert memory["total"] == ["19.4 MiB", "100.0 %"]
     assert rows_of(REPORT, 2)["4 × blocks.*"] == ["14.0 MiB", "21.0 MiB", "120.0 ms", "50.0 ms"]
     assert rows_of(REPORT, 2)["total"] == ["14.0 MiB", "22.8 MiB", "120.0 ms", "50.0 ms"]
-
-
-def test_a_printed_report_is_its_tables(tmp_path: Path) -> None:
-    assert str(REPORT) == repr(REPORT)
-    assert str(REPORT).endswith("\n\nReserved memory: a source.")
-    assert REPORT.to_perfetto(tmp_path / "trace.json").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(("tokens", "rate"), [(1, "0.308"), (16, "4.92"), (4096, "1,260")])

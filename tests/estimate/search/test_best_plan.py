@@ -188,6 +188,7 @@ def test_the_result_says_all_that_makes_the_plan_again() -> None:
     assert (again.peak, again.step_time) == (best.report.peak, best.report.step_time)
     options = {unit.name: {"strategy": unit.strategy} for unit in best.plan.unit_list}
     assert make_plan(found.forms, dict(best.plan.mesh_axes), units=options) == best.plan
+    assert best.text == "4 shards, keep u6"  # the only unit of its class
     assert best.text in str(best)
     assert str(best).count("left") + str(best).count("too little") == len(best.pareto)
     assert all(each.text in best._repr_html_() for each in best.pareto)

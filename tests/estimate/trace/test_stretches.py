@@ -1,28 +1,14 @@
 """Programs from stretches against programs from all events, for units of every depth."""
 
-import dataclasses
-
 import pytest
-import torch
 from torch import nn
 
 import funcshard as fs
-from funcshard.demo import decoder
-from funcshard.demo.decoder_configs import DECODERS, LatentSizes
 from funcshard.estimate.trace.program import make_program
 from funcshard.estimate.trace.stretches import Stretch, compact
 from funcshard.estimate.trace.tape import Tape
 from funcshard.estimate.trace.tracing import trace_model
-from tests.estimate.trace.test_tracing import MODELS, lookups
-
-
-def deepseek():
-    """DeepSeek-V3 with one dense layer, two layers of 4 experts, and small sizes."""
-    experts = dataclasses.replace(DECODERS["deepseek-v3"].experts, count=4, hidden=8, per_token=2, dense_layers=1)
-    latent = LatentSizes(query=8, key_value=8, rotary=4, plain=8, value=8)
-    with torch.device("meta"):
-        model = decoder("deepseek-v3", layers=3, dim=16, hidden=24, heads=2, vocabulary=16, experts=experts, latent=latent)
-    return lookups(model)
+from tests.estimate.trace.test_tracing import MODELS
 
 
 def traced(make, *, remat=(), folds=(True,)):
@@ -59,18 +45,10 @@ def choices(modules):
     ],
 )
 def test_a_program_from_stretches_is_the_one_from_all_events(name, remat):
-    tape, modules = traced(MODELS[name], remat=remat)
+    tape, whole, modules = traced(MODELS[name], remat=remat, folds=(True, False))
     for paths in choices(modules):
-        assert make_program(tape, paths) == make_program(Tape(tuple(tape.expanded()), ()), paths), list(paths)
-
-
-@pytest.mark.nightly
-def test_a_folded_trace_of_experts_gives_the_programs_of_a_whole_one():
-    folded, whole, modules = traced(deepseek, folds=(True, False))
-    assert "blocks.1.mlp.experts.0" in [fold.path for fold in folded.folds]
-    for paths in choices(modules):
-        program = make_program(folded, paths)
-        assert program == make_program(Tape(tuple(folded.expanded()), ()), paths), list(paths)
+        program = make_program(tape, paths)
+        assert program == make_program(Tape(tuple(tape.expanded()), ()), paths), list(paths)
         assert program == make_program(whole, paths), list(paths)
 
 

@@ -571,31 +571,6 @@ def test_a_model_may_decide_by_whole_numbers_that_depend_on_no_input():
     assert fs.profile(apply, params, buffers, torch.zeros(64, 8)).saved == 0
 
 
-@pytest.mark.nightly
-def test_attention_of_a_hugging_face_model_saves_no_mask_where_a_run_makes_none():
-    transformers = pytest.importorskip("transformers", reason="an optional dependency of the tests")
-    config = transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        vocab_size=8, use_cache=False,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
-    apply, params, buffers = fs.make_functional(model)
-    tokens, kept = torch.zeros(1, 128, dtype=torch.long), {}
-    known = {param.untyped_storage().data_ptr() for param in (*model.parameters(), tokens)}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage.nbytes(), tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(input_ids=tokens).logits.sum()
-    assert loss.requires_grad
-    profile = fs.profile(apply, params, buffers, input_ids=tokens, loss=lambda out: out.logits.sum())
-    assert profile.on(accelerator=False).saved == sum(size for size, _ in kept.values())
-
-
 @pytest.mark.parametrize(
     ("stride", "expected"), [((3, 1), (3, 1)), ((1, 2), (1, 2)), ((6, 1), (3, 1))], ids=["rows", "columns", "with gaps"]
 )

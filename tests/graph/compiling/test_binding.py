@@ -26,7 +26,7 @@ from tests.ranks import Pool
 
 SIZES = (4, 4)
 NO_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs the C++ compiler g++")
-BITS = ["offload, foreach, not donated", "remat, dropout", "weights, scaler, mutable"]
+BITS = ["weights, scaler, mutable", "remat, dropout", "offload, foreach, not donated"]
 
 
 def compiled(mesh: fs.Mesh, backend: Any, **options: Any) -> tuple[Traced, fs.TrainState]:

@@ -22,15 +22,7 @@ def test_gradients_do_not_add_up(full_shard: Any) -> None:
     # The gradients of three blocks, each a quarter on this rank, are gone when the fourth is there.
 
 
-@pytest.mark.slow
-def test_updates_that_depend_on_all_gradients_are_refused() -> None:
-    traced = fs.trace(*made(step_options={"max_norm": 1.0}), torch.randn(16, 64))
-    with pytest.raises(ValueError, match="depend on the gradients of their own unit alone") as raised:
-        fs.passes.update_early(traced)
-    assert "which needs gradients of 4 units" in str(raised.value)
-
-
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_updates_move_when_the_norm_is_only_measured() -> None:
     traced = fs.trace(*made(step_options={"max_norm": math.inf}), torch.randn(16, 64))
     text = str(fs.passes.update_early(traced))

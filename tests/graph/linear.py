@@ -1,0 +1,47 @@
+"""The step of a linear layer, which is recorded in a tenth of a second, and equality to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import funcshard as fs
+
+__all__ = ["BATCH", "made", "same"]
+
+BATCH = torch.arange(6.0).view(2, 3)
+LINEAR = fs.make_functional(nn.Linear(3, 2))
+
+
+def with_constant(f: Any, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = (f(x) * torch.tensor([1.0, 2.0])).square().mean()
+    return loss
+
+
+def made(
+    mesh: fs.Mesh, loss: Callable[..., Any] = with_constant, *, strategy: str = "full_shard", lr: Any = 0.1,
+    momentum: float = 0.0, optimizer: Any = None, **options: Any,
+) -> Any:  # fmt: skip
+    """Return the step of a linear layer, and its first state; ``loss`` gets the layer and a batch."""
+    apply, params, buffers = LINEAR
+    plan = fs.make_plan(params, mesh, strategy=strategy)
+    sharded = fs.fully_shard(apply, plan, mesh)
+    optimizer = optimizer or fs.torch_optimizer(torch.optim.SGD, lr=lr, momentum=momentum)
+    loss_fn = lambda shards, _, batch: loss(lambda x: sharded(shards, {}, x), batch)  # noqa: E731
+    step = fs.make_train_step(loss_fn, optimizer, plan, mesh, **options)
+    return step, step.init(fs.shard(params, plan, mesh), buffers)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two trees are equal to the bit, NaN included."""
+    (first, form), (second, other_form) = (torch.utils._pytree.tree_flatten(each) for each in (one, other))
+    pairs = list(zip(first, second, strict=True))
+    return form == other_form and all(
+        torch.equal(a.view(torch.uint8) if a.ndim else a.reshape(1).view(torch.uint8),
+                    b.view(torch.uint8) if b.ndim else b.reshape(1).view(torch.uint8))
+        if isinstance(a, torch.Tensor) else a == b
+        for a, b in pairs
+    )  # fmt: skip
