@@ -61,6 +61,7 @@ class LeafSpec:
         placements: for a DTensor, each axis of its device mesh, in order, with the dimension that
             the axis cuts, or ``None``; ``()`` for other leaves.
         unpacked: for a leaf that is stored packed, as bytes, the shape that the model sees.
+        numel: number of elements.
     """
 
     path: str
@@ -71,11 +72,10 @@ class LeafSpec:
     cuts: tuple[LeafCut, ...] = field(default=(), metadata={"later": True})
     placements: Placements = field(default=(), metadata={"later": True})
     unpacked: tuple[int, ...] | None = field(default=None, metadata={"later": True})
+    numel: int = field(init=False, compare=False, repr=False)
 
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numel", math.prod(self.shape))
 
     @property
     def model_numel(self) -> int:
@@ -145,6 +145,9 @@ class BufferPlan:
         local: mesh axes along which the values differ, data axes first. Along these the library
             neither gathers nor reduces.
         packing: what the bytes of packed leaves mean; ``None`` for other leaves.
+        numel: number of elements of the leaves, without padding.
+        shard_numel: number of elements of one rank's shard, including padding.
+        padded_numel: number of elements of the gathered buffer, including padding.
     """
 
     key: str
@@ -154,35 +157,25 @@ class BufferPlan:
     shards: int
     local: tuple[str, ...] = ()
     packing: Packing | None = field(default=None, metadata={"later": True})
+    numel: int = field(init=False, compare=False, repr=False)
+    shard_numel: int = field(init=False, compare=False, repr=False)
+    padded_numel: int = field(init=False, compare=False, repr=False)
 
-    @property
-    def numel(self) -> int:
-        """Number of elements of the leaves, without padding."""
-        return self.leaves[-1].offset + self.leaves[-1].numel if self.leaves else 0
-
-    @property
-    def shard_numel(self) -> int:
-        """Number of elements of one rank's shard, including padding."""
-        if self.packing is None:
-            return -(-self.numel // self.shards)
+    def __post_init__(self) -> None:
+        # Why here: every step and every estimate asks for these.
+        numel = self.leaves[-1].offset + self.leaves[-1].numel if self.leaves else 0
         # Why whole records: a rank packs and unpacks its own part.
-        record = self.packing.record
-        return -(-self.numel // (self.shards * record)) * record
-
-    @property
-    def padded_numel(self) -> int:
-        """Number of elements of the gathered buffer, including padding."""
-        return self.shard_numel * self.shards
+        record = 1 if self.packing is None else self.packing.record
+        shard_numel = -(-numel // (self.shards * record)) * record
+        object.__setattr__(self, "numel", numel)
+        object.__setattr__(self, "shard_numel", shard_numel)
+        object.__setattr__(self, "padded_numel", shard_numel * self.shards)
 
     def filled(self, rank: int) -> int:
         """Return how many elements lie before the padding in the shard at index ``rank``."""
-        numel = self.numel
-        shard_numel = -(-numel // self.shards)
         if self.shards == 1:
-            return numel
-        if self.packing is not None:
-            shard_numel = self.shard_numel
-        return min(max(numel - rank * shard_numel, 0), shard_numel)
+            return self.numel
+        return min(max(self.numel - rank * self.shard_numel, 0), self.shard_numel)
 
     @property
     def itemsize(self) -> int:
