@@ -89,7 +89,7 @@ from funcshard.core.plain_collectives import (
     join_slices,
     slice_from_rank,
 )
-from funcshard.core.prefetcher import Prefetcher, ScheduleLearner, current_unit, hooks_allowed
+from funcshard.core.prefetcher import Prefetcher, SavedUnit, ScheduleLearner, hooks_allowed
 from funcshard.core.recompute import remat
 from funcshard.core.replaced_kernels import any_order, any_order_active, check_derivatives
 from funcshard.core.shard_broadcast import broadcast_to_shards
@@ -110,7 +110,6 @@ from funcshard.core.unit import (
     Unshard,
     cast_inputs,
     cast_outputs,
-    grad_mode,
     modified_leaf,
     reshard,
     run_in_full_precision,
@@ -124,14 +123,14 @@ from funcshard.core.vectors import axpy, norm, randn_like, vdot
 __all__ = [
     "AllGatherHandle", "BufferComm", "CONSTANT", "Gathered", "GradReducer", "GradientFunction",
     "GradientKeywords", "GradientOptions", "LeafBlocks", "LeafChecksums", "Leaves", "Prefetcher",
-    "RecomputeParams", "ScheduleLearner", "Shards", "Unshard", "accumulate",
+    "RecomputeParams", "SavedUnit", "ScheduleLearner", "Shards", "Unshard", "accumulate",
     "activate", "agree", "all_gather",
     "all_reduce_flat", "all_to_all", "any_order", "any_order_active", "axis_index", "axpy",
     "block_count", "broadcast", "broadcast_object", "broadcast_to_shards", "can_cast",
     "cast_inputs", "cast_outputs", "check_callable", "check_cut", "check_derivatives", "check_fits", "check_leaf",
     "check_mesh", "check_shards", "check_source", "check_tie", "check_weight", "current_reducer",
-    "current_unit", "cut", "cut_from_rank", "decoded_views", "detached", "empty_shard", "evaluate", "gather", "gnvp", "grad",
-    "grad_mode", "hooks_allowed", "hvp", "join_slices", "jvp", "linearize",
+    "cut", "cut_from_rank", "decoded_views", "detached", "empty_shard", "evaluate", "gather", "gnvp", "grad",
+    "hooks_allowed", "hvp", "join_slices", "jvp", "linearize",
     "loss_value", "modified_leaf", "named_results", "norm", "pmax", "pmean",
     "ppermute", "psum", "psum_scatter", "psum_world", "put_whole", "raise_on_every_rank", "randn_like", "remat", "reshard",
     "run_in_full_precision", "shard", "slice_from_rank", "start_gather",

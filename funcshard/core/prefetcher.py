@@ -65,197 +65,6 @@ _log = logging.getLogger("funcshard.core")
 SliceComms = tuple[BufferComm | None, ...]
 
 
-class Prefetcher:
-    """Issue the all-gathers of one call, in forward and in the backward that may follow.
-
-    Arguments:
-        schedule: when units are gathered ahead.
-        start: starts the all-gathers of a unit.
-        known: whether the schedule's order is more than a guess.
-        inside: the units whose leaves checkpoints inside them asked for in earlier backwards; gets
-            those of this call too.
-
-    Attributes:
-        ran: names of the units that forward has called so far.
-        returned: whether the call's forward has returned.
-        sources: what backward may gather units from, by use, that is by ``SavedUnit``; ``None``
-            once backward has left it for good.
-    """
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        start: Callable[[str], Handles],
-        *,
-        known: bool,
-        inside: set[str] | None = None,
-    ) -> None:
-        self._inside: set[str] = set() if inside is None else inside
-        self._schedule = schedule
-        self._start = start
-        self._forward = ForwardOrder(schedule, known=known)
-        self.ran = self._forward.ran
-        self._handles: dict[str, Handles] = {}
-        self.returned = False
-        # Moments count what forward does: the calls of units, and the uses
-        # of their leaves that backward needs. Backward reaches them in the opposite order, so
-        # ``BackwardOrder`` gets negated moments.
-        self._now = 0
-        self._called: list[int] = []  # moment of each call of a unit
-        self.sources: list[UnitSource | None] = []
-        self._units: list[str] = []  # by use, as the next two
-        self._began: list[int] = []  # moment at which the unit's forward began
-        self._last: list[int] = []  # moment of the last time that forward used a leaf, 0 for never
-        self._ahead: dict[int, Handles] = {}  # by use; gathered for backward, and not used yet
-        self._ends = False  # whether end_backward will be called
-        self._by_shards = True  # whether the backward that runs computes gradients by shards
-        # Why weak: a cycle would keep shards in memory until Python looks for garbage.
-        prefetcher_ref = weakref.ref(self)
-        self._backward = BackwardOrder(
-            schedule,
-            self._units,
-            lambda use: (prefetcher := prefetcher_ref()) is not None and prefetcher.reaches(use),
-        )
-
-    def pre_forward(self, name: str, *, stays: bool = False) -> Handles | None:
-        """Gather a unit that forward calls, if its gather has not started; prefetch the next units.
-
-        Returns:
-            The handles of the unit; ``None`` after the call, when a recomputed unit gathers for
-            itself.
-        """
-        if self.returned:
-            return None
-        if dispatch_modes() and in_selective_checkpoint():
-            # Why unseen: a selective checkpoint counts operations, and a recomputation gathers at
-            # other moments.
-            return unseen(self.pre_forward)(name, stays=stays)
-        if self._forward.gather(name):
-            self._handles[name] = self._start(name)
-        handles = self._handles.pop(name)
-        # Why before prefetching: a fast rank must not take memory for the next units while slow
-        # ranks have not sent this one.
-        for handle in handles:
-            handle.wait_comm()
-        # The next call of this unit takes the same handles.
-        if self._forward.call(name, stays=stays):
-            self._handles[name] = [handle.share() for handle in handles]
-        self._now += 1
-        self._called.append(self._now)
-        for next_name in self._forward.prefetch():
-            self._handles[next_name] = self._start(next_name)
-        return handles
-
-    def save(self, source: UnitSource) -> int:
-        """Number what backward gathers a unit from."""
-        self.sources.append(source)
-        # A unit saves right after it was called.
-        self._units.append(self.ran[-1] if self.ran else "")
-        self._now += 1
-        self._began.append(self._now)
-        self._last.append(0)
-        return len(self.sources) - 1
-
-    def note_use(self, use: int) -> None:
-        """Note when forward uses a leaf that backward needs."""
-        if not self.returned:
-            self._now += 1
-            self._last[use] = self._now
-
-    def post_forward(self) -> None:
-        """End forward: drop the gathers of units that were never called."""
-        self.returned = True
-        for handle in itertools.chain(*self._handles.values()):
-            handle.work.wait()
-        self._handles.clear()
-        for use, name in enumerate(self._units):
-            # Earlier backwards needed the unit, though forward cannot see it: a checkpoint hides
-            # the use.
-            if name in self._inside and not self._last[use]:
-                self._last[use] = self._began[use]
-        # Backward reaches the latest use first.
-        self._backward.expect(sorted((-last, use) for use, last in enumerate(self._last) if last))
-
-    def begin_backward(self) -> None:
-        """Gather the unit that backward reaches first."""
-        if self._schedule.backward_prefetch == "pre":
-            self._prefetch(-self._now - 1, most=1)
-
-    def pre_backward(self, use: int, source: UnitSource) -> Handles:
-        """Gather a use that backward reaches, if its gather has not started; prefetch the next."""
-        if not self._last[use]:
-            self._inside.add(self._units[use])
-        # A frozen unit has no nodes, and tells nothing about the backward that runs.
-        if source.nodes:
-            self._by_shards = source.in_backward
-        if use not in self._ahead:
-            # A second backward through the same graph gathers on demand.
-            if self.sources[use] is not None:
-                self._backward.gather(use)
-            self._ahead[use] = start_gathers(source.sources())
-        handles = self._ahead.pop(use)
-        for handle in handles:  # first, as in forward
-            handle.wait_comm()
-        self._backward.reach(use)
-        if source.slice_comms:
-            self.sources[use] = None  # frees the slices as soon as backward has used them
-        if self._schedule.backward_prefetch == "pre":
-            self._prefetch(-self._last[use])
-        return handles
-
-    def post_backward(self, use: int) -> None:
-        """Note that backward has computed a unit's gradients."""
-        self._backward.release(use)
-        if self._schedule.backward_prefetch == "post":
-            self._prefetch(-self._began[use])
-
-    def end_backward(self) -> None:
-        """Drop the gathers that backward did not need after all."""
-        self._ends = False
-        for use in [*self._ahead]:
-            for handle in self._ahead.pop(use):
-                # Why wait: a collective writes to memory that must not be free before.
-                handle.work.wait()
-            self._backward.reach(use)
-            self._backward.release(use)
-
-    def backward_order(self) -> tuple[tuple[str, str], ...] | None:
-        """Return the order for ``Schedule.backward``; ``None`` if ``Schedule.order`` implies it."""
-        reduce_moments = zip(self._called, itertools.repeat("reduce"), self.ran, strict=False)
-        gather_moments = zip(self._last, itertools.repeat("gather"), self._units, strict=False)
-        # A use without a moment is one that backward does not gather.
-        all_moments = sorted(
-            [entry for entry in (*gather_moments, *reduce_moments) if entry[0]], reverse=True
-        )
-        learned_order = tuple([(kind, unit) for _, kind, unit in all_moments])
-        implied_order, saved_units = [], set(self._units)
-        for unit in reversed(self.ran):
-            if unit in saved_units:
-                implied_order.append(("gather", unit))
-            implied_order.append(("reduce", unit))
-        return None if learned_order == tuple(implied_order) else learned_order
-
-    def _prefetch(self, moment: int, *, most: int | None = None) -> None:
-        for use in self._backward.prefetch(moment, most=most):
-            source = self.sources[use]
-            assert source is not None, "reaches() leaves out uses that backward has left for good"
-            self._ahead[use] = start_gathers(source.sources())
-        # Outside of value_and_grad nobody says when backward ends, so nothing is dropped early.
-        if self._ahead and not self._ends and (reducer := current_reducer.get()) is not None:
-            self._ends = True
-            reducer.at_end.append(self.end_backward)
-
-    def reaches(self, use: int) -> bool:
-        """Return whether the backward that runs may reach a use, the same on every rank."""
-        # Why not whether autograd still holds what the unit saved: a rank that keeps an output of
-        # which the loss is no function holds more than the others.
-        source = self.sources[use]
-        if source is None or source.changed:
-            return False
-        # Why ask: a backward by inputs alone reaches units of which it computes no gradient.
-        return not self._by_shards or source.in_backward
-
-
 class ScheduleLearner:
     """A sharded function's schedule, whose order the first call may teach.
 
@@ -314,17 +123,181 @@ class ScheduleLearner:
         self.inside.intersection_update(inside)
 
 
+class Prefetcher:
+    """Issue the all-gathers of one call, in forward and in the backward that may follow.
+
+    Arguments:
+        learner: when units are gathered ahead, and what earlier backwards needed.
+        start: starts the all-gathers of a unit.
+
+    Attributes:
+        ran: names of the units that forward has called so far.
+        returned: whether the call's forward has returned.
+        sources: what backward may gather units from, by use, that is by ``SavedUnit``; ``None``
+            once backward has left it for good.
+    """
+
+    def __init__(self, learner: ScheduleLearner, start: Callable[[str], Handles]) -> None:
+        self._inside, self._schedule = learner.inside, learner.schedule
+        self._start = start
+        self._forward = ForwardOrder(self._schedule, known=learner.known)
+        self.ran = self._forward.ran
+        self._handles: dict[str, Handles] = {}
+        self.returned = False
+        # Moments count what forward does: the calls of units, and the uses
+        # of their leaves that backward needs. Backward reaches them in the opposite order, so
+        # ``BackwardOrder`` gets negated moments.
+        self._now = 0
+        self._called: list[int] = []  # moment of each call of a unit
+        self.sources: list[UnitSource | None] = []
+        self._units: list[str] = []  # by use, as the next two
+        self._began: list[int] = []  # moment at which the unit's forward began
+        self._last: list[int] = []  # moment of the last time that forward used a leaf, 0 for never
+        self._ahead: dict[int, Handles] = {}  # by use; gathered for backward, and not used yet
+        self._ends = False  # whether end_backward will be called
+        self._by_shards = True  # whether the backward that runs computes gradients by shards
+        self._backward = BackwardOrder(self._schedule, self._units)
+
+    def pre_forward(self, name: str, *, stays: bool = False) -> Handles | None:
+        """Gather a unit that forward calls, if its gather has not started; prefetch the next units.
+
+        Returns:
+            The handles of the unit; ``None`` after the call, when a recomputed unit gathers for
+            itself.
+        """
+        if self.returned:
+            return None
+        if dispatch_modes() and in_selective_checkpoint():
+            # Why unseen: a selective checkpoint counts operations, and a recomputation gathers at
+            # other moments.
+            return unseen(self.pre_forward)(name, stays=stays)
+        gathers, keeps = self._forward.call(name, stays=stays)
+        handles = self._start(name) if gathers else self._handles.pop(name)
+        # Why before prefetching: a fast rank must not take memory for the next units while slow
+        # ranks have not sent this one.
+        for handle in handles:
+            handle.wait_comm()
+        if keeps:  # The next call of this unit takes the same handles.
+            self._handles[name] = [handle.share() for handle in handles]
+        self._now += 1
+        self._called.append(self._now)
+        for next_name in self._forward.prefetch():
+            self._handles[next_name] = self._start(next_name)
+        return handles
+
+    def save(self, source: UnitSource) -> int:
+        """Number what backward gathers a unit from."""
+        self.sources.append(source)
+        # A unit saves right after it was called.
+        self._units.append(self.ran[-1] if self.ran else "")
+        self._now += 1
+        self._began.append(self._now)
+        self._last.append(0)
+        return len(self.sources) - 1
+
+    def note_use(self, use: int) -> None:
+        """Note when forward uses a leaf that backward needs."""
+        if not self.returned:
+            self._now += 1
+            self._last[use] = self._now
+
+    def post_forward(self) -> None:
+        """End forward: drop the gathers of units that were never called."""
+        self.returned = True
+        for handle in itertools.chain(*self._handles.values()):
+            handle.work.wait()
+        self._handles.clear()
+        for use, name in enumerate(self._units):
+            # Earlier backwards needed the unit, though forward cannot see it: a checkpoint hides
+            # the use.
+            if name in self._inside and not self._last[use]:
+                self._last[use] = self._began[use]
+        # Backward reaches the latest use first.
+        self._backward.uses = sorted((-last, use) for use, last in enumerate(self._last) if last)
+
+    def begin_backward(self) -> None:
+        """Gather the unit that backward reaches first."""
+        if self._schedule.backward_prefetch == "pre":
+            self._prefetch(-self._now - 1, most=1)
+
+    def pre_backward(self, use: int, source: UnitSource) -> Handles:
+        """Gather a use that backward reaches, if its gather has not started; prefetch the next."""
+        if not self._last[use]:
+            self._inside.add(self._units[use])
+        # A frozen unit has no nodes, and tells nothing about the backward that runs.
+        if source.nodes:
+            self._by_shards = source.in_backward
+        handles = self._ahead.pop(use, None) or source.start()
+        for handle in handles:  # first, as in forward
+            handle.wait_comm()
+        self._backward.reach(use)
+        if source.slice_comms:
+            self.sources[use] = None  # frees the slices as soon as backward has used them
+        if self._schedule.backward_prefetch == "pre":
+            self._prefetch(-self._last[use])
+        return handles
+
+    def post_backward(self, use: int) -> None:
+        """Note that backward has computed a unit's gradients."""
+        self._backward.release(use)
+        if self._schedule.backward_prefetch == "post":
+            self._prefetch(-self._began[use])
+
+    def end_backward(self) -> None:
+        """Drop the gathers that backward did not need after all."""
+        self._ends = False
+        for use in [*self._ahead]:
+            for handle in self._ahead.pop(use):
+                # Why wait: a collective writes to memory that must not be free before.
+                handle.work.wait()
+            self._backward.reach(use)
+            self._backward.release(use)
+
+    def backward_order(self) -> tuple[tuple[str, str], ...] | None:
+        """Return the order for ``Schedule.backward``; ``None`` if ``Schedule.order`` implies it."""
+        reduce_moments = zip(self._called, itertools.repeat("reduce"), self.ran, strict=False)
+        gather_moments = zip(self._last, itertools.repeat("gather"), self._units, strict=False)
+        # A use without a moment is one that backward does not gather.
+        all_moments = sorted(
+            [entry for entry in (*gather_moments, *reduce_moments) if entry[0]], reverse=True
+        )
+        learned_order = tuple([(kind, unit) for _, kind, unit in all_moments])
+        implied_order, saved_units = [], set(self._units)
+        for unit in reversed(self.ran):
+            if unit in saved_units:
+                implied_order.append(("gather", unit))
+            implied_order.append(("reduce", unit))
+        return None if learned_order == tuple(implied_order) else learned_order
+
+    def _prefetch(self, moment: int, *, most: int | None = None) -> None:
+        # Why not a function that the order keeps: a cycle would keep shards in memory until Python
+        # looks for garbage.
+        for use in self._backward.prefetch(moment, most=most, reaches=self._reaches):
+            source = self.sources[use]
+            assert source is not None, "_reaches leaves out uses that backward has left for good"
+            self._ahead[use] = source.start()
+        # Outside of value_and_grad nobody says when backward ends, so nothing is dropped early.
+        if self._ahead and not self._ends and (reducer := current_reducer.get()) is not None:
+            self._ends = True
+            reducer.at_end.append(self.end_backward)
+
+    def _reaches(self, use: int) -> bool:
+        """Return whether the backward that runs may reach a use, the same on every rank."""
+        # Why not whether autograd still holds what the unit saved: a rank that keeps an output of
+        # which the loss is no function holds more than the others.
+        source = self.sources[use]
+        if source is None or source.changed:
+            return False
+        # Why ask: a backward by inputs alone reaches units of which it computes no gradient.
+        return not self._by_shards or source.in_backward
+
+
 # --- the state of a unit between forward and backward ---------------------------------------------
 
 # The unit whose saved tensors the hooks around it are asked for now. If the hooks compute forward
 # again to answer, as a checkpoint does, that computation uses this unit's gathered buffers.
 recomputing_unit: contextvars.ContextVar[SavedUnit | None] = contextvars.ContextVar(
     "funcshard_recomputing", default=None
-)
-
-# The unit whose forward runs, for the parameter tables that its module keeps.
-current_unit: contextvars.ContextVar[SavedUnit | None] = contextvars.ContextVar(
-    "funcshard_current_unit", default=None
 )
 
 
@@ -394,16 +367,15 @@ class UnitSource:
         """Whether a source was written to since forward."""
         return [version(local) for local, _ in self._sources] != self._versions
 
-    def sources(self) -> list[GatherSource]:
-        """Return the sources of the unit's all-gather; raise if they have changed."""
-        for (local, comm), old_version in zip(self._sources, self._versions, strict=True):
-            if version(local) != old_version:
-                raise RuntimeError(
-                    f"the shard {comm.buffer!r} of unit {comm.unit or '(root)'!r} was modified in "
-                    "place between forward and backward, which would gather other values than "
-                    "forward used; update shards after backward"
-                )
-        return self._sources
+    def start(self) -> Handles:
+        """Start to gather the unit again; raise if its sources have changed."""
+        if self.changed:
+            raise RuntimeError(
+                f"a shard of unit {self._sources[0][1].unit or '(root)'!r} was modified in place "
+                "between forward and backward, which would gather other values than forward used; "
+                "update shards after backward"
+            )
+        return start_gathers(self._sources)
 
 
 def slice_comms(unit: UnitPlan, mesh: Mesh, comms: Sequence[BufferComm]) -> SliceComms:
@@ -528,8 +500,7 @@ class SavedUnit:
         if self._prefetcher is not None:
             handles = self._prefetcher.pre_backward(self._use, self.source)
         else:  # a unit that is called by itself, or stays gathered
-            sources = self.source.sources()
-            handles = (self.kept and self.kept()) or start_gathers(sources)
+            handles = (self.kept and self.kept()) or self.source.start()
             for handle in handles:
                 handle.wait_comm()
         # Why all buffers, whichever is asked for: a plan can predict this order.
@@ -571,7 +542,8 @@ class SavedUnit:
         # A view in another dtype, such as view_as_real, has other strides.
         is_view = buffer_index is not None and tensor.dtype == self._forms[buffer_index][2]
         if buffer_index is not None and is_view and not tensor.is_conj():
-            return _PackedView(buffer_index, _view_at(tensor))
+            view: ViewAt = tensor.shape, tensor.stride(), tensor.storage_offset()
+            return _PackedView(buffer_index, view)
         # Autocast made a copy, which autograd would keep until backward.
         # Why: casting the leaf again gives the same bits, so that copy can go with the buffer.
         cast_source = cast_of(tensor)
@@ -595,7 +567,8 @@ class SavedUnit:
         if not same_layout or (is_transposed and len(size) != 2) or cast_tensor.device != device:
             return None
         leaf_view = size, stride, buffer_begin + offset
-        return _PackedView(buffer_index, leaf_view, (tensor.dtype, _view_at(tensor)))
+        cast_view: ViewAt = tensor.shape, tensor.stride(), tensor.storage_offset()
+        return _PackedView(buffer_index, leaf_view, (tensor.dtype, cast_view))
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """Return the tensor that ``pack`` replaced."""
@@ -640,10 +613,6 @@ def _post_backward(
 
 # Size, stride and storage offset.
 ViewAt = tuple[Sequence[int], Sequence[int], Any]
-
-
-def _view_at(tensor: torch.Tensor) -> ViewAt:
-    return tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 @dataclass(frozen=True, slots=True)

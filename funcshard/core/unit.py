@@ -59,7 +59,6 @@ from funcshard.core.prefetcher import (
     Prefetcher,
     SavedUnit,
     SliceComms,
-    current_unit,
     hooks_allowed,
     recomputing_unit,
     slice_comms,
@@ -358,7 +357,6 @@ class Unshard:
             saved=saved,
             freed=is_freed,
             shared=handles is not None or bool(transforms_active()),
-            mode=grad_mode(),
         )
 
     def run(self, gathered: Leaves, /, *args: Any, **kwargs: Any) -> Any:
@@ -480,11 +478,6 @@ class UnshardHandle:
         return self.shard, started_handles
 
 
-def grad_mode() -> tuple[bool, bool]:
-    """Return whether gradients are recorded, and whether inference mode is on."""
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Gathered:
     """One gather of a unit, from its first to its last use in forward.
@@ -497,36 +490,36 @@ class Gathered:
         freed: whether autograd saves positions in the gathered buffers, and not the buffers.
         shared: whether other code or ranks hold the buffers too, so that outputs must not lie in
             them.
-        mode: the ``grad_mode`` that the leaves were gathered in.
     """
 
     leaves: Leaves
     saved: SavedUnit | None
     freed: bool
     shared: bool
-    mode: tuple[bool, bool]
 
     def run(self, f: Unshard, /, *args: Any, **kwargs: Any) -> Any:
         """Run a function of the unit's leaves."""
-        context_token = current_unit.set(self.saved)
-        try:
-            if self.freed and self.saved is not None:
-                # Autograd calls these for each tensor that it saves while the forward runs.
-                with saved_tensors_hooks(*self.saved.hooks()):
-                    result = f.run(self.leaves, *args, **kwargs)
-            else:
+        if self.freed and self.saved is not None:
+            # Autograd calls these for each tensor that it saves while the forward runs.
+            with saved_tensors_hooks(*self.saved.hooks()):
                 result = f.run(self.leaves, *args, **kwargs)
-            return copy_aliased_outputs(result, self.leaves) if self.shared else result
-        finally:
-            current_unit.reset(context_token)
+        else:
+            result = f.run(self.leaves, *args, **kwargs)
+        return copy_aliased_outputs(result, self.leaves) if self.shared else result
 
     def run_recomputed(
-        self, f: Unshard, /, module: Any, forward: Any, args: Any, kwargs: Any
+        self,
+        f: Unshard,
+        /,
+        saved: SavedUnit | None,
+        module: Any,
+        forward: Any,
+        args: Any,
+        kwargs: Any,
     ) -> Any:
         """Run a module, which backward computes again from the module's inputs."""
-        saved = self.saved
         if saved is None or not torch.is_grad_enabled():
-            return self.run(f, module, forward, args, kwargs)
+            return self.run(f, saved, module, forward, args, kwargs)
         # Backward computes the module again if any gradient passes through it.
         if f.trainable or any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
             saved.note_needed()
@@ -535,11 +528,10 @@ class Gathered:
 
         def run(args: Any, kwargs: Any) -> Any:
             leaves = first.pop() if first else saved.gathered_again()
-            context_token = current_unit.set(saved)
             try:
-                return copy_aliased_outputs(f.run(leaves, module, forward, args, kwargs), leaves)
+                result = f.run(leaves, saved, module, forward, args, kwargs)
+                return copy_aliased_outputs(result, leaves)
             finally:
-                current_unit.reset(context_token)
                 # They have no graph in forward, and another one in backward.
                 forget_parametrized(module)
 

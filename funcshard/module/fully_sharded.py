@@ -304,7 +304,9 @@ class FullyShard:
             # Why also after an error: modules that refer to themselves would wait for gc.
             for module, entry in entered_modules:
                 entry.end(module)
-            unit_call.close_groups()
+            # Why: of these groups, a module was not called.
+            while unit_call.groups:
+                unit_call.groups.popitem()[1][0].close()
             if unit_call.prefetcher is not None:
                 unit_call.prefetcher.post_forward()
         _log.debug("root post_forward")

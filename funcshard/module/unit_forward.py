@@ -40,11 +40,10 @@ from funcshard.core import (
     Gathered,
     Prefetcher,
     RecomputeParams,
+    SavedUnit,
     ScheduleLearner,
     Shards,
     Unshard,
-    current_unit,
-    grad_mode,
     hooks_allowed,
     reshard,
     start_unit,
@@ -154,7 +153,8 @@ class UnitCall:
         mesh: the ranks, while they still compare the order of units.
         level: the number of ``torch.func`` transforms around the call.
         used: version and address of each shard that forward used, by unit.
-        groups: the groups that are gathered, and the indices of their modules that have not run.
+        groups: the groups that are gathered, with the indices of their modules that have not run,
+            and with whether gradients and inference mode were on.
     """
 
     def __init__(
@@ -169,15 +169,13 @@ class UnitCall:
         self.mesh = None if learner.known else mesh
         self.level = transform_level()
         self.used: dict[str, list[tuple[int, Any]]] = {}
-        self.groups: dict[str, tuple[Gathered, set[int]]] = {}
+        self.groups: dict[str, tuple[Gathered, set[int], tuple[bool, bool]]] = {}
         self.prefetcher = None
         if not transforms_active():
             self.prefetcher = Prefetcher(
-                learner.schedule,
+                learner,
                 # Note: not of self, which would be a cycle.
                 lambda name: start_unit(units[name][0].f, shards[name]),
-                known=learner.known,
-                inside=learner.inside,
             )
 
     @untraced
@@ -203,17 +201,23 @@ class UnitCall:
 
     def _run_in_group(self, group: Sequence[UnitModule], member: UnitModule, inputs: Inputs) -> Any:
         unit_name = member.f.unit.name
-        gathered, waiting_modules = self.groups.get(unit_name) or (None, {m.index for m in group})
+        mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        open_group = self.groups.get(unit_name)
+        gathered, waiting_modules, gather_mode = open_group or (
+            None,
+            {m.index for m in group},
+            mode,
+        )
         # Why by the mode: leaves that were gathered without gradients have no node for backward.
-        if gathered is None or gathered.mode != grad_mode():
+        if gathered is None or gather_mode != mode:
             if gathered is not None:
                 gathered.close()
             # Why not by the inputs: they are those of the first module alone.
             gathered = self._gather(member.f, needed=torch.is_grad_enabled())
-            self.groups[unit_name] = gathered, waiting_modules
+            self.groups[unit_name] = gathered, waiting_modules, mode
         try:
             run_member = gathered.run_recomputed if member.remat else gathered.run
-            return run_member(member.f, *inputs)
+            return run_member(member.f, gathered.saved, *inputs)
         finally:
             waiting_modules.discard(member.index)
             # Note: the module may have called others of the group, which closed it, or gathered it
@@ -231,7 +235,7 @@ class UnitCall:
         )
         gathered = self._gather(member.f, needed=needs_leaves)
         try:
-            return gathered.run(member.f, *inputs)
+            return gathered.run(member.f, gathered.saved, *inputs)
         finally:
             gathered.close()
 
@@ -297,12 +301,6 @@ class UnitCall:
         out, buffers = rematerialised(run)(shards_below, _get_buffers(owners), args, kwargs)
         _set_buffers(owners, buffers)
         return out
-
-    def close_groups(self) -> None:
-        """Free the groups of which a module was not called."""
-        while self.groups:
-            gathered, _ = self.groups.popitem()[1]
-            gathered.close()
 
 
 Buffers = list[Tensors]  # of modules, by key
@@ -428,15 +426,17 @@ def table_entries(unit: UnitPlan, skeleton: Skeleton) -> dict[str, TableEntries]
 def forward_with_leaves(
     tables: TableEntries,
     leaves: list[torch.Tensor],
+    saved_unit: SavedUnit | None,
     module: nn.Module,
     forward: Callable[[Any, Any], Any],
     args: Args,
     kwargs: Kwargs,
 ) -> Any:
     """Run ``forward`` while the tables below ``module`` hold the gathered ``leaves``."""
+    if not torch.is_grad_enabled():
+        saved_unit = None
     # Dictionary, key, and the value that the dictionary holds after forward.
     afterwards: list[tuple[dict[str, Any], str, Any]] = []
-    saved_unit = current_unit.get() if torch.is_grad_enabled() else None
     try:
         for path, entries in tables:
             owner = module

@@ -326,7 +326,7 @@ class _Step:
                 yield Reached("backward", "")
                 # Each backward of a micro-batch begins with nothing gathered ahead.
                 self._order = BackwardOrder(self._schedule, self._uses)
-                self._order.expect([(use, use) for use in self._uses])
+                self._order.uses = [(use, use) for use in self._uses]
                 if self._early:
                     yield from self._prefetch(-1, most=1)
                 yield from self._expected() if reached is None else self._followed(reached)
@@ -341,11 +341,11 @@ class _Step:
         order = ForwardOrder(self._schedule)
         for unit_name in self._schedule.order:
             yield Reached("forward", unit_name)
-            # Note: the order has to know of kept units too; only their collectives do not happen.
-            if order.gather(unit_name) and unit_name not in self._kept:
-                yield from self._gathers(unit_name)
             stays = not self._units[unit_name].reshard_after_forward
-            order.call(unit_name, stays=stays)
+            # Note: the order has to know of kept units too; only their collectives do not happen.
+            gathers, _ = order.call(unit_name, stays=stays)
+            if gathers and unit_name not in self._kept:
+                yield from self._gathers(unit_name)
             if stays and (self._reductions(unit_name) or unit_name not in self._spared):
                 self._kept.add(unit_name)
             yield from self._recompute(order.prefetch())
@@ -428,10 +428,9 @@ class _Step:
                 yield from self._recompute([unit_name])
 
     def _need(self, use: int) -> Iterator[Event]:
-        if self._order.gather(use):
-            yield from self._gathers_of(use)
         # Note: reached before prefetching, so that the use itself is not counted as ahead.
-        self._order.reach(use)
+        if self._order.reach(use):
+            yield from self._gathers_of(use)
         if self._early:
             yield from self._prefetch(use)
 

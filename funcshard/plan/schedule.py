@@ -203,20 +203,17 @@ class ForwardOrder:
         # A unit that comes again later can stay gathered until then.
         self._last = {name: order_position for order_position, name in enumerate(schedule.order)}
 
-    def gather(self, name: str) -> bool:
-        """Return whether to gather a unit now that forward calls it."""
-        if name in self._gathered:
-            return False
-        self._gathered.add(name)
-        return True
-
-    def call(self, name: str, *, stays: bool) -> bool:
-        """Note that forward calls a unit; return whether it stays gathered for its next call.
+    def call(self, name: str, *, stays: bool) -> tuple[bool, bool]:
+        """Note that forward calls a unit.
 
         Arguments:
             name: the unit.
             stays: whether the unit stays gathered after forward.
+
+        Returns:
+            Whether to gather it now, and whether it stays gathered for its next call.
         """
+        is_gathered = name in self._gathered
         schedule_order, order_position = self._schedule.order, len(self.ran)
         # Once forward has left the schedule, it gathers on demand for the rest of the call.
         self._follows = (
@@ -227,26 +224,26 @@ class ForwardOrder:
         # Why ran: without a known order, a unit that forward calls a second time may be called a
         # third time.
         keeps = stays and (self._last[name] > order_position if self._follows else name in self.ran)
-        if not keeps:
+        if keeps:
+            self._gathered.add(name)
+        else:
             self._gathered.discard(name)
         self.ran.append(name)
-        return keeps
+        return not is_gathered, keeps
 
     def prefetch(self) -> list[str]:
         """Return the units to gather ahead now."""
         schedule, order_position = self._schedule, len(self.ran)
         if not self._follows or not schedule.forward_prefetch:
             return []
-        if schedule.limit == 1 and (
-            order_position == len(schedule.order)
-            or schedule.order[order_position] in self._gathered
-        ):
-            return []  # only for speed
-        return [
+        next_units = dict.fromkeys(schedule.order[order_position : order_position + schedule.limit])
+        ahead_units = [
             name
-            for name in schedule.order[order_position : order_position + schedule.limit]
-            if name not in schedule.on_demand and self.gather(name)
+            for name in next_units
+            if name not in schedule.on_demand and name not in self._gathered
         ]
+        self._gathered.update(ahead_units)
+        return ahead_units
 
 
 class BackwardOrder:
@@ -258,56 +255,54 @@ class BackwardOrder:
     Arguments:
         schedule: how far to gather ahead.
         units: the name of the unit of each use, by number.
-        reaches: whether the backward that runs may reach a use, by number.
+
+    Attributes:
+        uses: the uses that backward will reach: ``(moment, number)``, by moment.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        units: Mapping[int, str] | Sequence[str],
-        reaches: Callable[[int], bool] = lambda number: True,
-    ) -> None:
+    def __init__(self, schedule: Schedule, units: Mapping[int, str] | Sequence[str]) -> None:
+        self.uses: Sequence[tuple[int, int]] = ()
         self._schedule = schedule
         self._units = units
-        # Note: every rank has to give the same answer, or gathers would differ; so it must not
-        # depend on what is in a rank's memory.
-        self._reaches = reaches
-        self._uses: Sequence[tuple[int, int]] = ()
-        self._started: set[int] = set()
+        self._ahead: set[int] = set()  # gathered, and not reached since
         self._gathered: set[int] = set()
 
-    def expect(self, uses: Sequence[tuple[int, int]]) -> None:
-        """Set the uses that backward will reach: ``(moment, number)``, by moment."""
-        self._uses = uses
-
-    def gather(self, number: int) -> bool:
-        """Return whether to gather a use now that backward needs it."""
-        if number in self._started:
-            return False
-        self._started.add(number)
-        return True
-
-    def reach(self, number: int) -> None:
-        """Note that backward computes with a use's gathered buffers; inverse of ``release``."""
-        self._started.discard(number)
+    def reach(self, number: int) -> bool:
+        """Note that backward computes with a use; return whether to gather it now."""
+        is_ahead = number in self._ahead
+        self._ahead.discard(number)
         self._gathered.add(number)
+        return not is_ahead
 
     def release(self, number: int) -> None:
         """Note that the gathered buffers of a use are free again."""
         self._gathered.discard(number)
 
-    def prefetch(self, moment: int, *, most: int | None = None) -> list[int]:
-        """Return the uses after ``moment`` to gather ahead now, at most ``most`` or the limit."""
+    def prefetch(
+        self,
+        moment: int,
+        *,
+        most: int | None = None,
+        reaches: Callable[[int], bool] = lambda number: True,
+    ) -> list[int]:
+        """Return the uses after ``moment`` to gather ahead now.
+
+        Arguments:
+            moment: the moment that backward is at.
+            most: the most uses to gather ahead; by default the schedule's limit.
+            reaches: whether the backward that runs may reach a use, by number.
+        """
         ahead_uses = []
         uses_left = self._schedule.limit if most is None else most
-        for order_position in range(
-            bisect.bisect_left(self._uses, (moment + 1, 0)), len(self._uses)
-        ):
-            use_index = self._uses[order_position][1]
+        for _, use_index in self.uses[bisect.bisect_left(self.uses, (moment + 1, 0)) :]:
             # What is in memory, or is never reached, takes no part of the limit.
-            if use_index in self._gathered or not self._reaches(use_index):
+            # Note: every rank has to give the same answer, or gathers would differ; so it must not
+            # depend on what is in a rank's memory.
+            if use_index in self._gathered or not reaches(use_index):
                 continue
-            if self._units[use_index] not in self._schedule.on_demand and self.gather(use_index):
+            is_spared = self._units[use_index] in self._schedule.on_demand
+            if not is_spared and use_index not in self._ahead:
+                self._ahead.add(use_index)
                 ahead_uses.append(use_index)
             # A use on demand counts too: the limit is a distance, not a number of gathers.
             uses_left -= 1

@@ -17,7 +17,7 @@ import funcshard as fs
 from funcshard._utils import tree
 from funcshard.comm.topology import CommDtypes, Topology
 from funcshard.core.buffer_comm import AllGatherHandle, BufferComm
-from funcshard.core.prefetcher import Prefetcher
+from funcshard.core.prefetcher import Prefetcher, ScheduleLearner
 from tests.core.units import of_module, recorded, requiring_grad, same_bits
 from tests.module.law import Runs
 from tests.ranks import on_ranks, run_ranks, run_simulated
@@ -176,7 +176,7 @@ def handle(name, work, numel=1):
 
 
 def prefetcher_of(order, start, limit=1):
-    return Prefetcher(fs.Schedule(tuple(order), True, "pre", limit), start, known=True)
+    return Prefetcher(ScheduleLearner(fs.Schedule(tuple(order), True, "pre", limit), known=True), start)
 
 
 def test_what_was_gathered_ahead_for_a_unit_that_is_never_entered_is_waited_for_and_dropped():

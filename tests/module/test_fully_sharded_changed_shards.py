@@ -32,7 +32,8 @@ def write_through_data(shard):
 
 CHANGES = {"write": write, "assign .data": assign_data, "write through .data": write_through_data}
 OLD, OTHER = "the gradient at the old values", "another gradient"
-RESHARDED, TORCHS = "the shard 'float32' of unit 'b' was modified in place", "is a view and its base or another view"
+RESHARDED = "a shard of unit 'b' was modified in place between forward and backward, which would gather other values"
+TORCHS = "is a view and its base or another view"
 AGAIN, REMAT = (
     "a shard of unit 'b' was modified in place, or got other data",
     "in the arguments of a function under fs.remat",

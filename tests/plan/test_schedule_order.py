@@ -12,8 +12,8 @@ def forward(order: str, calls: str, *, ahead: bool = True, limit: int = 1, stays
     machine = ForwardOrder(Schedule(tuple(order), ahead, "pre", limit), **options)
     found = []
     for name in calls:
-        now = name if machine.gather(name) else ""
-        kept = machine.call(name, stays=name in stays)
+        gathers, kept = machine.call(name, stays=name in stays)
+        now = name if gathers else ""
         then = " ".join(machine.prefetch())
         found.append(f"{now or '-'} > {then or '-'}{' kept' if kept else ''}")
     assert machine.ran == list(calls)
@@ -41,14 +41,13 @@ def test_forward(programs, options, wanted):
 def backward(units: str, *, reaches=lambda use: True, on_demand=(), limit: int = 1) -> list[str]:
     """Drive a ``BackwardOrder`` over uses 0, 1, ... of ``units``; return the gathers at and ahead of each."""
     schedule = Schedule(tuple(units), True, "pre", limit, on_demand)
-    machine = BackwardOrder(schedule, units, reaches)
-    machine.expect([(use, use) for use in range(len(units))])
+    machine = BackwardOrder(schedule, units)
+    machine.uses = [(use, use) for use in range(len(units))]
     found = []
     for use in range(len(units)):
         if reaches(use):
-            now = units[use] if machine.gather(use) else ""
-            machine.reach(use)
-            then = " ".join(units[ahead] for ahead in machine.prefetch(use))
+            now = units[use] if machine.reach(use) else ""
+            then = " ".join(units[ahead] for ahead in machine.prefetch(use, reaches=reaches))
             machine.release(use)
             found.append(f"{now or '-'} > {then or '-'}")
     return found
