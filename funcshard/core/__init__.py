@@ -116,7 +116,6 @@ from funcshard.core.unit import (
     start_unit,
     unit_comms,
     unshard,
-    unshard_with,
 )
 from funcshard.core.vectors import axpy, norm, randn_like, vdot
 
@@ -134,6 +133,6 @@ __all__ = [
     "loss_value", "modified_leaf", "named_results", "norm", "pmax", "pmean",
     "ppermute", "psum", "psum_scatter", "psum_world", "put_whole", "raise_on_every_rank", "randn_like", "remat", "reshard",
     "run_in_full_precision", "shard", "slice_from_rank", "start_gather",
-    "start_gather_flat", "start_reduce", "start_unit", "unit_comms", "unshard", "unshard_with",
+    "start_gather_flat", "start_reduce", "start_unit", "unit_comms", "unshard",
     "value_and_grad", "vdot", "views", "vjp", "zero_shard",
 ]  # fmt: skip

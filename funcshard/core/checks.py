@@ -94,46 +94,41 @@ def check_cut(plan: Plan, shards: Any) -> None:
     """Raise unless ``shards`` has the plan's sizes; it may hold ``None``, and stacks of shards."""
     check_shards(plan, shards)
     for unit in plan.unit_list:
-        _check_keys(unit, shards[unit.name])
-        for buffer in unit.buffers:
-            local = shards[unit.name][buffer.key]
-            # Stacks of shards have more dims, of which the last is the shard's.
-            if local is not None and getattr(local, "shape", ())[-1:] != (buffer.shard_numel,):
-                raise _wrong_shard(unit, buffer, local)
+        check_shard(unit, shards[unit.name], None)
 
 
-def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh, *, none_if_frozen: bool = False) -> None:
+def check_shard(
+    unit: UnitPlan, shard: Any, mesh: Mesh | None, *, none_if_frozen: bool = False
+) -> None:
     """Raise unless ``shard`` has the buffers, shapes, dtypes and devices of ``unit``.
 
     With ``none_if_frozen``, the shard of a frozen buffer may be ``None``, as among gradients.
+    Without ``mesh`` every one may, and shards may be stacked, of any dtype and device.
     """
-    _check_keys(unit, shard)
-    device_type = "cpu" if unit.offload else mesh.device.type
-    for buffer in unit.buffers:
-        local = shard[buffer.key]
-        is_right = (
-            isinstance(local, torch.Tensor)
-            and local.shape == (buffer.shard_numel,)
-            and local.dtype == dtype_of(buffer.dtype)
-            and local.device.type == device_type
-        )
-        may_be_none = none_if_frozen and not buffer.trainable
-        if not is_right and not (local is None and may_be_none):
-            raise _wrong_shard(unit, buffer, local, mesh)
-
-
-def _check_keys(unit: UnitPlan, shard: Any) -> None:
     buffer_keys = [buffer.key for buffer in unit.buffers]
     if not isinstance(shard, Mapping) or shard.keys() != set(buffer_keys):
         raise ValueError(
             f"the shard of unit {unit.title!r} must hold the buffers {buffer_keys}; found "
             f"{outline(shard)}: pass shards[{unit.name!r}] of shards made with this plan"
         )
+    for buffer in unit.buffers:
+        local = shard[buffer.key]
+        if mesh is None:
+            # Stacks of shards have more dims, of which the last is the shard's.
+            is_right = getattr(local, "shape", ())[-1:] == (buffer.shard_numel,)
+        else:
+            is_right = (
+                isinstance(local, torch.Tensor)
+                and local.shape == (buffer.shard_numel,)
+                and local.dtype == dtype_of(buffer.dtype)
+                and local.device.type == ("cpu" if unit.offload else mesh.device.type)
+            )
+        may_be_none = mesh is None or (none_if_frozen and not buffer.trainable)
+        if not is_right and not (local is None and may_be_none):
+            raise _wrong_shard(unit, buffer, local, mesh)
 
 
-def _wrong_shard(
-    unit: UnitPlan, buffer: BufferPlan, local: Any, mesh: Mesh | None = None
-) -> ValueError:
+def _wrong_shard(unit: UnitPlan, buffer: BufferPlan, local: Any, mesh: Mesh | None) -> ValueError:
     """Return the error for a shard that does not fit; of a stack of shards without ``mesh``."""
     if not isinstance(local, torch.Tensor):
         rule = f"be a tensor; found {type(local).__name__}"

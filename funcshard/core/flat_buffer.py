@@ -213,23 +213,23 @@ def _rows(
     leaf_rows = []
     for spec, leaf in leaf_pairs:
         row_shape = (*row_dims, spec.numel)
-        leaf_rows.append(
-            like_tensor.new_zeros(row_shape) if leaf is None else _flat(leaf, row_shape, comm)
-        )
+        if leaf is None:
+            leaf_row = like_tensor.new_zeros(row_shape)
+        elif leaf.is_contiguous() or leaf.stride(0) == 0 or dispatch_modes():
+            leaf_row = leaf.reshape(row_shape)
+        else:
+            # Why the group's memory: the gradient of a weight comes transposed out of vmap. New
+            # memory of that size would first be filled with zeros, page by page, which takes longer
+            # than the copy.
+            leaf_copy = comm.mesh.shard.empty(leaf.numel(), leaf).view(leaf.shape).copy_(leaf)
+            leaf_row = leaf_copy.view(row_shape)
+        leaf_rows.append(leaf_row)
     padding_numel = buffer.padded_numel - buffer.numel
     # Padding comes last in the buffer; an empty part only makes the single one two.
     # Why two: a reduction may write to a single one.
     if padding_numel or len(leaf_rows) == 1:
         leaf_rows.append(like_tensor.new_zeros((*row_dims, padding_numel)))
     return batch_shape, leaf_rows
-
-
-def _flat(leaf: torch.Tensor, shape: tuple[int, ...], comm: BufferComm) -> torch.Tensor:
-    if leaf.is_contiguous() or leaf.stride(0) == 0 or dispatch_modes():
-        return leaf.reshape(shape)
-    # Why the group's memory: the gradient of a weight comes transposed out of vmap. New memory of
-    # that size would first be filled with zeros, page by page, which takes longer than the copy.
-    return comm.mesh.shard.empty(leaf.numel(), leaf).view(leaf.shape).copy_(leaf).view(shape)
 
 
 def _by_rank(rows: Sequence[torch.Tensor], shard_numel: int, ranks: int) -> list[torch.Tensor]:

@@ -124,35 +124,13 @@ def unshard(
             f"unit {unit.title!r} was planned for a mesh of {axes_text(unit.mesh_axes)} ranks; "
             f"found {mesh.shape}: make the plan with make_plan(params, mesh)"
         )
-    return unshard_with(apply, unit, mesh, unit_comms(unit, mesh, cast))
+    return Unshard(apply, unit, mesh, unit_comms(unit, mesh, cast))
 
 
 def unit_comms(unit: UnitPlan, mesh: Mesh, cast: ChooseCast | None) -> tuple[BufferComm, ...]:
     """Return the communication of each buffer of a unit."""
     return tuple(
         [BufferComm.of(mesh, unit, buffer, cast_of(cast, unit, buffer)) for buffer in unit.buffers]
-    )
-
-
-def unshard_with(
-    apply: Callable[..., Any],
-    unit: UnitPlan,
-    mesh: Mesh,
-    comms: Sequence[BufferComm],
-    *,
-    listed: bool = False,
-) -> Unshard:
-    """Return ``unshard``, with the communication of each buffer.
-
-    With ``listed``, ``apply`` takes the unit's leaves as a list in their order.
-    """
-    return Unshard(
-        apply=apply,
-        unit=unit,
-        mesh=mesh,
-        comms=tuple(comms),
-        dtensors=dtensor_forms(unit.leaves, mesh),
-        listed=listed,
     )
 
 
@@ -207,24 +185,24 @@ class Unshard:
         unit: the unit.
         mesh: the ranks.
         comms: the communication of each buffer.
-        dtensors: the form of each leaf that is a DTensor; ``None`` if there is none.
-        listed: whether ``apply`` takes the leaves as a list.
+        listed: whether ``apply`` takes the leaves as a list, in the unit's order.
         freed: whether the leaves are freed between forward and backward.
         slices: the communication of the slices that ranks hold in between, if any.
         gathers: whether the gathered leaves take memory besides the shard's.
         trainable: whether any leaf gets a gradient.
+        dtensors: the form of each leaf that is a DTensor; ``None`` if there is none.
     """
 
     apply: Callable[..., Any]
     unit: UnitPlan
     mesh: Mesh
     comms: tuple[BufferComm, ...]
-    dtensors: tuple[DTensorForm | None, ...] | None = None
     listed: bool = False
     freed: bool = False
     slices: SliceComms = ()
     gathers: bool = field(init=False, compare=False)
     trainable: bool = field(init=False, compare=False)
+    dtensors: tuple[DTensorForm | None, ...] | None = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         # Why here: every call asks for these.
@@ -232,6 +210,7 @@ class Unshard:
             self, "gathers", self.unit.sharded and any(comm.copied for comm in self.comms)
         )
         object.__setattr__(self, "trainable", any(buffer.trainable for buffer in self.unit.buffers))
+        object.__setattr__(self, "dtensors", dtensor_forms(self.unit.leaves, self.mesh))
 
     @untraced
     def __call__(self, shard: UnitShard | UnshardHandle, /, *args: Any, **kwargs: Any) -> Any:

@@ -270,7 +270,8 @@ class FullyShard:
             value.is_meta for value in call_buffers.values()
         ):
             _check_buffers_on_meta(call_buffers, shards)
-        call_buffers = self.precision.cast_buffers(call_buffers)
+        if self.precision.buffer_dtypes:
+            call_buffers = self.precision.cast_buffers(call_buffers)
         # Note: outside of their units, modules hold placeholders for parameters.
         modules = apply.skeleton.instantiate(outside_tensors, call_buffers, training=apply.training)
         unit_call = UnitCall(self.units, shards, learner, self.mesh)

@@ -224,9 +224,21 @@ class Functional:
         }
 
     def copies(self, buffers: NamedTensors) -> Tensors:
-        """Return copies of the buffers, into which one call may write."""
+        """Return copies of the buffers, into which one call may write.
+
+        Large ones share their memory until it is written to.
+        """
         self.check_names("buffers", buffers, self.skeleton.buffers)
-        return _copies(buffers)
+        if not buffers:
+            return {}
+        # Why not below a transform: it has to see the copy, and so has a graph that is recorded.
+        large_copy: Callable[[torch.Tensor], torch.Tensor] = late_copy
+        if torch.compiler.is_compiling() or recording_or_transforming():
+            large_copy = torch.clone
+        return {
+            name: buffer.clone() if buffer.numel() < LARGE else large_copy(buffer)
+            for name, buffer in buffers.items()
+        }
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the method on ``module``; under a transform or dual level, with ``any_order``."""
@@ -253,7 +265,9 @@ class Functional:
         buffers_after = dict(module.named_buffers(remove_duplicate=False))
         # Why copies: a checkpoint that runs a part of forward again in backward writes into the
         # call's buffers again.
-        return out, _copies({name: buffers_after[name].detach() for name in self.skeleton.buffers})
+        return out, self.copies(
+            {name: buffers_after[name].detach() for name in self.skeleton.buffers}
+        )
 
     @staticmethod
     def check_names(kind: str, tensors: Any, expected: Mapping[str, Any]) -> None:
@@ -277,17 +291,3 @@ class Functional:
                 f"{kind} must hold the module's names; missing: {missing_names[:3] or 'nothing'}, "
                 f"unexpected: {unexpected_names[:3] or 'nothing'}: {remedy}"
             )
-
-
-def _copies(tensors: NamedTensors) -> Tensors:
-    """Return copies of tensors; large ones share their memory until it is written to."""
-    if not tensors:
-        return {}
-    # Why not below a transform: it has to see the copy, and so has a graph that is recorded.
-    large_copy: Callable[[torch.Tensor], torch.Tensor] = late_copy
-    if torch.compiler.is_compiling() or recording_or_transforming():
-        large_copy = torch.clone
-    return {
-        name: tensor.clone() if tensor.numel() < LARGE else large_copy(tensor)
-        for name, tensor in tensors.items()
-    }

@@ -47,7 +47,6 @@ from funcshard.core import (
     hooks_allowed,
     reshard,
     start_unit,
-    unshard_with,
 )
 from funcshard.core import remat as rematerialised
 from funcshard.module.copying import NamedTensors, Tensors
@@ -85,7 +84,7 @@ def unit_modules(
     unit: UnitPlan,
     skeleton: Skeleton,
     mesh: Mesh,
-    comms: Sequence[BufferComm],
+    comms: tuple[BufferComm, ...],
     *,
     remat: Collection[str],
     methods: Mapping[int, Sequence[str]],
@@ -96,7 +95,7 @@ def unit_modules(
         remat: the paths of the modules that backward computes again.
         methods: the methods besides ``forward`` that enter units, by index of the module.
     """
-    f = unshard_with(forward_with_leaves, unit, mesh, comms, listed=True)
+    f = Unshard(forward_with_leaves, unit, mesh, comms, listed=True)
     if unit.reshard_after_forward:
         f = reshard(f)
     return tuple(
