@@ -450,7 +450,8 @@ def unseen(f: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(f)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not in_selective_checkpoint():
+        # Why asked first: most calls are in no mode, and this takes less time.
+        if not dispatch_modes() or not in_selective_checkpoint():
             return f(*args, **kwargs)
         mode_stack = _modes()
         _replace_modes([mode for mode in mode_stack if not _is_selective(mode)])

@@ -192,7 +192,9 @@ def vjp(
 
     @untraced
     def pullback(cotangents: Any) -> Any:
-        sums = pull(tuple(of_leaves.aligned_outputs(cotangents, outs)))
+        values = _aligned("cotangents", cotangents, of_leaves.build_outputs(outs), "outputs")
+        pairs = zip(values, outs, strict=True)
+        sums = pull(tuple([_or_zeros(value, out, "cotangent") for value, out in pairs]))
         return of_leaves.arguments(_means("vjp", of_leaves, sums))
 
     results = of_leaves.build_outputs(outs), pullback
@@ -421,11 +423,6 @@ class _Leaves:
         tangents = _aligned("tangents", trees, self.primals, "primals")
         pairs = zip(self.values, tangents, strict=True)
         return [_or_zeros(t, x, "tangent") for x, t in pairs if _is_continuous(x)]
-
-    def aligned_outputs(self, cotangents: Any, outs: Tensors) -> list[torch.Tensor]:
-        """Return cotangents in the order of the outputs."""
-        values = _aligned("cotangents", cotangents, self.build_outputs(outs), "outputs")
-        return [_or_zeros(value, out, "cotangent") for value, out in zip(values, outs, strict=True)]
 
 
 def _use(caller: str, mesh: Mesh | None, has_aux: bool = False) -> ShardUse:

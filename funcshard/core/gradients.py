@@ -425,15 +425,15 @@ def evaluate(
         comm = leaf.comm = leaf.comm or reducer.use.comm(shard)
         is_local = comm is not None and comm.plan.local
         local_axes.append((comm.mesh, comm.plan.local) if comm and is_local else None)
-    axes_divisors: dict[Any, float | torch.Tensor] = {}
     if options.divisor is not None:
         divisor = options.divisor
-    else:
+    divisors: dict[Any, float | torch.Tensor] = dict.fromkeys(local_axes, divisor)
+    if options.divisor is None:
         # Why sorted: the sums of weights are all-reduces, which every rank has to start in the same
         # order.
         axes_key = lambda axes: ([*axes[0].shape.items()], axes[1])  # noqa: E731
         for axes in sorted({*local_axes} - {None}, key=axes_key):
-            axes_divisors[axes] = local_divisor(
+            divisors[axes] = local_divisor(
                 axes[0], axes[1], own_weight if weighted else None, total_loss.device
             )
 
@@ -441,7 +441,7 @@ def evaluate(
     # divisor from the device.
     @functools.cache
     def divisor_on(device: torch.device, axes: Any) -> float | torch.Tensor:
-        own_divisor = axes_divisors.get(axes, divisor)
+        own_divisor = divisors[axes]
         return own_divisor.to(device) if isinstance(own_divisor, torch.Tensor) else own_divisor
 
     grads = [

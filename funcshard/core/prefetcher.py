@@ -31,10 +31,8 @@ from funcshard._utils.torch_private import (
     address,
     callers_level,
     cast_of,
-    dispatch_modes,
     graph_task_id,
     hide_from_selective_checkpoints,
-    in_selective_checkpoint,
     local_part,
     outer_saved_tensors_hooks,
     runs_in_backward,
@@ -158,6 +156,9 @@ class Prefetcher:
         self._by_shards = True  # whether the backward that runs computes gradients by shards
         self._backward = BackwardOrder(self._schedule, self._units)
 
+    # Why unseen: a selective checkpoint counts operations, and a recomputation gathers at other
+    # moments.
+    @unseen
     def pre_forward(self, name: str, *, stays: bool = False) -> Handles | None:
         """Gather a unit that forward calls, if its gather has not started; prefetch the next units.
 
@@ -167,10 +168,6 @@ class Prefetcher:
         """
         if self.returned:
             return None
-        if dispatch_modes() and in_selective_checkpoint():
-            # Why unseen: a selective checkpoint counts operations, and a recomputation gathers at
-            # other moments.
-            return unseen(self.pre_forward)(name, stays=stays)
         gathers, keeps = self._forward.call(name, stays=stays)
         handles = self._start(name) if gathers else self._handles.pop(name)
         # Why before prefetching: a fast rank must not take memory for the next units while slow
@@ -489,12 +486,11 @@ class SavedUnit:
             return leaf_tensors
         return unseen(as_dtensors)(leaf_tensors, self._dtensors)
 
+    @unseen
     def buffers(self) -> list[torch.Tensor]:
         """Return the gathered buffers; gather them again if they are free."""
         if self._full is not None:
             return self._full
-        if dispatch_modes() and in_selective_checkpoint():
-            return unseen(self.buffers)()
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("pre_backward of unit %r", self._unit.title)
         if self._prefetcher is not None:

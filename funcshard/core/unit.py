@@ -248,6 +248,7 @@ class Unshard:
             _reducer=current_reducer.get(),
         )
 
+    @unseen
     def gather(
         self,
         shard: UnitShard,
@@ -261,8 +262,6 @@ class Unshard:
             handles: the handles of the unit's all-gathers, if these have started.
             post_backward: called when backward has computed the gradients of the leaves.
         """
-        if dispatch_modes() and in_selective_checkpoint():
-            return unseen(self.gather)(shard, handles, post_backward)
         reducer = current_reducer.get()
         gathered: list[tuple[torch.Tensor, ...]] = []
         # Without handles, the Function starts each gather itself, so that transforms see it.

@@ -9,24 +9,20 @@ program may leave the schedule. The options ``reduce`` and ``remat`` name units.
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from funcshard._utils.options import check_choice, check_count, check_flag
-from funcshard._utils.table import Shown, Table
 from funcshard.plan.globs import matches, some
 from funcshard.plan.plan import Plan, check_plan
 from funcshard.plan.planner import ends_of
 
 BACKWARD = ("pre", "post", None)
 
-_MOST_ROWS = 8  # of a printed schedule; the rows between are left out
 
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Schedule(Shown):
+@dataclass(frozen=True, slots=True)
+class Schedule:
     """When units are gathered ahead of their use; made by ``make_schedule``.
 
     Attributes:
@@ -61,25 +57,6 @@ class Schedule(Shown):
         object.__setattr__(
             self, "limit", check_count("limit", self.limit, of="units", remedy=remedy)
         )
-
-    def _parts(self) -> list[Table]:
-        prefetch = "on" if self.forward_prefetch else "off"
-        title = (
-            f"Schedule of {len(self.order)} units: forward prefetch {prefetch}, backward prefetch "
-            f"{self.backward_prefetch or 'off'}, at most {self.limit} ahead"
-        )
-        if self.on_demand:
-            title += f", on demand {', '.join(self.on_demand)}"
-        needed_units = [name for moment, name in self.backward_order() if moment == "gather"]
-        unit_pairs = itertools.zip_longest(self.order, needed_units, fillvalue="-")
-        rows = [
-            [str(i), called_unit or "(root)", needed_unit or "(root)"]
-            for i, (called_unit, needed_unit) in enumerate(unit_pairs)
-        ]
-        # The middle of a long schedule repeats what its ends show.
-        if len(rows) > _MOST_ROWS:
-            rows[_MOST_ROWS // 2 : -_MOST_ROWS // 2] = [["…"] * 3]
-        return [Table(title, ["position", "forward calls", "backward needs"], rows)]
 
     def backward_order(self) -> tuple[tuple[str, str], ...]:
         # A learned order wins; otherwise each unit is needed once, last to first.
