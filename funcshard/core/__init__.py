@@ -21,8 +21,8 @@ order:
 - ``plain_collectives``: collectives along mesh axes and their adjoints, without autograd.
   ``collectives``: ``psum``, ``all_gather`` and others, differentiable, along named axes.
 - ``sharding``: ``shard`` and ``gather``, the whole tree to shards and back.
-- ``shard_broadcast``: values that all ranks hold, for arithmetic on shards. ``leaf_blocks``: random
-  numbers of which a rank draws those that it keeps. ``vectors``: inner products and random vectors.
+- ``leaf_blocks``: random numbers of which a rank draws those that it keeps. ``vectors``: inner
+  products, random vectors, and values that all ranks hold, for arithmetic on shards.
 - ``objects``: ``broadcast_object`` and ``agree``, a small value for all ranks.
 - ``gradients``: ``value_and_grad`` and ``accumulate``, which take the mean over ranks.
   ``accumulation``: how a batch is split.
@@ -92,7 +92,6 @@ from funcshard.core.plain_collectives import (
 from funcshard.core.prefetcher import Prefetcher, SavedUnit, ScheduleLearner, hooks_allowed
 from funcshard.core.recompute import remat
 from funcshard.core.replaced_kernels import any_order, any_order_active, check_derivatives
-from funcshard.core.shard_broadcast import broadcast_to_shards
 from funcshard.core.sharding import (
     Shards,
     check_source,
@@ -117,7 +116,7 @@ from funcshard.core.unit import (
     unit_comms,
     unshard,
 )
-from funcshard.core.vectors import axpy, norm, randn_like, vdot
+from funcshard.core.vectors import axpy, broadcast_to_shards, norm, randn_like, vdot
 
 __all__ = [
     "AllGatherHandle", "BufferComm", "CONSTANT", "Gathered", "GradReducer", "GradientFunction",

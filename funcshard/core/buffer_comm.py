@@ -231,11 +231,6 @@ class AllGatherHandle:
         self.shared = True
         return self
 
-    def wait_comm(self) -> None:
-        """On CPU, wait for the data; on CUDA, do nothing: ``finish`` makes the stream wait."""
-        if self.comm.mesh.device.type == "cpu":
-            self.work.wait()
-
     def finish(self) -> torch.Tensor:
         """Wait for the data, and return the buffer in the dtype to compute in."""
         # A later use: the buffer is there, and only its stream may have to wait.
@@ -359,11 +354,6 @@ class ReduceHandle:
     comm: BufferComm
     copied: tuple[torch.Tensor, Work] | None = None
 
-    def wait_comm(self) -> None:
-        """On CPU, wait for the first axis: from then on only the result takes memory."""
-        if self.comm.mesh.device.type == "cpu":
-            self.work.wait()
-
     def finish(self) -> torch.Tensor:
         """Wait for the first axis, reduce over the rest; return the sum in the shard's dtype."""
         self.work.wait()
@@ -378,6 +368,16 @@ class ReduceHandle:
         on_host, copy_work = self.copied or _to_host(shard_sum)
         copy_work.wait()  # while ``out`` lives
         return on_host
+
+
+def wait_comm(handles: Iterable[AllGatherHandle | ReduceHandle]) -> None:
+    """On CPU, wait for the data; on CUDA, do nothing: ``finish`` makes the stream wait.
+
+    From then on only the results of reductions take memory.
+    """
+    for handle in handles:
+        if handle.comm.mesh.device.type == "cpu":
+            handle.work.wait()
 
 
 def _in_shard_dtype(out: torch.Tensor, comm: BufferComm) -> torch.Tensor:

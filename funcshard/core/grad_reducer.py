@@ -29,6 +29,7 @@ from funcshard.core.buffer_comm import (
     ReduceHandle,
     UnitShard,
     start_reduce_parts,
+    wait_comm,
 )
 from funcshard.plan import BufferPlan, Reduce, UnitPlan, buffer_mode, unit_mode
 
@@ -384,8 +385,8 @@ class GradReducer:
         # Without a reduce-scatter, the hook comes before the only stage.
         if self._on_scattered is not None and not comm.topology.cut:
             self._on_scattered(comm.unit or "", comm.plan, parts[0])
-        for _, running_handle in self._running:
-            running_handle.wait_comm()  # so that its memory is free before the next one takes more
+        # Why now: their memory is free before the next one takes more.
+        wait_comm([running_handle for _, running_handle in self._running])
         self._running.append((leaf, start_reduce_parts(parts, comm)))
         while len(self._running) > _MOST_RUNNING:
             self._finish_oldest()

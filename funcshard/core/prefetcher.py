@@ -51,6 +51,7 @@ from funcshard.core.buffer_comm import (
     Leaves,
     UnitShard,
     start_gathers,
+    wait_comm,
 )
 from funcshard.core.dtensor_leaves import DTensorForm, as_dtensors
 from funcshard.core.flat_buffer import decoded_views
@@ -172,8 +173,7 @@ class Prefetcher:
         handles = self._start(name) if gathers else self._handles.pop(name)
         # Why before prefetching: a fast rank must not take memory for the next units while slow
         # ranks have not sent this one.
-        for handle in handles:
-            handle.wait_comm()
+        wait_comm(handles)
         if keeps:  # The next call of this unit takes the same handles.
             self._handles[name] = [handle.share() for handle in handles]
         self._now += 1
@@ -225,8 +225,7 @@ class Prefetcher:
         if source.nodes:
             self._by_shards = source.in_backward
         handles = self._ahead.pop(use, None) or source.start()
-        for handle in handles:  # first, as in forward
-            handle.wait_comm()
+        wait_comm(handles)  # first, as in forward
         self._backward.reach(use)
         if source.slice_comms:
             self.sources[use] = None  # frees the slices as soon as backward has used them
@@ -497,8 +496,7 @@ class SavedUnit:
             handles = self._prefetcher.pre_backward(self._use, self.source)
         else:  # a unit that is called by itself, or stays gathered
             handles = (self.kept and self.kept()) or self.source.start()
-            for handle in handles:
-                handle.wait_comm()
+            wait_comm(handles)
         # Why all buffers, whichever is asked for: a plan can predict this order.
         self._full = [handle.finish() for handle in handles]
         return self._full

@@ -55,7 +55,7 @@ def match(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str) -> d
     """
     listed_globs = list_of_globs(globs, f"{noun}s")
     # Why so: most calls have no globs, and the nodes of a large tree take long.
-    tree_nodes = dict.fromkeys(nodes_of(uses) if listed_globs else ())
+    tree_nodes = dict.fromkeys(nodes_of(tuple(uses)) if listed_globs else ())
     # By node: the glob that counts so far; a node that is written out keeps itself.
     chosen: dict[str, str] = {}
     for glob in listed_globs:
@@ -73,14 +73,10 @@ def last_match(globs: Collection[str], names: Collection[str]) -> str | None:
     return matching_globs[-1] if matching_globs else None
 
 
-def nodes_of(uses: Iterable[tuple[str, ...]]) -> list[str]:
-    """Return the paths of all nodes that hold leaves, in natural order."""
-    return list(_nodes_of(tuple(uses)))
-
-
 # Why a cache: a sweep plans one model again and again.
 @functools.lru_cache(maxsize=4)
-def _nodes_of(uses: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+def nodes_of(uses: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+    """Return the paths of all nodes that hold leaves, in natural order."""
     # Why no set: natural order has ties, such as "a1" and "a.1", and all ranks must agree.
     tree_nodes: dict[str, None] = {}
     for paths in uses:

@@ -184,7 +184,7 @@ def make_plan(
             leaves = with_placements(leaves, tensors, mesh, mesh_axes)
         if storage:
             leaves = with_packing(leaves, storage)
-        leaf_uses = [leaf.paths for leaf in leaves]
+        leaf_uses = tuple([leaf.paths for leaf in leaves])
         paths, overrides = read_units(units, leaf_uses, strategy)
         # Note: the options of all units by name; units that the planner makes are added below.
         options = {"": {**defaults, **overrides.get("", {})}}

@@ -33,7 +33,7 @@ _USUAL_STRATEGIES = {
 
 
 def read_units(
-    units: UnitNames, uses: Sequence[tuple[str, ...]], strategy: str = "full_shard"
+    units: UnitNames, uses: tuple[tuple[str, ...], ...], strategy: str = "full_shard"
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, Mapping[str, Any]]]:
     """Return the units that ``units`` of ``make_plan`` names.
 

@@ -8,7 +8,6 @@ Read the files in this order:
 - ``metering``: ``make_meter``, the numbers of a step for a log.
 - ``clipping``: ``global_norm`` and ``clip_by_global_norm`` of sharded gradients.
 - ``scaler``: ``GradScaler``, loss scaling for float16.
-- ``step_checks``: whether a loss function and a scaler fit a step.
 - ``optimizer_pair``: an optimizer as a pair of pure functions.
 - ``learning_rate``: ``torch_schedule``, a scheduler of torch as a function of the step.
 - ``optimizers``: ``torch_optimizer``, a class of ``torch.optim`` as such a pair; one update.

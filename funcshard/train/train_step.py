@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -43,16 +44,12 @@ from funcshard.core import (
 )
 from funcshard.plan import AXES, Plan, Reduce, check_reduce, check_reduce_units, position_of
 from funcshard.train.clipping import clip_by_global_norm, global_norm
+from funcshard.train.matrix_step import PairStep, PerMatrixStep
+from funcshard.train.muon_step import MuonStep
 from funcshard.train.optimizer_pair import TorchOptimizer, check_optimizer
-from funcshard.train.optimizers import apply_optimizer
+from funcshard.train.optimizers import TorchStep, apply_optimizer
 from funcshard.train.param_groups import trainable_buffers
 from funcshard.train.scaler import GradScaler
-from funcshard.train.step_checks import (
-    check_loss_fn,
-    check_scaler,
-    found_as_state,
-    texts_of_optimizer,
-)
 from funcshard.train.train_state import TrainState, choose_tree, copy, same_form
 
 _log = logging.getLogger("funcshard.train")
@@ -166,9 +163,9 @@ def make_train_step(
     check_fits(plan, mesh)
     function = _gradient_function(loss_fn, mesh, gradient)
     options = function.options
-    check_loss_fn(function.loss_fn)
+    _check_loss_fn(function.loss_fn)
     check_optimizer(optimizer, plan)
-    check_scaler(scaler)
+    _check_scaler(scaler)
     check_reduce_units(options.reduce, plan.units)
     check_flag("mutable", mutable)
     check_flag("donate", donate)
@@ -189,7 +186,7 @@ def make_train_step(
         "accumulate": function.micro_batches or 1, "reduce": options.reduce,
         "weighted": options.weighted, "divisor": options.divisor, "scaler": scaler, "donate": donate,
     }  # fmt: skip
-    compared_texts = {"the plan": plan.fingerprint(), **texts_of_optimizer(optimizer)}
+    compared_texts = {"the plan": plan.fingerprint(), **_texts_of_optimizer(optimizer)}
     compared_texts |= {name: text_of(value) for name, value in compared_options.items()}
     check_all_same(mesh, compared_texts, "make_train_step")
     # Note: a hook may keep the gradients that it gets, and then they cannot be written to.
@@ -321,7 +318,7 @@ class TrainStep:
         if not isinstance(state, TrainState):
             raise TypeError(
                 "a step takes (state, batch) and returns (state, metrics); the state must be the "
-                f"TrainState of step.init, or of the step before; found {found_as_state(state)}"
+                f"TrainState of step.init, or of the step before; found {_found_as_state(state)}"
             )
         if (state.scaler is None) != (self.scaler is None):
             raise ValueError(
@@ -522,3 +519,88 @@ def _broadcast(buffers: dict[str, torch.Tensor], mesh: Mesh, rank: int) -> dict[
             for work in [group.broadcast(part, source_place[axis]) for part in local_parts]:
                 work.wait()
     return unflatten(buffer_copies)
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def _texts_of_optimizer(optimizer: Any) -> dict[str, str]:
+    """Return the settings of an optimizer by name, as texts for ranks to compare."""
+    _, step = optimizer
+    if isinstance(step, PerMatrixStep):
+        setting_texts = {"init of per_matrix": text_of(step.init_matrix)}
+        setting_texts["update of per_matrix"] = text_of(step.update)
+        setting_texts["the tensors that update of per_matrix takes"] = str(step.owners.gathered)
+        for path in step.owners.of:
+            setting_texts[f"the optimizer of matrix {path!r}"] = "per_matrix"
+        for name, text in _texts_of_optimizer(step.others or (None, None)).items():
+            setting_texts[f"{name}, for other leaves"] = text
+        return setting_texts
+    if isinstance(step, MuonStep):
+        setting_texts = {"the optimizer": "muon"}
+        for name, value in sorted(step.options.items()):
+            setting_texts[f"{name} of muon"] = text_of(value)
+        for path in sorted(step.owners.of):
+            setting_texts[f"the optimizer of leaf {path!r}"] = "muon"
+        for name, text in _texts_of_optimizer((None, step.adamw)).items():
+            setting_texts[f"{name}, for other leaves"] = text
+        return setting_texts
+    if isinstance(step, PairStep):
+        step = step.pair[1]
+    if not isinstance(step, TorchStep):
+        return {"the optimizer": text_of(step)}
+    setting_texts = {"the optimizer": text_of(step.cls)}
+    for group_index, options in enumerate(step.options):
+        where = f" of group {group_index}" if group_index else ""
+        for name, value in options.items():
+            setting_texts[f"{name}{where} of the optimizer"] = text_of(value)
+    if step.layout is not None:
+        for path, group in sorted(step.layout.group_of.items()):
+            setting_texts[f"the group of leaf {path!r}"] = str(group)
+    return setting_texts
+
+
+def _check_scaler(scaler: Any) -> None:
+    """Raise ``TypeError`` unless ``scaler`` is a ``GradScaler``, or ``None``."""
+    if scaler is None or isinstance(scaler, GradScaler):
+        return
+    title = outline(scaler)
+    if isinstance(scaler, torch.amp.GradScaler):
+        title = "torch's GradScaler, which keeps its scale to itself"
+    raise TypeError(
+        f"scaler must be a funcshard.GradScaler, or None; found {title}: pass "
+        "scaler=fs.GradScaler()"
+    )
+
+
+def _check_loss_fn(loss_fn: Any) -> None:
+    """Raise ``TypeError`` unless ``loss_fn`` takes shards, buffers and batch."""
+    rule = "loss_fn must be a function loss_fn(shards, buffers, batch)"
+    is_module = isinstance(loss_fn, torch.nn.Module) and any(True for _ in loss_fn.parameters())
+    if is_module or not callable(loss_fn):
+        raise TypeError(
+            f"{rule}; found {outline(loss_fn)}: pass a function that calls the function of "
+            "fully_shard and returns the loss, and after it the optimizer"
+        )
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # a function that does not say what it takes
+        return
+    try:
+        # What the arguments are does not matter, only how many.
+        signature.bind(None, None, None)
+    except TypeError as error:
+        remedy = "write lambda shards, buffers, batch: ..., also if the model has no buffers"
+        raise TypeError(f"{rule}; found one of {signature}, {error}: {remedy}") from None
+
+
+def _found_as_state(value: Any) -> str:
+    """Return what was found in place of a state, and what to do."""
+    if isinstance(value, tuple) and value and isinstance(value[0], TrainState):
+        return "tuple: write state, metrics = step(state, batch)"
+    if isinstance(value, Mapping):
+        for name, entry in value.items():
+            if isinstance(entry, TrainState):
+                return f"dict: pass its entry {name!r}"
+        return "dict: make the state with step.init(shards, buffers)"
+    return outline(value)

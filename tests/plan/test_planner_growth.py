@@ -66,7 +66,7 @@ PLANS: dict[str, Callable[[int], fs.Plan]] = {
 @pytest.mark.parametrize("name", PLANS)
 def test_twice_as_many_units_take_twice_the_work(name: str) -> None:
     def work(units: int) -> int:
-        globs._nodes_of.cache_clear()
+        globs.nodes_of.cache_clear()
         layout._laid_out.cache_clear()
         return operations(lambda: PLANS[name](units))
 
