@@ -90,13 +90,6 @@ def code_paths(tree: Any, name: str) -> list[str]:
     return [accessor.codify(name) for accessor in optree.tree_accessors(tree)]
 
 
-def none_paths(tree: Any) -> list[str]:
-    """Return the dotted path of each ``None`` in ``tree``."""
-    flat_leaves = optree.tree_leaves(tree, none_is_leaf=True)
-    every_path = _dotted(optree.tree_paths(tree, none_is_leaf=True))
-    return [path for path, leaf in zip(every_path, flat_leaves, strict=True) if leaf is None]
-
-
 def leaves_up_to(tree: Any, deeper: Any) -> list[Any]:
     """Return the subtrees of ``deeper`` at the leaves of ``tree``."""
     return optree.tree_structure(tree).flatten_up_to(deeper)

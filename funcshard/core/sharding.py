@@ -47,9 +47,7 @@ def shard(
     Arguments:
         params: the tree that the plan was made for, of real tensors. Unless you pass ``src``, pass
             the same values on every rank, which is checked. Of a leaf that is a slice of a larger
-            tensor, pass this rank's slice; ``from_state_dict`` takes whole tensors. The frozen
-            leaves of a flat buffer may all be ``None``, as in the tree that ``gather`` makes of
-            gradients.
+            tensor, pass this rank's slice; ``from_state_dict`` takes whole tensors.
         plan: the plan.
         mesh: the ranks, in the plan's shape.
         src: a rank of the world, whose values all ranks take. It broadcasts one flat buffer after
@@ -121,24 +119,9 @@ def check_source(src: int, mesh: Mesh) -> None:
         )
 
 
-def _by_path(params: Any, plan: Plan, *, none_if_frozen: bool) -> dict[str, Any]:
+def _by_path(params: Any, plan: Plan) -> dict[str, Any]:
     _, leaves, paths = tree.describe(params)
     by_path: dict[str, Any] = dict(zip(paths, leaves, strict=True))
-    absent_paths = set(tree.none_paths(params)) - by_path.keys() if none_if_frozen else set()
-    for buffer in _buffers(plan):
-        if buffer.trainable:
-            continue
-        none_paths = [leaf.path for leaf in buffer.leaves if leaf.path in absent_paths]
-        tensor_paths = [leaf.path for leaf in buffer.leaves if leaf.path in by_path]
-        if none_paths and tensor_paths:
-            raise ValueError(
-                "frozen leaves that share a flat buffer must be all None or all tensors; found "
-                f"None for {none_paths[0]!r}, and a tensor for {tensor_paths[0]!r}: pass zeros for "
-                "None"
-            )
-        # The whole buffer is None, as in a tree of gradients.
-        if len(none_paths) == len(buffer.leaves):
-            by_path |= dict.fromkeys(none_paths)
     if difference := other_leaves(by_path, plan):
         # The usual mistakes are a module and shards.
         remedy = module_remedy(params, "params") or "make the plan from these params"
@@ -171,27 +154,20 @@ def _checked_leaves(
     """
     by_path: dict[str, Any] = {}
     try:
-        by_path = _by_path(params, plan, none_if_frozen=src is None)
-        for buffer in _buffers(plan):
+        by_path = _by_path(params, plan)
+        for buffer in [buffer for unit in plan.unit_list for buffer in unit.buffers]:
             # Other ranks' values are replaced, so they need none.
             meta = src is not None and not _is_source(src, buffer, mesh)
             for leaf in buffer.leaves:
                 value = part_as_planned(leaf, by_path[leaf.path], mesh, "params")
                 by_path[leaf.path] = value
-                if value is not None:
-                    check_leaf(value, leaf, buffer, "params", meta=meta)
-                    check_tie(leaf, by_path, "params")
+                check_leaf(value, leaf, buffer, "params", meta=meta)
+                check_tie(leaf, by_path, "params")
                 if checksums is not None:
-                    # A None that not all ranks have is a difference too.
-                    nothing = torch.empty(0, dtype=torch.float32, device="cpu")
-                    checksums.add(leaf.path, nothing if value is None else value, buffer.local)
+                    checksums.add(leaf.path, value, buffer.local)
     except Exception as error:  # of any kind, because other ranks wait
         return by_path, error
     return by_path, None
-
-
-def _buffers(plan: Plan) -> list[BufferPlan]:
-    return [buffer for unit in plan.unit_list for buffer in unit.buffers]
 
 
 def cut_from_rank(
@@ -324,12 +300,8 @@ def cut(
         whole: whether slices of larger tensors are given as these whole tensors.
         cast: as in ``check_leaf``.
     """
-    shard: dict[str, Any] = {}
+    shard: dict[str, torch.Tensor] = {}
     for buffer in unit.buffers:
-        if not buffer.trainable and buffer.leaves and by_path[buffer.leaves[0].path] is None:
-            # A tree of gradients has None for frozen leaves.
-            shard[buffer.key] = None
-            continue
         shard[buffer.key] = empty_shard(unit, buffer, mesh)
         for spec in buffer.leaves:
             leaf = by_path[spec.path]
