@@ -98,7 +98,7 @@ def to_state_dict(
     options_text = {
         "the options of to_state_dict": f"rank0_only={rank0_only!r}, sharded={sharded!r}"
     }
-    check_all_shards(shards, plan, mesh, options_text, none_if_frozen=True)
+    check_all_shards(shards, plan, mesh, options_text, gradients=True)
     check_no_leaf(buffers, plan)
     if rank0_only:
         check_no_local_leaf(plan)
@@ -217,14 +217,14 @@ def check_all_shards(
     mesh: Mesh,
     options: Mapping[str, str] = MappingProxyType({}),
     *,
-    none_if_frozen: bool = False,
+    gradients: bool = False,
 ) -> None:
     """Raise unless ``shards`` are this rank's of ``plan``. Every rank has to call.
 
     Ranks also compare ``options``, texts by name.
     """
     check_mesh(plan, mesh, options)
-    check_shards(plan, shards, mesh, none_if_frozen=none_if_frozen)
+    check_shards(plan, shards, mesh, gradients=gradients)
 
 
 def check_no_leaf(buffers: Any, plan: Plan) -> None:

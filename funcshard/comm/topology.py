@@ -71,7 +71,7 @@ class CommDtypes:
         shard: the dtype of shards.
         gathered: the dtype that shards are cast to before they are gathered.
         reduced: the dtype that gradients are reduced in.
-        keeps_reduced: whether reduced gradients stay in that dtype.
+        grads: the dtype of reduced gradients.
         cast: a pair of functions in place of the cast to ``gathered``.
         divided: whether gradients are divided before they are reduced.
     """
@@ -79,6 +79,6 @@ class CommDtypes:
     shard: torch.dtype | None = None
     gathered: torch.dtype | None = None
     reduced: torch.dtype | None = None
-    keeps_reduced: bool = False
+    grads: torch.dtype | None = None
     cast: Cast | None = None
     divided: bool = False

@@ -112,7 +112,7 @@ class BufferComm:
             shard=dtype_of(buffer.dtype),
             gathered=unit.computed_dtype(buffer),
             reduced=unit.reduced_dtype(buffer),
-            keeps_reduced=precision is not None and precision.keep_low_precision_grads,
+            grads=unit.grad_dtype(buffer),
             cast=cast,
             divided=precision is not None and precision.divide_before_reduce,
         )
@@ -361,7 +361,7 @@ class ReduceHandle:
         # Without a reduce-scatter, the first of these axes is the one that was reduced already.
         for axis, _ in comm.topology.repeated[not comm.topology.cut :]:
             _start_all_reduce(self.out, comm, axis).wait()
-        shard_sum = _in_shard_dtype(self.out, comm)
+        shard_sum = _as_grad(self.out, comm)
         if not comm.moved:
             return shard_sum
         # Without a communication the copy has started with the handle.
@@ -380,11 +380,8 @@ def wait_comm(handles: Iterable[AllGatherHandle | ReduceHandle]) -> None:
             handle.work.wait()
 
 
-def _in_shard_dtype(out: torch.Tensor, comm: BufferComm) -> torch.Tensor:
-    dtypes = comm.dtypes
-    if dtypes.keeps_reduced or dtypes.shard is None:
-        return out
-    return out.to(dtypes.shard)
+def _as_grad(out: torch.Tensor, comm: BufferComm) -> torch.Tensor:
+    return out if comm.dtypes.grads is None else out.to(comm.dtypes.grads)
 
 
 def start_reduce(full: torch.Tensor, comm: BufferComm, *, donated: bool = False) -> ReduceHandle:
@@ -408,7 +405,7 @@ def start_reduce(full: torch.Tensor, comm: BufferComm, *, donated: bool = False)
     if not topology.repeated:
         if not comm.moved:
             return ReduceHandle(full, DONE, comm)
-        full = _in_shard_dtype(full, comm)
+        full = _as_grad(full, comm)
         return ReduceHandle(full, DONE, comm, _to_host(full))
     if not donated:
         full = full.clone()

@@ -48,9 +48,12 @@ def same_axes(planned: Mapping[str, int], mesh: Mesh) -> bool:
 
 
 def check_shards(
-    plan: Plan, shards: Any, mesh: Mesh | None = None, *, none_if_frozen: bool = False
+    plan: Plan, shards: Any, mesh: Mesh | None = None, *, gradients: bool = False
 ) -> None:
-    """Raise ``ValueError`` unless ``shards`` has the plan's units, and with a mesh their shards."""
+    """Raise ``ValueError`` unless ``shards`` has the plan's units, and with a mesh their shards.
+
+    See ``check_shard`` for ``gradients``.
+    """
     unit_names = [unit.name for unit in plan.unit_list]
     if not isinstance(shards, Mapping) or shards.keys() != set(unit_names):
         raise ValueError(
@@ -59,7 +62,7 @@ def check_shards(
         )
     if mesh is not None:
         for unit in plan.unit_list:
-            check_shard(unit, shards[unit.name], mesh, none_if_frozen=none_if_frozen)
+            check_shard(unit, shards[unit.name], mesh, gradients=gradients)
 
 
 def _cause(plan: Plan, misfit: Any) -> str:
@@ -97,12 +100,10 @@ def check_cut(plan: Plan, shards: Any) -> None:
         check_shard(unit, shards[unit.name], None)
 
 
-def check_shard(
-    unit: UnitPlan, shard: Any, mesh: Mesh | None, *, none_if_frozen: bool = False
-) -> None:
+def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh | None, *, gradients: bool = False) -> None:
     """Raise unless ``shard`` has the buffers, shapes, dtypes and devices of ``unit``.
 
-    With ``none_if_frozen``, the shard of a frozen buffer may be ``None``, as among gradients.
+    With ``gradients``, that of a frozen buffer may be ``None``, and others in the gradients' dtype.
     Without ``mesh`` every one may, and shards may be stacked, of any dtype and device.
     """
     buffer_keys = [buffer.key for buffer in unit.buffers]
@@ -120,10 +121,13 @@ def check_shard(
             is_right = (
                 isinstance(local, torch.Tensor)
                 and local.shape == (buffer.shard_numel,)
-                and local.dtype == dtype_of(buffer.dtype)
+                and (
+                    local.dtype == dtype_of(buffer.dtype)
+                    or (gradients and local.dtype == unit.grad_dtype(buffer))
+                )
                 and local.device.type == ("cpu" if unit.offload else mesh.device.type)
             )
-        may_be_none = mesh is None or (none_if_frozen and not buffer.trainable)
+        may_be_none = mesh is None or (gradients and not buffer.trainable)
         if not is_right and not (local is None and may_be_none):
             raise _wrong_shard(unit, buffer, local, mesh)
 

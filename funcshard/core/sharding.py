@@ -245,15 +245,14 @@ def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
         [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]
     """
     check_mesh(plan, mesh)
-    check_shards(plan, shards)
-    # Gradients may be in reduce_dtype, which the checks would refuse.
-    shards = {unit.name: _in_leaf_dtypes(shards[unit.name], unit) for unit in plan.unit_list}
-    check_shards(plan, shards, mesh, none_if_frozen=True)
+    check_shards(plan, shards, mesh, gradients=True)
     mesh = without_collectives(mesh)  # the values themselves, not as units send them
     leaf_values: dict[int, torch.Tensor] = {}
     for unit in plan.unit_list:
-        held_shards = {key: local for key, local in shards[unit.name].items() if local is not None}
-        buffers = tuple(buffer for buffer in unit.buffers if buffer.key in held_shards)
+        shard = shards[unit.name]
+        buffers = tuple([buffer for buffer in unit.buffers if shard[buffer.key] is not None])
+        # Why a cast: gradients may be in reduce_dtype.
+        held_shards = {b.key: shard[b.key].to(dtype_of(b.dtype)) for b in buffers}
         # A unit of the buffers that are there, without casts.
         full_unit = dataclasses.replace(unit, buffers=buffers).listed().in_full_precision()
         f = unshard(lambda leaves: [leaf.clone() for leaf in leaves], full_unit, mesh)
@@ -262,23 +261,6 @@ def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
             {leaf.index: copy for leaf, copy in zip(full_unit.leaves, leaf_copies, strict=True)}
         )
     return tree.build(plan.ordered_structure, [leaf_values.get(i) for i in range(len(plan.leaves))])
-
-
-def _in_leaf_dtypes(shard: Any, unit: UnitPlan) -> Any:
-    """Return a unit's shard, with gradients in ``reduce_dtype`` cast to the leaves' dtypes."""
-    precision = unit.precision
-    if precision is None or not precision.keep_low_precision_grads:
-        return shard
-    if not isinstance(shard, Mapping):
-        return shard  # which is refused after this
-    cast_shard = dict(shard)
-    for buffer in unit.buffers:
-        local_shard = cast_shard.get(buffer.key)
-        if isinstance(local_shard, torch.Tensor) and local_shard.dtype == unit.reduced_dtype(
-            buffer
-        ):
-            cast_shard[buffer.key] = local_shard.to(dtype_of(buffer.dtype))
-    return cast_shard
 
 
 def cut(

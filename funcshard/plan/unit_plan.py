@@ -314,6 +314,12 @@ class UnitPlan:
             self.precision and leaf_dtype.is_floating_point and self.precision.reduce_dtype
         ) or self.gathered_dtype(buffer)
 
+    def grad_dtype(self, buffer: BufferPlan) -> torch.dtype:
+        """Return the dtype of a buffer's reduced gradient."""
+        if self.precision is not None and self.precision.keep_low_precision_grads:
+            return self.reduced_dtype(buffer)
+        return dtype_of(buffer.dtype)
+
     def in_full_precision(self) -> UnitPlan:
         """Return the unit without a precision; see ``Plan.in_full_precision``."""
         return dataclasses.replace(self, precision=None)
