@@ -63,17 +63,9 @@ class LeafBlocks:
                 out_part.copy_(block_values[max(begin - block_begin, 0) : end - block_begin])
 
     def put(self, shard: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> None:
-        """Write the elements of a leaf that lie in this rank's shard into ``shard``."""
+        """Write the elements of a leaf that lie in this rank's shard; of none that is packed."""
         leaf_part = buffer.part(spec, mesh.shard.rank)
         shard_elements = shard[leaf_part.in_shard]
-        if (packing := buffer.packing) is not None:
-            begin, end = packing.numel_of(leaf_part.begin), packing.numel_of(leaf_part.end)
-            values = torch.empty(
-                min(end, math.prod(self.shape)) - begin, dtype=self.dtype, device=self.device
-            )
-            self.write(values, begin)
-            shard_elements.copy_(packing.pack(values))
-            return
         if not spec.cuts:
             self.write(shard_elements, leaf_part.begin)
             return

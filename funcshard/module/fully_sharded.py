@@ -125,11 +125,10 @@ def fully_shard(
         TypeError: ``apply`` did not come from ``make_functional``, or ``compiler`` is not a
             function.
         RuntimeError: you compile on simulated ranks, and torch is older than 2.13.
-        ValueError: the plan was made for another module; a unit is not a module with a forward, or
-            has a hook of the old ``weight_norm``, ``spectral_norm`` or ``prune``; a tied parameter
-            is used outside the unit that owns it; ``remat`` or ``methods`` names a unit or method
-            that there is not; ``ignored_params`` match a leaf of the plan; or the arguments of the
-            ranks differ.
+        ValueError: the plan was made for another module; a unit is not a module with a forward; a
+            tied parameter is used outside the unit that owns it; ``remat`` or ``methods`` names a
+            unit or method that there is not; ``ignored_params`` match a leaf of the plan; or the
+            arguments of the ranks differ.
 
     Example:
         >>> import torch, funcshard as fs

@@ -245,7 +245,8 @@ def _reset_module(
         unit, buffer, leaf = locations[name]
         shard, local_axes = new_shards[unit.name][buffer.key], own_axes(buffer.local, leaf.cuts)
         drawn_leaf = drawn_values(value)
-        if drawn_leaf is not None and drawn_leaf.steps:
+        # Why not packed: such a leaf is frozen, and its blocks are not those of the storage.
+        if drawn_leaf is not None and drawn_leaf.steps and buffer.packing is None:
             check_leaf(value, leaf, buffer, _WHAT, whole=True)
             later_puts[leaf.path] = functools.partial(
                 drawn_leaf.blocks.put, shard, leaf, buffer, mesh
@@ -254,6 +255,8 @@ def _reset_module(
             return
         # Note: an operation needed all values, so every rank has made them.
         if drawn_leaf is not None:
+            if drawn_leaf.steps:
+                drawn_leaf.make_whole()
             value = blank = drawn_leaf.whole
         if value is not placeholders[leaf.path] and was_written(value, blank, name):
             # Note: a tied parameter, or one of a shared module, is reset once for each path.

@@ -132,15 +132,6 @@ def _checked_index(
             "called: choose the modules that are called, such as its children, or name its methods "
             "in fully_shard(methods=...)"
         )
-    for hook in skeleton.specs[module_index].attributes.get("_forward_pre_hooks", {}).values():
-        if path and type(hook).__module__.startswith("torch.nn.utils."):
-            raise ValueError(
-                f"unit {unit_title} has a hook of {type(hook).__module__} ({type(hook).__name__}), "
-                "which computes a weight from parameters before the unit's forward, and they are "
-                "gathered only during that forward: use the functions of "
-                "torch.nn.utils.parametrizations, call prune.remove, or make a module around "
-                f"{path!r} the unit"
-            )
     return module_index
 
 
