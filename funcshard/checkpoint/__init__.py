@@ -3,7 +3,6 @@
 Read the files in this order:
 
 - ``state_dict``: ``to_state_dict`` and ``from_state_dict``, parameters by name.
-- ``every_rank``: errors of one rank, which every rank raises.
 - ``pieces``: ``Piece``, the part of a leaf that one rank holds.
 - ``optimizer_state``: ``optimizer_to_state_dict``, optimizer state by name.
 - ``matrix_states``: the states that owners keep of whole matrices, by name.

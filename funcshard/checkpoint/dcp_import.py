@@ -20,7 +20,6 @@ import torch
 from funcshard._utils import file_data
 from funcshard._utils.options import check_flag, check_path
 from funcshard._utils.regular_files import open_regular, read_regular
-from funcshard.checkpoint.every_rank import on_every_rank
 from funcshard.checkpoint.folders import StrPath
 from funcshard.checkpoint.foreign_folders import what_it_holds
 from funcshard.checkpoint.optimizer_loading import optimizer_from_state_dict
@@ -29,7 +28,7 @@ from funcshard.checkpoint.resharding import Run, copy_run, run_in_shard, whole_r
 from funcshard.checkpoint.state_dict import check_no_leaf, from_state_dict, leaves_by_name
 from funcshard.checkpoint.stored_state import each_leaf, name_in
 from funcshard.comm import Mesh, all_gather_texts
-from funcshard.core import Shards, check_mesh
+from funcshard.core import Shards, check_mesh, on_every_rank
 from funcshard.plan import Box, BufferPlan, LeafSpec, Plan
 
 _LARGEST = 4 << 30  # bytes of a .metadata

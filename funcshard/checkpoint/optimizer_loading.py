@@ -11,7 +11,6 @@ import torch
 
 from funcshard._utils import tree
 from funcshard._utils.options import check_count
-from funcshard.checkpoint.every_rank import on_every_rank
 from funcshard.checkpoint.matrix_states import load_matrix_states
 from funcshard.checkpoint.optimizer_message import broadcast_text, from_text, to_text
 from funcshard.checkpoint.optimizer_state import LeafState
@@ -32,7 +31,7 @@ from funcshard.checkpoint.state_nodes import (
 )
 from funcshard.checkpoint.stored_state import each_leaf, first_of, fits_shard, join, name_in
 from funcshard.comm import Mesh
-from funcshard.core import LeafChecksums, check_mesh, check_source, zero_shard
+from funcshard.core import LeafChecksums, check_mesh, check_source, on_every_rank, zero_shard
 from funcshard.plan import BufferPlan, Plan, UnitPlan, dtype_name, own_axes
 from funcshard.train import (
     MuonStep,

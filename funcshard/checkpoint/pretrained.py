@@ -20,7 +20,6 @@ from funcshard._utils.options import check_flag, check_path, did_you_mean
 from funcshard._utils.pages import release_pages
 from funcshard._utils.torch_private import callers_level
 from funcshard.checkpoint.adapters import adapter_reset, file_names
-from funcshard.checkpoint.every_rank import on_every_rank
 from funcshard.checkpoint.folders import StrPath
 from funcshard.checkpoint.hugging_face import (
     build_on_meta,
@@ -45,6 +44,7 @@ from funcshard.core import (
     check_leaf,
     check_mesh,
     empty_shard,
+    on_every_rank,
     put_whole,
 )
 from funcshard.module import Functional, init_buffers, init_missing, make_functional

@@ -24,7 +24,6 @@ from funcshard._utils.options import check_bytes, check_flag, check_path
 from funcshard._utils.pages import release_pages
 from funcshard._utils.regular_files import open_regular, read_regular
 from funcshard._utils.tensors import byte_memory
-from funcshard.checkpoint.every_rank import on_every_rank
 from funcshard.checkpoint.folders import StrPath, sync
 from funcshard.checkpoint.foreign_folders import what_it_holds
 from funcshard.checkpoint.hugging_face import stored
@@ -38,7 +37,14 @@ from funcshard.checkpoint.state_dict import (
 )
 from funcshard.checkpoint.stored_state import each_leaf
 from funcshard.comm import Mesh
-from funcshard.core import LeafChecksums, Shards, check_mesh, cut, raise_on_every_rank
+from funcshard.core import (
+    LeafChecksums,
+    Shards,
+    check_mesh,
+    cut,
+    on_every_rank,
+    raise_on_every_rank,
+)
 from funcshard.plan import Plan, own_axes
 
 # Number of bytes of each leaf that ranks compare.

@@ -22,7 +22,6 @@ import torch
 
 from funcshard._utils.options import check_count, check_flag, check_number, check_path
 from funcshard.checkpoint.contents import Contents, read_contents, read_from, save_at
-from funcshard.checkpoint.every_rank import on_every_rank
 from funcshard.checkpoint.flatten_state import flatten_state
 from funcshard.checkpoint.folders import (
     TRIES,
@@ -41,7 +40,7 @@ from funcshard.checkpoint.stored_state import (
 from funcshard.checkpoint.unflatten_state import Saved, unflatten_state
 from funcshard.checkpoint.writer import Writer
 from funcshard.comm import Mesh, all_gather_texts, check_all_same
-from funcshard.core import check_fits, check_mesh, raise_on_every_rank
+from funcshard.core import check_fits, check_mesh, on_every_rank, raise_on_every_rank
 from funcshard.plan import Plan
 
 _log = logging.getLogger("funcshard.checkpoint")

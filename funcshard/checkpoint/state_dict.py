@@ -13,7 +13,6 @@ from torch import nn
 
 from funcshard._utils.options import check_flag
 from funcshard._utils.torch_private import callers_level
-from funcshard.checkpoint.every_rank import on_every_rank
 from funcshard.checkpoint.pieces import as_pieces, check_pieces, copy_pieces, own_pieces
 from funcshard.checkpoint.stored_state import by_buffer, each_leaf, first_of, name_in
 from funcshard.comm import Mesh
@@ -28,6 +27,7 @@ from funcshard.core import (
     check_tie,
     cut_from_rank,
     join_slices,
+    on_every_rank,
     put_whole,
     slice_from_rank,
     start_gather_flat,

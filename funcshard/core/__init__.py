@@ -13,7 +13,8 @@ order:
   gathered buffer after forward; ``ScheduleLearner`` keeps the order of the first call.
 - ``checks``: errors for shards that do not fit a plan.
 - ``dtensor_leaves``: leaves that the model uses as DTensors.
-- ``checksum``: whether ranks that each pass full leaves pass the same ones.
+- ``checksum``: whether ranks that each pass full leaves pass the same ones; errors of one rank that
+  all raise.
 - ``unit``: ``unshard`` and ``reshard``, the ``Unshard`` that they return, and ``Gathered``, in
   which a function of the leaves runs.
 - ``attention``: attention with derivatives of any order. ``replaced_kernels``: losses that have
@@ -48,7 +49,7 @@ from funcshard.core.checks import (
     check_shards,
     raise_on_every_rank,
 )
-from funcshard.core.checksum import LeafChecksums, check_tie
+from funcshard.core.checksum import LeafChecksums, check_tie, on_every_rank
 from funcshard.core.collectives import (
     all_gather,
     all_to_all,
@@ -129,7 +130,7 @@ __all__ = [
     "check_mesh", "check_shards", "check_source", "check_tie", "check_weight", "current_reducer",
     "cut", "cut_from_rank", "decoded_views", "detached", "empty_shard", "evaluate", "gather", "gnvp", "grad",
     "hooks_allowed", "hvp", "join_slices", "jvp", "linearize",
-    "loss_value", "modified_leaf", "named_results", "norm", "pmax", "pmean",
+    "loss_value", "modified_leaf", "named_results", "norm", "on_every_rank", "pmax", "pmean",
     "ppermute", "psum", "psum_scatter", "psum_world", "put_whole", "raise_on_every_rank", "randn_like", "remat", "reshard",
     "run_in_full_precision", "shard", "slice_from_rank", "start_gather",
     "start_gather_flat", "start_reduce", "start_unit", "unit_comms", "unshard",

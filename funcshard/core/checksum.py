@@ -8,8 +8,9 @@ checksums of leaves only if these differ.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,6 +104,26 @@ class LeafChecksums:
             f"found {len(equal_groups)} different ones, on {ranks_text} ({len(differences)} of "
             f"{len(self.leaf_sums)} leaves differ): {remedy}"
         )
+
+
+@contextlib.contextmanager
+def on_every_rank(mesh: Mesh, checksums: LeafChecksums | None = None) -> Iterator[None]:
+    """Run the body of ``with`` on each rank; if one raises, all do.
+
+    The body must not communicate, because ranks with an error don't.
+
+    Arguments:
+        checksums: checksums to compare at the end of the body.
+    """
+    fault: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # of any kind, because other ranks wait
+        fault = error
+    if checksums is None:
+        raise_on_every_rank(mesh, fault)
+    else:
+        checksums.compare(fault)
 
 
 # The local axes and the checksum of each leaf, or of all leaves with the same local axes, by name.

@@ -11,7 +11,7 @@ import torch
 from funcshard._utils.options import outline
 from funcshard._utils.torch_private import unwrapped
 from funcshard.comm import Mesh, all_gather_texts
-from funcshard.core.checks import raise_on_every_rank
+from funcshard.core.checksum import on_every_rank
 from funcshard.core.collectives import pmax
 from funcshard.core.sharding import check_source
 
@@ -47,9 +47,9 @@ def broadcast_object(value: Any, mesh: Mesh, src: int = 0) -> Any:
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a Mesh, as from init_mesh(); found {type(mesh).__name__}")
     check_source(src, mesh)
-    json_text, fault = "", None  # type: tuple[str, Exception | None]
-    if mesh.rank == src:
-        try:
+    json_text = ""
+    with on_every_rank(mesh):
+        if mesh.rank == src:
             json_text = json.dumps(value)
             # Why as text: it tells a tuple from a list, a number from a key, and NaN from nothing.
             if repr(json.loads(json_text)) != repr(value):
@@ -58,9 +58,6 @@ def broadcast_object(value: Any, mesh: Mesh, src: int = 0) -> Any:
                     "or dict of these with strings as keys, which JSON holds exactly; found "
                     f"{value!r:.200}: convert it, or send a tensor with psum or shard"
                 )
-        except Exception as error:  # of any kind, because other ranks wait
-            fault = error
-    raise_on_every_rank(mesh, fault)
     return json.loads(all_gather_texts(mesh, json_text, "an object")[src])
 
 

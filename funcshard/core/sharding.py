@@ -17,9 +17,8 @@ from funcshard.core.checks import (
     check_mesh,
     check_shards,
     other_leaves,
-    raise_on_every_rank,
 )
-from funcshard.core.checksum import LeafChecksums, check_tie
+from funcshard.core.checksum import LeafChecksums, check_tie, on_every_rank
 from funcshard.core.dtensor_leaves import part_as_planned
 from funcshard.core.flat_buffer import ravel
 from funcshard.core.unit import unshard
@@ -85,23 +84,17 @@ def shard(
         "params",
         "call torch.manual_seed(0) on every rank before it builds the model, or pass src=0",
     )
-    by_path, leaf_fault = _checked_leaves(params, plan, mesh, None, checksums if check else None)
-    own_shards: Shards = {}
-    if leaf_fault is None:
-        try:
-            own_shards = {unit.name: cut(unit, by_path, mesh, "params") for unit in plan.unit_list}
-        except Exception as error:  # of a function that packs leaves, on this rank alone
-            leaf_fault = error
     # Why after cutting: a rank can cut while others still read their leaves for the checksums.
-    checksums.compare(leaf_fault)
-    return own_shards
+    with on_every_rank(mesh, checksums):
+        by_path = _checked_leaves(params, plan, mesh, None, checksums if check else None)
+        return {unit.name: cut(unit, by_path, mesh, "params") for unit in plan.unit_list}
 
 
 def _shard_from_rank(params: Any, plan: Plan, mesh: Mesh, src: int) -> Shards:
     check_source(src, mesh)
-    by_path, leaf_fault = _checked_leaves(params, plan, mesh, src)
     # Why before any broadcast: a rank that raised alone would leave the ranks that wait for it.
-    raise_on_every_rank(mesh, leaf_fault)
+    with on_every_rank(mesh):
+        by_path = _checked_leaves(params, plan, mesh, src)
     own_shards: Shards = {}
     for unit in plan.unit_list:
         own_shards[unit.name] = {}
@@ -142,8 +135,8 @@ def _checked_leaves(
     mesh: Mesh,
     src: int | None,
     checksums: LeafChecksums | None = None,
-) -> tuple[dict[str, Any], Exception | None]:
-    """Return the leaves by path, of DTensors this rank's part, and their fault, if any.
+) -> dict[str, Any]:
+    """Return the leaves by path, of DTensors this rank's part, after checking them.
 
     Arguments:
         params: the tree.
@@ -152,22 +145,18 @@ def _checked_leaves(
         src: the rank that broadcasts its values, if one does.
         checksums: where to add the checksum of each leaf, if anywhere.
     """
-    by_path: dict[str, Any] = {}
-    try:
-        by_path = _by_path(params, plan)
-        for buffer in [buffer for unit in plan.unit_list for buffer in unit.buffers]:
-            # Other ranks' values are replaced, so they need none.
-            meta = src is not None and not _is_source(src, buffer, mesh)
-            for leaf in buffer.leaves:
-                value = part_as_planned(leaf, by_path[leaf.path], mesh, "params")
-                by_path[leaf.path] = value
-                check_leaf(value, leaf, buffer, "params", meta=meta)
-                check_tie(leaf, by_path, "params")
-                if checksums is not None:
-                    checksums.add(leaf.path, value, buffer.local)
-    except Exception as error:  # of any kind, because other ranks wait
-        return by_path, error
-    return by_path, None
+    by_path = _by_path(params, plan)
+    for buffer in [buffer for unit in plan.unit_list for buffer in unit.buffers]:
+        # Other ranks' values are replaced, so they need none.
+        meta = src is not None and not _is_source(src, buffer, mesh)
+        for leaf in buffer.leaves:
+            value = part_as_planned(leaf, by_path[leaf.path], mesh, "params")
+            by_path[leaf.path] = value
+            check_leaf(value, leaf, buffer, "params", meta=meta)
+            check_tie(leaf, by_path, "params")
+            if checksums is not None:
+                checksums.add(leaf.path, value, buffer.local)
+    return by_path
 
 
 def cut_from_rank(

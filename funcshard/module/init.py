@@ -21,6 +21,7 @@ from funcshard.core import (
     check_mesh,
     cut,
     empty_shard,
+    on_every_rank,
     put_whole,
 )
 from funcshard.module.block_draws import BlockDraws, drawn_values
@@ -31,7 +32,6 @@ from funcshard.module.resets import (
     allocate_buffers,
     blank_tensor,
     check_written,
-    compared,
     in_apply_order,
     own_reset,
     unwritten_buffers,
@@ -105,7 +105,7 @@ def init_shards(init: Callable[[UnitPlan], NamedTensors], plan: Plan, mesh: Mesh
             "for values that exist already"
         )
     checksums = LeafChecksums(mesh, "init(unit)", _REMEDY)
-    with compared(checksums):
+    with on_every_rank(mesh, checksums):
         return {unit.name: _init_unit(init, unit, mesh, checksums) for unit in plan.unit_list}
 
 
@@ -203,7 +203,7 @@ def init_module(
         # Why torch's generator: torch.manual_seed then decides on these draws too.
         block_draws = BlockDraws(mesh.device, int(torch.randint(2**62, (), device="cpu")))
     checksums = LeafChecksums(mesh, _WHAT, _REMEDY)
-    with compared(checksums):
+    with on_every_rank(mesh, checksums):
         return _reset_module(module, plan, mesh, reset, checksums, block_draws)
 
 

@@ -7,7 +7,6 @@ the same for parameters, one unit after another.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -18,7 +17,7 @@ from torch import nn
 from funcshard._utils import tree
 from funcshard._utils.torch_private import version
 from funcshard.comm import Mesh
-from funcshard.core import LeafChecksums, Shards, put_whole
+from funcshard.core import LeafChecksums, Shards, on_every_rank, put_whole
 from funcshard.module.copying import NamedTensors, Tensors
 from funcshard.plan import Plan, own_axes
 
@@ -105,17 +104,6 @@ def own_reset(module: nn.Module) -> Callable[[], object] | None:
     return method or getattr(module, "_reset_parameters", None)
 
 
-@contextlib.contextmanager
-def compared(checksums: LeafChecksums) -> Iterator[None]:
-    """Compare the checksums at the end of the block, also if it failed on one rank."""
-    fault: Exception | None = None
-    try:
-        yield
-    except Exception as error:  # of any kind, because other ranks wait
-        fault = error
-    checksums.compare(fault)
-
-
 # --- parts of a module ----------------------------------------------------------------------------
 
 
@@ -182,7 +170,7 @@ def init_missing(
     new_module = copy.deepcopy(module)
     remedy = "call torch.manual_seed(0) on every rank before"
     checksums = LeafChecksums(mesh, "the parameters that the files lack", remedy)
-    with compared(checksums):
+    with on_every_rank(mesh, checksums):
         _reset_buffers(new_module, mesh, None)  # because a reset may read them
         # Why buffer by buffer: only these leaves are in memory at a time.
         for unit in plan.unit_list:
