@@ -11,7 +11,7 @@ import math
 import numbers
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -217,6 +217,15 @@ def outline(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return type(value).__name__
+
+
+def other_names(expected: Collection[str], found: Collection[str]) -> str:
+    """Return which names are missing and which are too many, for an error; ``""`` for none."""
+    missing = sorted({*expected} - {*found})[:3]
+    unexpected = sorted({*found} - {*expected})[:3]
+    if not missing and not unexpected:
+        return ""
+    return f"missing: {missing or 'nothing'}, unexpected: {unexpected or 'nothing'}"
 
 
 def module_remedy(value: Any, result: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils.options import module_remedy, outline
+from funcshard._utils.options import module_remedy, other_names, outline
 from funcshard.comm import Mesh, all_gather_texts, check_all_same
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, axes_text, dtype_name, dtype_of
 
@@ -231,12 +231,8 @@ def check_leaf(
 
 def other_leaves(by_path: Mapping[str, Any], plan: Plan) -> str:
     """Return as text which leaves of the plan are missing, and which paths are no leaf."""
-    known_paths = {path for leaf in plan.leaves for path in (leaf.path, *leaf.aliases)}
-    missing_paths = sorted(leaf.path for leaf in plan.leaves if leaf.path not in by_path)[:3]
-    unexpected_paths = sorted(by_path.keys() - known_paths)[:3]
-    if not missing_paths and not unexpected_paths:
-        return ""
-    return f"missing: {missing_paths or 'nothing'}, unexpected: {unexpected_paths or 'nothing'}"
+    aliases = {alias for leaf in plan.leaves for alias in leaf.aliases}
+    return other_names([leaf.path for leaf in plan.leaves], by_path.keys() - aliases)
 
 
 def can_cast(found: torch.dtype, wanted: torch.dtype) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import nn
 
-from funcshard._utils.options import absent
+from funcshard._utils.options import absent, other_names
 from funcshard._utils.tensors import check_plain
 from funcshard._utils.torch_private import callers_level, is_compiled_in_place
 from funcshard.module.copying import NamedTensors
@@ -98,14 +98,11 @@ def _warn_of_compiled(modules: Modules) -> None:
 
 def check_plan_names(parameters: Collection[str], planned: Collection[str]) -> None:
     """Raise ``ValueError`` unless the plan holds the parameters of the module, and no others."""
-    missing_names = sorted({*parameters} - {*planned})
-    unexpected_names = sorted({*planned} - {*parameters})
-    if missing_names or unexpected_names:
+    if difference := other_names(parameters, planned):
         raise ValueError(
-            f"the plan was made for another module; it lacks {missing_names[:3] or 'nothing'} of "
-            f"this one's parameters and has {unexpected_names[:3] or 'nothing'} besides: make the "
-            "plan from the params of this module's make_functional, or name parameters that it "
-            "should lack in ignored_params"
+            f"the plan was made for another module, with other parameters than this one's; "
+            f"{difference}: make the plan from the params of this module's make_functional, or name "
+            "parameters that it should lack in ignored_params"
         )
 
 

@@ -11,7 +11,12 @@ import torch
 from torch import fx, nn
 
 from funcshard._utils.garbage import without_collection
-from funcshard._utils.options import check_flag, is_tree_of_shards, module_remedy
+from funcshard._utils.options import (
+    check_flag,
+    is_tree_of_shards,
+    module_remedy,
+    other_names,
+)
 from funcshard._utils.torch_kernels import LARGE, late_copy
 from funcshard._utils.torch_private import (
     dual_level_active,
@@ -279,15 +284,11 @@ class Functional:
                 f"{module_remedy(tensors, kind) or remedy}"
             )
         if tensors.keys() != expected.keys():
-            missing_names = sorted(expected.keys() - tensors.keys())
-            unexpected_names = sorted(tensors.keys() - expected.keys())
             remedy += ", or one with its names"
             if is_tree_of_shards(tensors):
                 remedy = (
                     "these are shards: call the function of fully_shard, or "
                     "fs.gather(shards, plan, mesh) first"
                 )
-            raise ValueError(
-                f"{kind} must hold the module's names; missing: {missing_names[:3] or 'nothing'}, "
-                f"unexpected: {unexpected_names[:3] or 'nothing'}: {remedy}"
-            )
+            difference = other_names(expected, tensors)
+            raise ValueError(f"{kind} must hold the module's names; {difference}: {remedy}")
