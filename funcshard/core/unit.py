@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -678,9 +679,7 @@ class UnseenViews(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@unseen
-def _call_unseen(func: Any, *args: Any, **kwargs: Any) -> Any:
-    return func(*args, **kwargs)
+_call_unseen = unseen(operator.call)
 
 
 def copy_aliased_outputs(result: Any, gathered: Leaves) -> Any:

@@ -193,7 +193,7 @@ def with_packing(leaves: list[Leaf], storage: Any) -> list[Leaf]:
         ValueError: an entry matches no frozen floating-point leaf, a leaf is a slice of a larger
             tensor, or two pairs have one name.
     """
-    storages = read_storages(storage)
+    storages, _ = read_storages(storage)
     if not storages:
         return leaves
     packings: dict[tuple[Storage, str], Packing] = {}
@@ -227,10 +227,12 @@ def with_packing(leaves: list[Leaf], storage: Any) -> list[Leaf]:
     return packed_leaves
 
 
-def read_storages(storage: Any) -> dict[str, Storage | None]:
-    """Return the option ``storage`` with a ``Storage`` for each pair."""
+def read_storages(
+    storage: Any,
+) -> tuple[dict[str, Storage | None], dict[tuple[str, int], Storage]]:
+    """Return the pairs of the option ``storage`` by glob; and by name and block, as plans do."""
     if storage is None:
-        return {}
+        return {}, {}
     if not isinstance(storage, Mapping):
         raise TypeError(
             "storage must map paths or globs to pairs of functions, as in {'base': fs.nf4()}; "
@@ -245,7 +247,7 @@ def read_storages(storage: Any) -> dict[str, Storage | None]:
                 f"two pairs of storage have the name {other.name!r} and blocks of {other.block} "
                 "elements, and plans tell them apart by these: pass fs.Storage(..., name=...)"
             )
-    return storages
+    return storages, by_name
 
 
 def _read_storage(glob: Any, value: Any) -> Storage | None:
@@ -264,9 +266,3 @@ def _read_storage(glob: Any, value: Any) -> Storage | None:
             "other functions: pass another name, as in fs.Storage(..., name=...)"
         )
     return value
-
-
-def storages_by_name(storage: Any) -> dict[tuple[str, int], Storage]:
-    """Return the pairs of the option ``storage`` by name and block, as plans name them."""
-    pairs: Iterable[Storage] = filter(None, read_storages(storage).values())
-    return {(pair.name, pair.block): pair for pair in pairs}

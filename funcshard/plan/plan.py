@@ -17,7 +17,7 @@ from funcshard._utils.table import Shown, Table
 from funcshard._utils.tensors import dtype_name, dtype_of
 from funcshard.plan.equal_units import plan_table
 from funcshard.plan.layout import plan_units
-from funcshard.plan.leaf_options import storages_by_name
+from funcshard.plan.leaf_options import read_storages
 from funcshard.plan.leaves import Leaf
 from funcshard.plan.mesh_axes import AXES, Axes, mesh_axes_of, model_axes_of, world_size_of
 from funcshard.plan.precision import MixedPrecision
@@ -197,7 +197,7 @@ def plan_from_data(data: Any) -> Plan:
 
 def _with_storage(plan: Plan, storage: Any) -> Plan:
     """Return the plan with the functions of ``storage`` for the packings that it names."""
-    pairs = storages_by_name(storage)
+    _, pairs = read_storages(storage)
     if not pairs:
         return plan
 
