@@ -21,7 +21,7 @@ from funcshard.core.checks import (
 from funcshard.core.checksum import LeafChecksums, check_tie, on_every_rank
 from funcshard.core.dtensor_leaves import part_as_planned
 from funcshard.core.flat_buffer import ravel
-from funcshard.core.unit import unshard
+from funcshard.core.unit import Unshard, unit_comms
 from funcshard.plan import (
     BufferPlan,
     LeafSpec,
@@ -243,8 +243,9 @@ def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
         # Why a cast: gradients may be in reduce_dtype.
         held_shards = {b.key: shard[b.key].to(dtype_of(b.dtype)) for b in buffers}
         # A unit of the buffers that are there, without casts.
-        full_unit = dataclasses.replace(unit, buffers=buffers).listed().in_full_precision()
-        f = unshard(lambda leaves: [leaf.clone() for leaf in leaves], full_unit, mesh)
+        full_unit = dataclasses.replace(unit, buffers=buffers).in_full_precision()
+        comms = unit_comms(full_unit, mesh, None)
+        f = Unshard(lambda leaves: [*map(torch.clone, leaves)], full_unit, mesh, comms, listed=True)
         leaf_copies = f(held_shards) if held_shards else []
         leaf_values.update(
             {leaf.index: copy for leaf, copy in zip(full_unit.leaves, leaf_copies, strict=True)}

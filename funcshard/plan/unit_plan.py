@@ -324,11 +324,6 @@ class UnitPlan:
         """Return the unit without a precision; see ``Plan.in_full_precision``."""
         return dataclasses.replace(self, precision=None)
 
-    def listed(self) -> UnitPlan:
-        """Return the unit with a flat list as structure, in the order of ``leaves``."""
-        # Why a list: callers that hold leaves by position need no names.
-        return dataclasses.replace(self, structure=("list", None, tuple(range(len(self.leaves)))))
-
 
 def innermost_in(units: Mapping[str, Sequence[str]]) -> Callable[[str], str | None]:
     """Return a function from a node to the innermost unit that holds it, or ``None``.
