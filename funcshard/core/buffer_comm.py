@@ -213,7 +213,6 @@ class AllGatherHandle:
     Attributes:
         work: the collective.
         comm: the communication of the buffer.
-        numel: number of elements of the whole buffer.
         copied: the copy of an offloaded shard to the device.
         shared: whether there are several uses, whose tensors share memory.
         full: the result that they share, once there is one.
@@ -221,7 +220,6 @@ class AllGatherHandle:
 
     work: Any
     comm: BufferComm
-    numel: int
     copied: Work = DONE
     shared: bool = False
     full: torch.Tensor | None = None
@@ -256,9 +254,8 @@ class AllGatherHandle:
         return self.full.detach()
 
     def _cast(self, sent: torch.Tensor, cast: Cast) -> torch.Tensor:
-        comm, gathered_dtype, numel = self.comm, self.comm.dtypes.gathered, self.numel
-        if comm.plan.packing is not None:
-            numel = comm.plan.model_numel
+        comm, gathered_dtype = self.comm, self.comm.dtypes.gathered
+        numel = comm.plan.model_numel
         full_buffer = cast.post_all_gather(sent.view(comm.plan.shards, -1))
         if (
             full_buffer.ndim != 1
@@ -300,7 +297,7 @@ def start_gather(
     if dtypes.cast is None and dtypes.gathered is not dtypes.shard:
         sent_data = sent_data.to(dtypes.gathered)
     if not comm.topology.cut:
-        return AllGatherHandle(PrivateAllGatherWork(sent_data), comm, shard.shape[0], device_copy)
+        return AllGatherHandle(PrivateAllGatherWork(sent_data), comm, device_copy)
     rank_count = comm.mesh.shard.size
     group = recorded_group("all_gather", comm, "shard", sent_data, sent_data.numel() * rank_count)
     # A gradient of a gradient may have any layout; shards are contiguous already.
@@ -321,7 +318,7 @@ def start_gather(
         work = all_gather_last(group, sent_data, label=comm.label)
     else:
         work = all_gather_private(group, sent_data, label=comm.label)
-    return AllGatherHandle(work, comm, shard.shape[0] * rank_count, device_copy)
+    return AllGatherHandle(work, comm, device_copy)
 
 
 Handles = Sequence[AllGatherHandle]  # of the buffers of one unit

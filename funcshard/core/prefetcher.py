@@ -463,7 +463,7 @@ class SavedUnit:
         if unit is not self._unit or not same_data:
             return None
         return [
-            AllGatherHandle(DONE, comm, comm.plan.padded_numel, shared=True, full=full)
+            AllGatherHandle(DONE, comm, shared=True, full=full)
             for comm, full in zip(self._comms, self.buffers(), strict=True)
         ]
 

@@ -170,9 +170,9 @@ class Waited:
         return self.out
 
 
-def handle(name, work, numel=1):
+def handle(name, work):
     in_float32 = CommDtypes(gathered=torch.float32)  # so that what is gathered is no shard
-    return AllGatherHandle(work, BufferComm(Topology(fs.Mesh(), True), name, dtypes=in_float32), numel)
+    return AllGatherHandle(work, BufferComm(Topology(fs.Mesh(), True), name, dtypes=in_float32))
 
 
 def prefetcher_of(order, start, limit=1):
@@ -193,7 +193,7 @@ def test_what_was_gathered_ahead_for_a_unit_that_is_never_entered_is_waited_for_
 
 def test_a_wait_that_was_interrupted_is_not_begun_again_when_the_call_ends():
     work = Waited(KeyboardInterrupt())
-    prefetcher = prefetcher_of("aa", lambda name: [handle(name, work, 3)])
+    prefetcher = prefetcher_of("aa", lambda name: [handle(name, work)])
     with pytest.raises(KeyboardInterrupt):
         prefetcher.pre_forward("a", stays=True)
     prefetcher.post_forward()
@@ -202,7 +202,7 @@ def test_a_wait_that_was_interrupted_is_not_begun_again_when_the_call_ends():
 
 def test_what_stays_for_a_second_time_is_waited_for_by_each_use_which_has_a_tensor_of_its_own():
     work = Waited(torch.arange(3.0))
-    prefetcher = prefetcher_of("abaab", lambda name: [handle(name, work if name == "a" else Waited(), 3)])
+    prefetcher = prefetcher_of("abaab", lambda name: [handle(name, work if name == "a" else Waited())])
     (first,) = prefetcher.pre_forward("a", stays=True)
     assert work.waits == 1
     one = first.finish()
