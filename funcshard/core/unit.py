@@ -189,7 +189,7 @@ class Unshard:
         listed: whether ``apply`` takes the leaves as a list, in the unit's order.
         freed: whether the leaves are freed between forward and backward.
         slices: the communication of the slices that ranks hold in between, if any.
-        gathers: whether the gathered leaves take memory besides the shard's.
+        frees: whether that frees memory: the gathered leaves take some besides the shard's.
         trainable: whether any leaf gets a gradient.
         dtensors: the form of each leaf that is a DTensor; ``None`` if there is none.
     """
@@ -201,15 +201,14 @@ class Unshard:
     listed: bool = False
     freed: bool = False
     slices: SliceComms = ()
-    gathers: bool = field(init=False, compare=False)
+    frees: bool = field(init=False, compare=False)
     trainable: bool = field(init=False, compare=False)
     dtensors: tuple[DTensorForm | None, ...] | None = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         # Why here: every call asks for these.
-        object.__setattr__(
-            self, "gathers", self.unit.sharded and any(comm.copied for comm in self.comms)
-        )
+        is_copied = self.unit.sharded and any(comm.copied for comm in self.comms)
+        object.__setattr__(self, "frees", self.freed and is_copied)
         object.__setattr__(self, "trainable", any(buffer.trainable for buffer in self.unit.buffers))
         object.__setattr__(self, "dtensors", dtensor_forms(self.unit.leaves, self.mesh))
 
@@ -315,26 +314,25 @@ class Unshard:
         if handles is None:
             check_shard(self.unit, shard, self.mesh)
         saved: SavedUnit | None = None
-        is_freed, has_started = self.freed and self.gathers, handles is not None
+        has_started = handles is not None
         if torch.is_grad_enabled() and hooks_allowed():
             reducer, recomputing_saved = current_reducer.get(), recomputing_unit.get()
             # Why not without a started gather: the prefetcher does not know a unit that gathered
             # for itself.
-            saved = SavedUnit(self, shard, prefetcher if is_freed and has_started else None)
+            saved = SavedUnit(self, shard, prefetcher if self.frees and has_started else None)
             # The unit stays gathered, so a recomputation in backward may find the same buffers.
-            if has_started and not is_freed and reducer is not None:
+            if has_started and not self.frees and reducer is not None:
                 saved.kept = functools.partial(reducer.find_kept, self.comms, shard)
             # A checkpoint around the unit calls it again in backward, where its buffers are
             # gathered.
-            if is_freed and not has_started and recomputing_saved is not None:
+            if self.frees and not has_started and recomputing_saved is not None:
                 handles = recomputing_saved.handles_for(self.unit, shard)
         leaves = self.gather(shard, handles, None if saved is None else saved.post_backward())
-        if saved is not None and is_freed:
+        if saved is not None and self.frees:
             saved.watch(leaves)
         return Gathered(
             leaves=leaves,
             saved=saved,
-            freed=is_freed,
             shared=handles is not None or bool(transforms_active()),
         )
 
@@ -466,19 +464,17 @@ class Gathered:
     Attributes:
         leaves: the leaves of each buffer.
         saved: the state that the unit keeps for backward, if there is any.
-        freed: whether autograd saves positions in the gathered buffers, and not the buffers.
         shared: whether other code or ranks hold the buffers too, so that outputs must not lie in
             them.
     """
 
     leaves: Leaves
     saved: SavedUnit | None
-    freed: bool
     shared: bool
 
     def run(self, f: Unshard, /, *args: Any, **kwargs: Any) -> Any:
         """Run a function of the unit's leaves."""
-        if self.freed and self.saved is not None:
+        if f.frees and self.saved is not None:
             # Autograd calls these for each tensor that it saves while the forward runs.
             with saved_tensors_hooks(*self.saved.hooks()):
                 result = f.run(self.leaves, *args, **kwargs)
