@@ -21,7 +21,6 @@ from funcshard.comm import (
     Topology,
     Work,
     all_gather_last,
-    all_gather_private,
     concatenate,
     current_recording,
     in_graph,
@@ -271,15 +270,14 @@ class AllGatherHandle:
 
 
 def start_gather(
-    shard: torch.Tensor, comm: BufferComm, *, read_only: bool = False, last: bool = False
+    shard: torch.Tensor, comm: BufferComm, *, read_only: bool = False
 ) -> AllGatherHandle:
-    """Start to gather ``shard``, ``[n, ...]``, into a new ``[n * ranks, ...]``.
+    """Start to gather ``shard``, ``[*batch, n]``, into a new ``[*batch, n * ranks]``.
 
     Arguments:
         shard: this rank's slice.
         comm: the communication of the buffer.
         read_only: whether the gathered buffer is only read, so that ranks may share its memory.
-        last: whether to gather along the last dim: ``[..., n]`` into ``[..., n * ranks]``.
     """
     dtypes = comm.dtypes
     sent_data, device_copy = shard, DONE  # type: tuple[torch.Tensor, Work]
@@ -302,22 +300,16 @@ def start_gather(
     group = recorded_group("all_gather", comm, "shard", sent_data, sent_data.numel() * rank_count)
     # A gradient of a gradient may have any layout; shards are contiguous already.
     sent_data = sent_data.contiguous()
-    is_flat = sent_data.ndim == 1
-    if is_flat and comm.own and isinstance(group, CustomGroup) and group.own_all_gather is not None:
+    is_own = comm.own and sent_data.ndim == 1
+    if is_own and isinstance(group, CustomGroup) and group.own_all_gather is not None:
         work: AllGatherWork = group.start_all_gather(sent_data, comm.label)
     # One block of shared memory serves all ranks of a machine.
-    elif (
-        read_only
-        and (last or is_flat)
-        # Why not a user's pair: it may write to what it gets.
-        and (dtypes.cast is None or comm.plan.packing is not None)
-    ):
+    # Why not with a user's pair: it may write to what it gets.
+    elif read_only and (dtypes.cast is None or comm.plan.packing is not None):
         work = group.all_gather_shared(sent_data, label=comm.label)
     # vmap puts its dims first, so ranks lie side by side in the last dim.
-    elif last:
-        work = all_gather_last(group, sent_data, label=comm.label)
     else:
-        work = all_gather_private(group, sent_data, label=comm.label)
+        work = all_gather_last(group, sent_data, label=comm.label)
     return AllGatherHandle(work, comm, device_copy)
 
 

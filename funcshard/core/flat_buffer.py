@@ -80,7 +80,7 @@ class ShardToLeaves(torch.autograd.Function):
         handle: AllGatherHandle | None,
         read_only: bool,
     ) -> Any:
-        full_buffer = (handle or start_gather(shard, comm, read_only=read_only, last=True)).finish()
+        full_buffer = (handle or start_gather(shard, comm, read_only=read_only)).finish()
         # Why ask: on one rank it is the shard itself, or a gradient in any layout.
         if full_buffer.ndim > 1 or not full_buffer.is_contiguous():
             return tuple(decoded_views(full_buffer, comm.plan))
