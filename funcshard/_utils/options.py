@@ -219,6 +219,14 @@ def outline(value: Any) -> str:
     return type(value).__name__
 
 
+def some(names: Sequence[str]) -> str:
+    """Return the first few names and the number of the rest, for a message."""
+    shown_names = ", ".join(map(repr, names[:4]))
+    if len(names) > 4:
+        shown_names += f" and {len(names) - 4} more"
+    return shown_names
+
+
 def other_names(expected: Collection[str], found: Collection[str]) -> str:
     """Return which names are missing and which are too many, for an error; ``""`` for none."""
     missing = sorted({*expected} - {*found})[:3]

@@ -26,7 +26,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from funcshard._utils import tree
-from funcshard._utils.options import module_remedy
+from funcshard._utils.options import module_remedy, some
 from funcshard._utils.tensors import cast_tree, map_tensors, tensors_in
 from funcshard._utils.torch_modules import forget_parametrized
 from funcshard._utils.torch_private import (
@@ -633,12 +633,9 @@ def _is_refused_write(error_text: str, gathered: Leaves) -> bool:
 
 def modified_leaf(unit: str, buffer: BufferPlan) -> RuntimeError:
     """Return the error for a unit's forward that wrote to a leaf."""
-    leaf_paths = ", ".join(
-        [repr(leaf.path) for leaf in buffer.leaves[:3]] + ["…"] * (len(buffer.leaves) > 3)
-    )
     return RuntimeError(
         f"the forward of unit {unit or '(root)'!r} modified a leaf in place, one of buffer "
-        f"{buffer.key!r} ({leaf_paths}); {_READ_ONLY}"
+        f"{buffer.key!r} ({some([leaf.path for leaf in buffer.leaves])}); {_READ_ONLY}"
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from funcshard._utils.options import some
 from funcshard._utils.tensors import byte_view
 from funcshard._utils.torch_private import callers_level, recording_or_transforming, version
 from funcshard.module.copying import TORCH_ATTRIBUTES, NamedTensors
@@ -152,7 +153,7 @@ class DiscardedChanges:
         if changed_names:
             self.buffers = []
             self._warn(
-                f"changed buffers of the module ({_some(changed_names)}), and the call threw the "
+                f"changed buffers of the module ({some(changed_names)}), and the call threw the "
                 "changes away: use make_functional(module, mutable=True), whose calls return the "
                 "new buffers, or apply.eval() if the module should not change them"
             )
@@ -167,7 +168,7 @@ class DiscardedChanges:
         if changed_names:
             self.watches_attributes = False
             self._warn(
-                f"set attributes of the module ({_some(changed_names)}), and the call threw them "
+                f"set attributes of the module ({some(changed_names)}), and the call threw them "
                 "away: the next call begins with the attributes that the module had in "
                 "make_functional. Run what shares them in one call, with apply.method(function), "
                 "or keep them in buffers, with mutable=True"
@@ -198,13 +199,6 @@ def _differ(after: torch.Tensor | None, before: torch.Tensor, dtype: torch.dtype
     if after.is_meta or {after.layout, before.layout} != {torch.strided}:
         return False
     return not torch.equal(byte_view(after.to(dtype)), byte_view(before.to(dtype)))
-
-
-def _some(names: Sequence[str]) -> str:
-    shown_names = [repr(name) for name in names[:3]]
-    if len(names) > 3:
-        shown_names.append(f"{len(names) - 3} more")
-    return ", ".join(shown_names)
 
 
 # --- changes after the copy -----------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from funcshard._utils import tree
-from funcshard._utils.options import did_you_mean
+from funcshard._utils.options import did_you_mean, some
 
 _PATTERNS = {"**.": r"(?:.*\.)?", ".**": r"(?:\..*)?", "**": ".*", "*": "[^.]*"}
 
@@ -143,11 +143,3 @@ def _remedy(glob: str, nodes: Collection[str]) -> str:
     if deeper_name is not None:
         name_question = f"did you mean {deeper_name!r}?"
     return name_question and f": {name_question}"
-
-
-def some(paths: Sequence[str], most: int = 4) -> str:
-    """Return the first few paths and the number of the rest, for an error message."""
-    shown_paths = ", ".join(map(repr, paths[:most]))
-    if len(paths) > most:
-        shown_paths += f" and {len(paths) - most} more"
-    return shown_paths

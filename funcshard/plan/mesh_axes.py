@@ -59,13 +59,6 @@ def mesh_axes_of(mesh: Any, name: str = "mesh") -> dict[str, int]:
     return axis_sizes
 
 
-def model_axes_of(axes: Mapping[str, int]) -> Axes:
-    """Return the axes that are no data axes."""
-    return tuple(
-        (axis_name, axis_size) for axis_name, axis_size in axes.items() if axis_name not in AXES
-    )
-
-
 def position_of(rank: int, axes: Mapping[str, int]) -> dict[str, int]:
     """Return the index of a rank along each axis; the inverse of ``rank_at``."""
     position = {}

@@ -19,7 +19,7 @@ from funcshard.plan.equal_units import plan_table
 from funcshard.plan.layout import plan_units
 from funcshard.plan.leaf_options import read_storages
 from funcshard.plan.leaves import Leaf
-from funcshard.plan.mesh_axes import AXES, Axes, mesh_axes_of, model_axes_of, world_size_of
+from funcshard.plan.mesh_axes import AXES, Axes, mesh_axes_of, world_size_of
 from funcshard.plan.precision import MixedPrecision
 from funcshard.plan.unit_plan import (
     STRATEGIES,
@@ -98,7 +98,9 @@ class Plan(Shown):
     @property
     def model_axes(self) -> Axes:
         """Name and size of each mesh axis that is no data axis."""
-        return model_axes_of(self.mesh_axes)
+        return tuple(
+            (axis_name, size) for axis_name, size in self.mesh_axes.items() if axis_name not in AXES
+        )
 
     @property
     def world_size(self) -> int:

@@ -13,10 +13,10 @@ import torch
 
 from funcshard._utils import table, tree
 from funcshard._utils.garbage import without_collection
-from funcshard._utils.options import check_count
+from funcshard._utils.options import check_count, some
 from funcshard._utils.tensors import is_dtensor
 from funcshard._utils.torch_private import callers_level
-from funcshard.plan.globs import nodes_of, some
+from funcshard.plan.globs import nodes_of
 from funcshard.plan.layout import plan_units
 from funcshard.plan.leaf_options import (
     Local,

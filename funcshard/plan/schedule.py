@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from funcshard._utils.options import check_choice, check_count, check_flag
-from funcshard.plan.globs import matches, some
+from funcshard._utils.options import check_choice, check_count, check_flag, some
+from funcshard.plan.globs import matches
 from funcshard.plan.plan import Plan, check_plan
 from funcshard.plan.planner import ends_of
 

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from funcshard._utils import tree
-from funcshard._utils.options import check_choice, check_count, check_flag
-from funcshard.plan.globs import found_by, list_of_globs, nodes_of, some
+from funcshard._utils.options import check_choice, check_count, check_flag, some
+from funcshard.plan.globs import found_by, list_of_globs, nodes_of
 from funcshard.plan.precision import MixedPrecision
 from funcshard.plan.unit_plan import STRATEGIES
 from funcshard.plan.wrap import Units

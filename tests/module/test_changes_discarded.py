@@ -37,7 +37,7 @@ def assigns(module: Any, x: torch.Tensor) -> None:
 # name -> (module, names in the warning)
 WARN: dict[str, tuple[Any, str]] = {
     "BatchNorm": (lambda: nn.BatchNorm1d(3), "'running_mean', 'running_var', 'num_batches_tracked'"),
-    "two BatchNorms": (lambda: nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)), "'0.num_batches_tracked', 3 more"),
+    "two BatchNorms": (lambda: nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)), "'1.running_mean' and 2 more"),
     "a new tensor": (lambda: own(assigns), "'seen'"),
     "in place": (lambda: own(adds), "'seen'"),
     "one element of a column": (lambda: own(assigns, seen=torch.zeros(1, 4)[:, 2]), "'seen'"),
