@@ -219,8 +219,8 @@ def outline(value: Any) -> str:
     return type(value).__name__
 
 
-def some(names: Sequence[str]) -> str:
-    """Return the first few names and the number of the rest, for a message."""
+def some(names: Sequence[str | int]) -> str:
+    """Return the first few names or numbers and the number of the rest, for a message."""
     shown_names = ", ".join(map(repr, names[:4]))
     if len(names) > 4:
         shown_names += f" and {len(names) - 4} more"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from funcshard._utils import tree
+from funcshard._utils.options import some
 from funcshard._utils.tensors import byte_view
 from funcshard.comm import Mesh, all_gather_texts
 from funcshard.core.checks import raise_on_every_rank
@@ -231,9 +232,4 @@ def _sharing(local: Iterable[str], mesh: Mesh) -> list[list[int]]:
 
 
 def _named(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown_ranks = ", ".join(map(str, ranks[:8]))
-    if len(ranks) > 8:
-        shown_ranks += f" and {len(ranks) - 8} more"
-    return f"ranks {shown_ranks}"
+    return f"rank{'s' * (len(ranks) > 1)} {some(ranks)}"
