@@ -372,9 +372,8 @@ class _Leaves:
             )
         self.f, self.primals, self.has_aux = f, primals, has_aux
         self.use: ShardUse = use or ShardUse()
-        self.values, self._unflatten = tree.flatten(primals)
-        self._places = [i for i, value in enumerate(self.values) if _is_continuous(value)]
-        self.leaves = [self.values[i] for i in self._places]
+        self.values = tree.leaves(primals)
+        self.leaves, self._build = _parted(primals, _is_continuous)
         if not self.leaves:
             raise TypeError(
                 "a derivative is by floating-point or complex tensors; found none in "
@@ -382,7 +381,7 @@ class _Leaves:
             )
 
     def __call__(self, *leaves: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Tensors]:
-        arguments = self._unflatten(_filled(self.values, self._places, leaves))
+        arguments = self._build(leaves)
         # Why any_order: ``f`` may call attention or a loss itself, outside of a sharded function.
         with self.use.noting(), any_order():
             result = self.f(*arguments)
@@ -399,11 +398,8 @@ class _Leaves:
                 "a function that is differentiated must return a tensor, or a tree of them; found "
                 f"{outline(outputs)}: return other values as aux, with has_aux=True"
             )
-        self._aux_values, self._unflatten_aux = tree.flatten(aux)
-        self._aux_places = [
-            i for i, value in enumerate(self._aux_values) if isinstance(value, torch.Tensor)
-        ]
-        return tuple(outs), [self._aux_values[i] for i in self._aux_places]
+        aux_tensors, self.build_aux = _parted(aux, lambda x: isinstance(x, torch.Tensor))
+        return tuple(outs), aux_tensors
 
     def scalar(self, leaves: Tensors) -> tuple[torch.Tensor, Tensors]:
         """Return the only output, and the tensors of aux."""
@@ -412,11 +408,7 @@ class _Leaves:
 
     def arguments(self, leaves: Sequence[Any]) -> Any:
         """Return trees like the arguments, with ``None`` for what is no leaf."""
-        return self._unflatten(_filled([None] * len(self.values), self._places, leaves))
-
-    def build_aux(self, tensors: Tensors) -> Any:
-        """Return aux, with these tensors in the place of those inside the transform."""
-        return self._unflatten_aux(_filled(self._aux_values, self._aux_places, tensors))
+        return self._build(leaves, [None] * len(self.values))
 
     def aligned(self, trees: Any) -> list[torch.Tensor]:
         """Return tangents in the order of the leaves."""
@@ -472,12 +464,21 @@ def _means(caller: str, of_leaves: _Leaves, sums: Tensors) -> list[torch.Tensor 
     return means
 
 
-def _filled(values: Sequence[Any], places: Sequence[int], tensors: Sequence[Any]) -> list[Any]:
-    """Return a list of the values, with the tensors in these places."""
-    results = list(values)
-    for index, tensor in zip(places, tensors, strict=True):
-        results[index] = tensor
-    return results
+def _parted(whole: Any, chosen: Callable[[Any], bool]) -> tuple[list[Any], Callable[..., Any]]:
+    """Return the chosen leaves of a tree, and a function from such leaves to the tree.
+
+    The function takes the other leaves too; by default they are those of the tree.
+    """
+    values, unflatten = tree.flatten(whole)
+    places = [i for i, value in enumerate(values) if chosen(value)]
+
+    def build(parts: Sequence[Any], others: Sequence[Any] = values) -> Any:
+        leaves = list(others)
+        for index, part in zip(places, parts, strict=True):
+            leaves[index] = part
+        return unflatten(leaves)
+
+    return [values[i] for i in places], build
 
 
 def _is_continuous(x: Any) -> bool:
