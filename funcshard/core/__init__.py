@@ -90,7 +90,13 @@ from funcshard.core.plain_collectives import (
     join_slices,
     slice_from_rank,
 )
-from funcshard.core.prefetcher import Prefetcher, SavedUnit, ScheduleLearner, hooks_allowed
+from funcshard.core.prefetcher import (
+    Prefetcher,
+    SavedUnit,
+    ScheduleLearner,
+    hooks_allowed,
+    slice_comms,
+)
 from funcshard.core.recompute import remat
 from funcshard.core.replaced_kernels import any_order, any_order_active, check_derivatives
 from funcshard.core.sharding import (
@@ -132,7 +138,7 @@ __all__ = [
     "hooks_allowed", "hvp", "join_slices", "jvp", "linearize",
     "loss_value", "modified_leaf", "named_results", "norm", "on_every_rank", "pmax", "pmean",
     "ppermute", "psum", "psum_scatter", "psum_world", "put_whole", "raise_on_every_rank", "randn_like", "remat", "reshard",
-    "run_in_full_precision", "shard", "slice_from_rank", "start_gather",
+    "run_in_full_precision", "shard", "slice_comms", "slice_from_rank", "start_gather",
     "start_gather_flat", "start_reduce", "start_unit", "unit_comms", "unshard",
     "value_and_grad", "vdot", "views", "vjp", "zero_shard",
 ]  # fmt: skip

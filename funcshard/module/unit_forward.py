@@ -9,7 +9,6 @@ leaves into the parameter tables of the unit's modules.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import types
 import weakref
@@ -45,7 +44,7 @@ from funcshard.core import (
     Shards,
     Unshard,
     hooks_allowed,
-    reshard,
+    slice_comms,
     start_unit,
 )
 from funcshard.core import remat as rematerialised
@@ -95,15 +94,22 @@ def unit_modules(
         remat: the paths of the modules that backward computes again.
         methods: the methods besides ``forward`` that enter units, by index of the module.
     """
-    f = Unshard(forward_with_leaves, unit, mesh, comms, listed=True)
-    if unit.reshard_after_forward:
-        f = reshard(f)
+    # Note: slices need process groups, which all ranks make together.
+    slices = slice_comms(unit, mesh, comms)
     return tuple(
         [
             UnitModule(
                 path=path,
                 index=_checked_index(unit, path, skeleton, methods),
-                f=dataclasses.replace(f, apply=functools.partial(forward_with_leaves, tables)),
+                f=Unshard(
+                    apply=functools.partial(forward_with_leaves, tables),
+                    unit=unit,
+                    mesh=mesh,
+                    comms=comms,
+                    listed=True,
+                    freed=bool(unit.reshard_after_forward),
+                    slices=slices,
+                ),
                 remat=path in remat,
             )
             for path, tables in table_entries(unit, skeleton).items()
