@@ -41,6 +41,11 @@ def has_numbers(dtype: torch.dtype) -> bool:
     return not _NO_NUMBERS.fullmatch(dtype_name(dtype))
 
 
+def is_continuous(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor holds floating-point or complex numbers, which have derivatives."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor's elements in order, as a view if possible."""
     flat_tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()

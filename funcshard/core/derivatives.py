@@ -17,6 +17,7 @@ import torch
 
 from funcshard._utils import tree
 from funcshard._utils.options import check_flag, outline
+from funcshard._utils.tensors import is_continuous
 from funcshard._utils.torch_private import untraced
 from funcshard.comm import Mesh
 from funcshard.core.grad_reducer import ShardUse, note_collective
@@ -482,4 +483,4 @@ def _parted(whole: Any, chosen: Callable[[Any], bool]) -> tuple[list[Any], Calla
 
 
 def _is_continuous(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
+    return isinstance(x, torch.Tensor) and is_continuous(x)

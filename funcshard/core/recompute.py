@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from funcshard._utils import tree
 from funcshard._utils.closures import captured
 from funcshard._utils.random_state import RandomState
-from funcshard._utils.tensors import tensors_in
+from funcshard._utils.tensors import is_continuous, tensors_in
 from funcshard._utils.torch_private import (
     BasisLoop,
     belongs_to_transform_above,
@@ -217,7 +217,7 @@ class _Remat(torch.autograd.Function):
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
         # Integers have no gradient.
-        ctx.mark_non_differentiable(*(out for out in output if not _differentiable(out)))
+        ctx.mark_non_differentiable(*(out for out in output if not is_continuous(out)))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -238,7 +238,7 @@ class _Remat(torch.autograd.Function):
             out_tangents = _apply_to_both(
                 jvp_call, ctx.saved_tensors, [tangents[i] for i in in_indices]
             )
-        return tuple(tangent if _differentiable(tangent) else None for tangent in out_tangents)
+        return tuple(tangent if is_continuous(tangent) else None for tangent in out_tangents)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, call: _Call, *tensors: torch.Tensor) -> Any:
@@ -393,7 +393,3 @@ class _RefuseCaptured(torch.overrides.TorchFunctionMode):
                 if is_tensor and is_transformed(value) and belongs_to_transform_above(value):
                     raise ValueError(_CAPTURED)
         return func(*args, **(kwargs or {}))
-
-
-def _differentiable(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()

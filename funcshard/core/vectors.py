@@ -20,6 +20,7 @@ import torch
 
 from funcshard._utils import tree
 from funcshard._utils.options import outline
+from funcshard._utils.tensors import is_continuous
 from funcshard._utils.torch_private import signed, untraced
 from funcshard.comm import Mesh, Topology, check_same
 from funcshard.core.checks import check_cut, check_fits, other_leaves
@@ -78,7 +79,7 @@ def vdot(a: Shards, b: Shards, plan: Plan, mesh: Mesh) -> torch.Tensor:
             x, y = a[unit.name][buffer.key], b[unit.name][buffer.key]
             if x is None or y is None:
                 continue
-            if not (_is_continuous(x) and _is_continuous(y)):
+            if not (_is_vector(x) and _is_vector(y)):
                 raise TypeError(
                     "an inner product needs floating-point or complex numbers of two bytes or more; "
                     f"found {x.dtype} and {y.dtype} for leaf {buffer.leaves[0].path!r}: pass None for "
@@ -235,7 +236,7 @@ def randn_like(
         vectors[unit.name] = {}
         for buffer in unit.buffers:
             like = shards[unit.name][buffer.key]
-            if like is None or not buffer.trainable or not _is_continuous(like):
+            if like is None or not buffer.trainable or not _is_vector(like):
                 vectors[unit.name][buffer.key] = None
                 continue
             vector = empty_shard(unit, buffer, mesh).to(like.dtype)
@@ -259,8 +260,8 @@ def randn_like(
     return vectors
 
 
-def _is_continuous(x: torch.Tensor) -> bool:
-    return (x.is_floating_point() or x.is_complex()) and x.dtype.itemsize > 1
+def _is_vector(x: torch.Tensor) -> bool:
+    return is_continuous(x) and x.dtype.itemsize > 1
 
 
 # --- values that all ranks hold -------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from funcshard._utils import tree
+from funcshard._utils.tensors import is_continuous
 from funcshard._utils.torch_private import version
 from funcshard.comm import Mesh
 from funcshard.core import LeafChecksums, Shards, on_every_rank, put_whole
@@ -32,7 +33,7 @@ def blank_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 def is_blank(value: torch.Tensor) -> bool:
     """Return whether a blank tensor still has elements that no reset wrote."""
-    if not (value.is_floating_point() or value.is_complex()):
+    if not is_continuous(value):
         return bool(value.numel()) and version(value) == 0
     # Why the sum: it is NaN if an element is, and takes a fifteenth of the time of isnan.
     if value.dtype.itemsize > 1 and not value.detach().sum().isnan():
@@ -47,7 +48,7 @@ def was_written(value: torch.Tensor | None, blank: torch.Tensor, name: str) -> b
         return value is not None
     if not is_blank(value):
         return True
-    if not value.isnan().all() and (value.is_floating_point() or value.is_complex()):
+    if not value.isnan().all() and is_continuous(value):
         raise ValueError(
             f"{name!r} still has elements that its module's reset did not write, or wrote NaN to: "
             "write every element"

@@ -10,7 +10,7 @@ import torch
 
 from funcshard._utils import file_data, tree
 from funcshard._utils.options import module_remedy
-from funcshard._utils.tensors import check_plain, dtype_name, has_numbers
+from funcshard._utils.tensors import check_plain, dtype_name, has_numbers, is_continuous
 from funcshard.plan.storage import Packing
 from funcshard.plan.unit_plan import LeafCut, Placements
 
@@ -135,7 +135,7 @@ def _trainable(tensors: Sequence[torch.Tensor]) -> list[bool]:
     ]
     silent_ids: set[int] = set()
     if not any(leaf_tensor.requires_grad for leaf_tensor in plain_tensors):
-        numeric = [t for t in plain_tensors if t.is_floating_point() or t.is_complex()]
+        numeric = [t for t in plain_tensors if is_continuous(t)]
         silent_ids = {id(leaf_tensor) for leaf_tensor in numeric}
     return [leaf_tensor.requires_grad or id(leaf_tensor) in silent_ids for leaf_tensor in tensors]
 
