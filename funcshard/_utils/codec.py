@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import operator
 import types
 import typing
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -24,57 +22,37 @@ from funcshard._utils.tensors import dtype_of
 
 _NONE = type(None)
 
-
-class _Layout(NamedTuple):
-    """How JSON holds a class.
-
-    Attributes:
-        keys: the JSON names of the fields that every text has.
-        values: from an object to the values of these fields.
-        later: name, JSON name and default of each field that older texts lack.
-        nested: the JSON names of fields that hold data classes.
-    """
-
-    keys: tuple[str, ...]
-    values: Callable[[Any], Any]
-    later: tuple[tuple[str, str, Any], ...]
-    nested: tuple[str, ...]
-    decoders: dict[str, tuple[str, Callable[[str, Any], Any]]]
-    required: tuple[str, ...]
+_PLAIN: dict[Any, Callable[[str, Any], Any]] = {
+    Any: lambda where, data: tree.freeze(data),
+    int: file_data.whole,
+    str: functools.partial(file_data.of_type, str),
+    bool: functools.partial(file_data.of_type, bool),
+    torch.dtype: lambda where, data: dtype_of(file_data.of_type(str, where, data)),
+}
 
 
 @functools.cache
-def _layout(cls: Any) -> _Layout:
+def _fields(cls: Any) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
+    """Return each field and its type hint, by its name in JSON."""
     type_hints = typing.get_type_hints(cls)
-    fields = [field for field in dataclasses.fields(cls) if field.init]
-    key_of = {field.name: field.metadata.get("key", field.name) for field in fields}
-    later_fields = [field for field in fields if field.metadata.get("later")]
-    usual_names = [field.name for field in fields if field not in later_fields]
-    return _Layout(
-        keys=tuple(key_of[name] for name in usual_names),
-        values=operator.attrgetter(*usual_names),
-        later=tuple((field.name, key_of[field.name], field.default) for field in later_fields),
-        nested=tuple(
-            key_of[field.name] for field in fields if _holds_class(type_hints[field.name])
-        ),
-        decoders={key_of[name]: (name, _decoder(type_hints[name])) for name in key_of},
-        required=tuple(key_of[f.name] for f in fields if f.default is dataclasses.MISSING),
-    )
+    return {
+        field.metadata.get("key", field.name): (field, type_hints[field.name])
+        for field in dataclasses.fields(cls)
+        if field.init
+    }
 
 
-def encode(value: Any) -> dict[str, Any]:
-    """Return the fields of a data class for ``json.dumps`` with ``default=dtype_name``."""
-    keys, values, later, nested, _, _ = _layout(value.__class__)
-    encoded: dict[str, Any] = dict(zip(keys, values(value), strict=True))
-    # Note: at its default such a field is left out, so texts of older releases stay valid.
-    for name, key, default in later:
-        if (part := getattr(value, name)) != default:
-            encoded[key] = part
-    for key in nested:
-        part = encoded.get(key)
-        if isinstance(part, tuple):
-            encoded[key] = [encode(item) for item in part]
-        elif part is not None:
+def encode(value: Any) -> Any:
+    """Return a data class, or a tuple of them, for ``json.dumps`` with ``default=dtype_name``."""
+    if isinstance(value, tuple):
+        return [encode(item) for item in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    encoded = {}
+    value_type: Any = type(value)
+    for key, (field, _) in _fields(value_type).items():
+        part = getattr(value, field.name)
+        if "later" not in field.metadata or part != field.default:
             encoded[key] = encode(part)
     return encoded
 
@@ -88,68 +66,42 @@ def decode(hint: Any, data: Any, where: str) -> Any:
     Raises:
         ValueError: the data has another type, or other fields.
     """
-    return _decoder(hint)(where, data)
-
-
-@functools.cache
-def _decoder(hint: Any) -> Callable[[str, Any], Any]:
-    plain_decoders: dict[Any, Callable[[str, Any], Any]] = {
-        Any: lambda where, data: tree.freeze(data),
-        int: file_data.whole,
-        str: file_data.text,
-        bool: file_data.flag,
-        torch.dtype: lambda where, data: dtype_of(file_data.text(where, data)),
-        tuple[int, ...]: file_data.numbers,
-        tuple[str, ...]: file_data.texts,
-    }
-    # A decoder is made once for each hint: a plan has thousands of leaves.
-    if hint in plain_decoders:
-        return plain_decoders[hint]
+    if hint in _PLAIN:
+        return _PLAIN[hint](where, data)
+    if dataclasses.is_dataclass(hint):
+        return _decode_class(hint, data, where)
     type_arguments = typing.get_args(hint)
     if isinstance(hint, types.UnionType):
-        return functools.partial(_decode_union, type_arguments)
-    if dataclasses.is_dataclass(hint):
-        return functools.partial(_decode_class, hint)
-    if type_arguments and type_arguments[-1] is ...:
-        decode_item = _decoder(type_arguments[0])
-        return functools.partial(_decode_sequence, tuple, itertools.repeat(decode_item), None)
+        # Note: of None, a truth value and one other type, JSON tells which it holds.
+        if (data is None and _NONE in type_arguments) or (
+            type(data) is bool and bool in type_arguments
+        ):
+            return data
+        (hint,) = [choice for choice in type_arguments if choice not in (_NONE, bool)]
+        return decode(hint, data, where)
     make: Any = tuple
-    if not type_arguments:
+    items = file_data.of_type(list, where, data)
+    if type_arguments[1:] == (...,):
+        type_arguments = type_arguments[:1] * len(items)
+    elif not type_arguments:
         assert issubclass(hint, tuple), f"no data is stored as {hint}"
         make, type_arguments = hint._make, tuple(typing.get_type_hints(hint).values())
-    decoders = [_decoder(type_argument) for type_argument in type_arguments]
-    return functools.partial(_decode_sequence, make, decoders, len(decoders))
+    if len(items) != len(type_arguments):
+        raise ValueError(f"{where} must be a list of {len(type_arguments)}; found {len(items)}")
+    return make(
+        decode(item_hint, item, f"{where}[{index}]")
+        for index, (item_hint, item) in enumerate(zip(type_arguments, items, strict=True))
+    )
 
 
-def _decode_union(choices: tuple[Any, ...], where: str, data: Any) -> Any:
-    # Note: of None, a truth value and one other type, JSON tells which it holds.
-    if (data is None and _NONE in choices) or (type(data) is bool and bool in choices):
-        return data
-    (hint,) = [choice for choice in choices if choice not in (_NONE, bool)]
-    return decode(hint, data, where)
-
-
-def _decode_sequence(
-    make: Callable[[list[Any]], Any],
-    decoders: Iterable[Callable[[str, Any], Any]],
-    length: int | None,
-    where: str,
-    data: Any,
-) -> Any:
-    items = zip(decoders, file_data.listed(where, data, length), strict=False)
-    return make([decode_item(f"{where}[{i}]", item) for i, (decode_item, item) in enumerate(items)])
-
-
-def _decode_class(cls: Any, where: str, data: Any) -> Any:
-    layout = _layout(cls)
+def _decode_class(cls: Any, data: Any, where: str) -> Any:
+    fields = _fields(cls)
+    required_keys = [key for key, (f, _) in fields.items() if f.default is dataclasses.MISSING]
     # No further keys either: a field that this release lacks may change the meaning of others.
-    file_data.table(where, data, layout.required, layout.decoders, others=False)
-    field_values = {}
-    for key, part in data.items():
-        name, decoder = layout.decoders[key]
-        field_values[name] = decoder(f"{where}.{key}", part)
-    return cls(**field_values)
-
-
-def _holds_class(hint: Any) -> bool:
-    return any(dataclasses.is_dataclass(part_hint) for part_hint in (hint, *typing.get_args(hint)))
+    file_data.table(where, data, required_keys, fields, others=False)
+    return cls(
+        **{
+            fields[key][0].name: decode(fields[key][1], part, f"{where}.{key}")
+            for key, part in data.items()
+        }
+    )

@@ -383,7 +383,7 @@ def read_contents(path: StrPath) -> Contents:
             replicated_values(outline)
         numbers = [file_data.whole(key, index_data[key]) for key in ("saved", "bytes")]
         # Why: names of files begin with the token, and another one could lead out of the folder.
-        save_token = file_data.text("save", index_data["save"])
+        save_token = file_data.of_type(str, "save", index_data["save"])
         if not re.fullmatch("[0-9a-f]{8}", save_token):
             raise ValueError(f"save must be 8 hexadecimal digits; found {save_token[:80]!r}")
     except DAMAGE as error:  # no version of this library wrote it

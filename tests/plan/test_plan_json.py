@@ -55,8 +55,8 @@ CASES: dict[str, tuple[Callable[[Any], None], str]] = {
     "units that are a text": (put("unit_list", value="units"), "unit_list must be a list; found 'units'"),
     "a plan of a later version": (put("color", value=1), "the plan must have no other keys .* found 'color'"),
     "a flag that is 1": (put(*ROOT, "offload", value=1), "offload must be true or false; found 1"),
-    "a shape of NaN": (put(*LEAF, "shape", value=[float("nan")]), "leaves\\[0\\]\\.shape must be a list of whole numbers"),
-    "a shape of 2^70": (put(*LEAF, "shape", value=[2**70]), "leaves\\[0\\]\\.shape must be .* to 9223372036854775807"),
+    "a shape of NaN": (put(*LEAF, "shape", value=[float("nan")]), "leaves\\[0\\]\\.shape\\[0\\] must be a whole number"),
+    "a shape of 2^70": (put(*LEAF, "shape", value=[2**70]), "leaves\\[0\\]\\.shape.* must be .* to 9223372036854775807"),
     "a placement of three entries": (put(*LEAF, "placements", value=[["tensor", 0, 1]]), "s\\[0\\] must be a list of 2"),
     "a dtype that is a list": (put(*BUFFER, "dtype", value=[]), "dtype must be a text; found"),
     "a precision of an unknown dtype": (
