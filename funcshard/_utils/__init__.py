@@ -7,11 +7,10 @@
 - ``donation``: makes the old tensors raise after a step has updated them in place.
 - ``tensors``: dtypes by name, and the tensors in any Python structure.
 - ``options``: check options, and advise on habits of other libraries.
-- ``compiled_outside``: a warning where ``torch.compile`` has no effect.
 - ``closures``: the objects that a function or a value refers to.
 - ``pages``, ``garbage``: pages of memory, and code without searches for garbage.
 - ``random_state``: the state of the random number generators.
-- ``torch_names``, ``torch_private``, ``torch_operators``, ``torch_compilers``, ``torch_kernels``,
-  ``torch_symbols``, ``torch_modules``, ``torch_groups``: torch's private API, which no other file
+- ``torch_private``, ``torch_operators``, ``torch_compilers``, ``torch_kernels``, ``torch_symbols``,
+  ``torch_modules``, ``torch_groups``: torch's private API, which no other file
   touches.
 """

@@ -11,10 +11,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils.torch_names import needed_for
 from funcshard._utils.torch_private import FakeTensorMode
-
-_FEATURE = "compiling a traced step"
 
 # A function that empties its list, so that each input is freed at its last use.
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -23,9 +20,8 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 @contextlib.contextmanager
 def _compiling() -> Iterator[Any]:
     """Set what torch's compilers expect around them; yield the mode of fake tensors."""
-    with needed_for(_FEATURE):
-        from torch._guards import TracingContext, tracing
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch._guards import TracingContext, tracing
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     with torch.no_grad(), tracing(TracingContext(fake_mode)):
@@ -47,8 +43,7 @@ def find_backend(backend: str | Callable[..., Any]) -> str | Callable[..., Any]:
     """
     if not isinstance(backend, str) or backend == "inductor":
         return backend
-    with needed_for(_FEATURE):
-        from torch._dynamo.backends.registry import lookup_backend
+    from torch._dynamo.backends.registry import lookup_backend
 
     if backend not in torch.compiler.list_backends(exclude_tags=()):
         raise ValueError(
@@ -101,13 +96,12 @@ def inductor(module: torch.fx.GraphModule, like: Sequence[torch.Tensor]) -> Boxe
         module: a module that returns a list of tensors, and may write to its inputs.
         like: tensors of the inputs' form. No two inputs may share memory.
     """
-    with needed_for("compiling a traced step with Inductor"):
-        from torch._inductor import config
-        from torch._inductor.compile_fx import compile_fx_inner
-        from torch._inductor.decomposition import select_decomp_table
-        from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-        from torch._inductor.virtualized import V
-        from torch.fx.experimental.proxy_tensor import make_fx
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.proxy_tensor import make_fx
 
     pure_function: Any = torch.func.functionalize(
         lambda *inputs: module(*inputs), remove="mutations"

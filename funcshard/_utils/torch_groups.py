@@ -12,15 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from funcshard._utils.torch_names import needed_for
-
-_FEATURE = "a mesh over several processes"
-
 
 def default_store() -> dist.Store:
     """Return the key-value store of the default process group."""
-    with needed_for(_FEATURE):
-        store: dist.Store = dist.distributed_c10d._get_default_store()
+    store: dist.Store = dist.distributed_c10d._get_default_store()
     return store
 
 
@@ -68,10 +63,9 @@ def _file_of(store: Any) -> str | None:
 
 def group_timeout(group: Any) -> datetime.timedelta:
     """Return the timeout of a process group."""
-    with needed_for(_FEATURE):
-        default_timeout: datetime.timedelta = group._get_backend(
-            group._device_types[0]
-        ).options._timeout
+    default_timeout: datetime.timedelta = group._get_backend(
+        group._device_types[0]
+    ).options._timeout
     return default_timeout
 
 
@@ -102,11 +96,10 @@ def new_group(ranks: Sequence[int], backend: str, timeout: datetime.timedelta, n
     hashed_name: Any = hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()
     # The index in the group, not in the job.
     own_index = list(ranks).index(dist.get_rank())
-    with needed_for(_FEATURE):
-        make_group, torch_world = (
-            dist.distributed_c10d._new_process_group_helper,
-            dist.distributed_c10d._world,
-        )
+    make_group, torch_world = (
+        dist.distributed_c10d._new_process_group_helper,
+        dist.distributed_c10d._world,
+    )
     new_process_group, _ = make_group(
         len(ranks),
         own_index,

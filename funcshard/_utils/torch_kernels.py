@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
-
-from funcshard._utils.torch_names import private
-
-_fused: Any = private("torch._amp_foreach_non_finite_check_and_unscale_", "make_scaler", None)
-
-has_unscale_kernel = _fused is not None
-"""Whether ``unscale_in_place`` can run."""
 
 
 def unscale_in_place(
@@ -39,7 +31,9 @@ def unscale_in_place(
         device: torch.zeros(1, device=device, dtype=torch.float32) for device, _ in by_kind
     }
     for (device, _), same_kind in by_kind.items():
-        _fused(same_kind, found_infs[device], factors[device].reshape(1))
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            same_kind, found_infs[device], factors[device].reshape(1)
+        )
     return {device: found_inf.squeeze() for device, found_inf in found_infs.items()}
 
 
@@ -48,9 +42,6 @@ def unscale_in_place(
 LARGE = 2**14
 """The elements from which on a late copy takes less time than a copy."""
 
-_lazy_clone: Callable[[torch.Tensor], torch.Tensor] | None = private(
-    "torch._lazy_clone", "fast copies of buffers", None
-)
 _lock = threading.Lock()
 
 
@@ -60,8 +51,7 @@ def late_copy(tensor: torch.Tensor) -> torch.Tensor:
     On the CPU both share memory until one of them is written to: torch's copy on write.
     """
     if (
-        _lazy_clone is None
-        or tensor.device.type != "cpu"
+        tensor.device.type != "cpu"
         or tensor.requires_grad
         or type(tensor) is not torch.Tensor
         or tensor.layout != torch.strided
@@ -70,6 +60,6 @@ def late_copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
     try:
         with _lock:  # simulated ranks copy the same tensor, and torch changes it for its first copy
-            return _lazy_clone(tensor)
+            return torch._lazy_clone(tensor)
     except RuntimeError:  # memory of NumPy, of a file, or shared between processes
         return tensor.clone()

@@ -2,55 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-
-_SAVES = ("state_dict", "_save_to_state_dict", "get_extra_state")
-
-
-def state_names(
-    module: nn.Module, every: Sequence[tuple[str, nn.Module]], classes: Iterable[type[nn.Module]]
-) -> tuple[str, ...]:
-    """Return the names of a module's state dict in order, mostly without making it.
-
-    Arguments:
-        every: path and module of its tree, under all paths, parents first.
-    """
-    try:
-        usual_names = _state_names(every, classes)
-    except AttributeError:  # this torch has other names
-        usual_names = None
-    # Note: a hook, or a class with its own kind of state dict, may change the names.
-    if usual_names is None:
-        return tuple(module.state_dict(keep_vars=True))
-    return tuple(usual_names)
-
-
-def _state_names(
-    every: Sequence[tuple[str, nn.Module]], classes: Iterable[type[nn.Module]]
-) -> list[str] | None:
-    as_usual = all(
-        getattr(cls, name) is getattr(nn.Module, name) for cls in classes for name in _SAVES
-    )
-    # A hook may add, rename or drop entries.
-    if not as_usual or any(m._state_dict_hooks or m._state_dict_pre_hooks for _, m in every):
-        return None
-    state_keys: list[str] = []
-    for path, m in every:
-        prefix = f"{path}." if path else ""
-        state_keys += [prefix + key for key, value in m._parameters.items() if value is not None]
-        if m._buffers:
-            non_persistent = m._non_persistent_buffers_set
-            state_keys += [
-                prefix + key
-                for key, value in m._buffers.items()
-                if value is not None and key not in non_persistent
-            ]
-    return state_keys
 
 
 def class_for_calls(module: nn.Module) -> type[nn.Module]:

@@ -13,7 +13,6 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from funcshard._utils.tensors import tensors_in
-from funcshard._utils.torch_names import lacks
 
 # Operations that do not read the memory that they write into, or write nothing into new memory.
 _FILLS = ("copy_", "zero_", "fill_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_")
@@ -38,10 +37,7 @@ _Overload: Any = type(torch.ops.aten.add.Tensor)  # the class of operators
 
 def _schema(operation: Any) -> Any:
     """Return an operator's arguments, their types, and which of them it writes to."""
-    try:
-        return operation._schema
-    except AttributeError as error:
-        raise lacks("torch._ops.OpOverload._schema", "an estimate or a trace") from error
+    return operation._schema
 
 
 def writes_inputs(operation: Any) -> bool:

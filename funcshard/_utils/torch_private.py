@@ -1,7 +1,6 @@
 """Uses of torch's private API, so that a new torch release is checked against few files.
 
-torch has no public name for these facts and switches. Importing the library needs none of them:
-``torch_names`` looks them up.
+torch has no public name for these facts and switches.
 """
 
 from __future__ import annotations
@@ -18,48 +17,26 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
+from torch._compile import _disable_dynamo
+from torch._functorch import eager_transforms
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_dynamo_compiling
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from funcshard._utils.tensors import byte_view, tensors_in
-from funcshard._utils.torch_names import lacks, needed_for, private
-
-if TYPE_CHECKING:
-    from torch.utils._python_dispatch import TorchDispatchMode
-else:
-    TorchDispatchMode = private(
-        "torch.utils._python_dispatch.TorchDispatchMode", "recording operations, as fs.trace does,"
-    )
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 # --- torch.func transforms ------------------------------------------------------------------------
 
-_FUNC = "torch.func around sharded functions"
-_FUNCTORCH = "torch._C._functorch"
-
-
-def _no_stack() -> None:
-    return None
-
-
-transforms_active: Callable[[], list[Any] | None] = private(
-    f"{_FUNCTORCH}.get_interpreter_stack", _FUNC, _no_stack
-)
+transforms_active: Callable[[], list[Any] | None] = torch._C._functorch.get_interpreter_stack
 """Return the ``torch.func`` transforms that this code runs inside, if any."""
-
-if transforms_active is _no_stack:
-    # Why at once: nothing else tells a transform, and without it results may be wrong in silence.
-    warnings.warn(
-        f"{lacks(_FUNCTORCH, _FUNC)}; nothing will tell you where results are wrong",
-        RuntimeWarning,
-        stacklevel=2,
-    )
 
 
 def transform_level() -> int:
@@ -67,19 +44,11 @@ def transform_level() -> int:
     return len(transforms_active() or ())
 
 
-def _no_level(_: torch.Tensor) -> int:
-    if transforms_active():
-        raise lacks(f"{_FUNCTORCH}.maybe_get_level", _FUNC)
-    return -1
-
-
 # The level of a tensor's transform: -1 for a plain one, and -2 if the transform has ended.
-_level: Callable[[torch.Tensor], int] = private(f"{_FUNCTORCH}.maybe_get_level", _FUNC, _no_level)
+_level: Callable[[torch.Tensor], int] = torch._C._functorch.maybe_get_level
 
 # The tensor one level below.
-_get_unwrapped: Callable[[torch.Tensor], torch.Tensor] = private(
-    f"{_FUNCTORCH}.get_unwrapped", _FUNC
-)
+_get_unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.get_unwrapped
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
@@ -106,18 +75,10 @@ def belongs_to_transform_above(tensor: torch.Tensor) -> bool:
     return is_batched != (transform_stack[tensor_level - 1].key().name == "Vmap")
 
 
-# Lets each torch.func.jvp believe that it runs inside another one. Why not one more jvp: the first
-# call of that imports all decompositions of torch, which takes a second.
-_nested_jvp: Any = private("torch._functorch.eager_transforms.jvp_increment_nesting", _FUNC, None)
-
-_eager_transforms: Any = private("torch._functorch.eager_transforms", _FUNC, None)
-
-
 def dual_level_active() -> bool:
     """Return whether a ``forward_ad.dual_level`` is open that no ``torch.func.jvp`` opened."""
-    is_open = getattr(forward_ad, "_current_level", -1) >= 0
     # Why: one_forward_level opens one too, which only jvp uses.
-    return is_open and getattr(_eager_transforms, "JVP_NESTING", 0) == 0
+    return forward_ad._current_level >= 0 and eager_transforms.JVP_NESTING == 0
 
 
 @contextlib.contextmanager
@@ -126,11 +87,12 @@ def one_forward_level() -> Iterator[None]:
 
     Threads can't each enter it. A ``torch.func.jvp`` in any thread then uses the open one.
     """
-    # Why without either name: then a jvp in two simulated ranks at once is an error of torch's.
-    if getattr(forward_ad, "_current_level", 0) >= 0 or _nested_jvp is None:
+    if forward_ad._current_level >= 0:
         yield
         return
-    with _nested_jvp(), forward_ad.dual_level():
+    # Lets each torch.func.jvp believe that it runs inside another one. Why not one more jvp: the
+    # first call of that imports all decompositions of torch, which takes a second.
+    with eager_transforms.jvp_increment_nesting(), forward_ad.dual_level():
         yield
 
 
@@ -288,60 +250,24 @@ def _check_loop(name: str) -> None:
 # --- autograd -------------------------------------------------------------------------------------
 
 # The node whose gradient this thread computes now; None outside of backward.
-_current_node: Callable[[], Any] = private("torch._C._current_autograd_node", "estimates")
+_current_node: Callable[[], Any] = torch._C._current_autograd_node
 
-
-def _depth_of_backward() -> int:
-    """Return how many calls of backward this thread is in, less one."""
-    depth, frame = -1, sys._getframe(1)
-    while frame is not None:
-        depth += frame.f_code.co_filename == torch.autograd.graph.__file__
-        frame = frame.f_back  # type: ignore[assignment]
-    if _current_node() is None:
-        return -1
-    return max(0, depth)
-
-
-graph_task_id: Callable[[], int] = private(
-    "torch._C._current_graph_task_id", "training", _depth_of_backward
-)
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Return the number of the backward that runs on this thread, or -1 if none does."""
 
-
-runs_in_backward: Callable[[Any], bool] = private(
-    "torch._C._will_engine_execute_node",
-    "gathering ahead in backward what the loss depends on",
-    lambda _: True,
-)
+runs_in_backward: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Return whether the backward that runs on this thread computes the gradient of a node."""
 
-
-def _may_hook() -> bool:
-    try:
-        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-            return True
-    except RuntimeError:
-        return False
-
-
-saved_tensors_hooks_allowed: Callable[[], bool] = private(
-    "torch._C._autograd._saved_tensors_hooks_is_enabled", "hooks for saved tensors", _may_hook
-)
+saved_tensors_hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 """Return whether ``torch.autograd.graph.saved_tensors_hooks`` is allowed here."""
-
-# The innermost active pair of hooks; True: also while torch traces.
-_top_hooks: Callable[[bool], Any] = private(
-    "torch._C._autograd._top_saved_tensors_default_hooks",
-    "hooks for saved tensors around units",
-    lambda _: None,
-)
 
 
 def outer_saved_tensors_hooks() -> (
     tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None
 ):
     """Return the innermost active pair of saved-tensor hooks, or ``None``."""
-    hooks: Any = _top_hooks(True)
+    # True: also while torch traces.
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
 
@@ -382,10 +308,7 @@ def cast_of(tensor: torch.Tensor) -> tuple[torch.Tensor, Any, int, bool] | None:
 
 def sequence_number(node: Any) -> int:
     """Return an autograd node's number; forward numbers its nodes upwards."""
-    try:
-        return int(node._sequence_nr())
-    except AttributeError:  # prefetches then begin with another unit, and results are the same
-        return 0
+    return int(node._sequence_nr())
 
 
 def signed(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -419,15 +342,10 @@ class _Bound:
 
 # --- selective checkpoints ------------------------------------------------------------------------
 
-_SELECTIVE = "selective checkpoints"
 # The active dispatch modes, from the outermost to the innermost.
-_modes: Callable[[], list[Any]] = private(
-    "torch.utils._python_dispatch._get_current_dispatch_mode_stack", _SELECTIVE
-)
+_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
 
-dispatch_modes: Callable[[], int] = private(
-    "torch._C._len_torch_dispatch_stack", _SELECTIVE, lambda: len(_modes())
-)
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """Return the number of dispatch modes that are active here."""
 
 
@@ -475,10 +393,7 @@ def _replace_modes(stack: list[Any]) -> None:
 # --- tensors and modules --------------------------------------------------------------------------
 
 
-# Why a default: without the name, only errors about tensors that were written to are lost.
-version: Callable[[torch.Tensor], int] = (
-    operator.attrgetter("_version") if hasattr(torch.Tensor, "_version") else lambda _: 0
-)
+version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 """Return how often the memory of a tensor has been written to in place."""
 
 
@@ -500,8 +415,7 @@ def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """
     if tensor.layout is torch.sparse_coo:
         # Why private names: the public ones sum up duplicates first.
-        with needed_for("a sparse tensor in an estimate"):
-            return [tensor._indices(), tensor._values()]
+        return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
@@ -545,9 +459,6 @@ no_torch_function: Any = torch.nn.Parameter.__torch_function__
 It calls a function as if the subclass had no ``__torch_function__``.
 """
 
-# Makes a tensor of a subclass that has no memory.
-_make_subclass: Any = private("torch.Tensor._make_wrapper_subclass", "placeholders of leaves", None)
-
 
 def wrapper_subclass(
     cls: type[torch.Tensor],
@@ -558,11 +469,9 @@ def wrapper_subclass(
     requires_grad: bool,
 ) -> Any:
     """Return a tensor of class ``cls`` without memory."""
-    if _make_subclass is None:
-        return torch.empty(
-            shape, dtype=dtype, device="meta", requires_grad=requires_grad
-        ).as_subclass(cls)
-    return _make_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+    return torch.Tensor._make_wrapper_subclass(
+        cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
+    )
 
 
 def is_compiled_in_place(module: torch.nn.Module) -> bool:
@@ -578,8 +487,7 @@ def recording_graph() -> bool:
     proxy_module = sys.modules.get("torch.fx.experimental.proxy_tensor")  # make_fx is in it
     if not dispatch_modes() or proxy_module is None:
         return False
-    with needed_for("a trace"):
-        recorder = proxy_module.ProxyTorchDispatchMode
+    recorder = proxy_module.ProxyTorchDispatchMode
     return any(isinstance(mode, recorder) for mode in _modes())
 
 
@@ -615,9 +523,8 @@ def record_graph(
         ValueReadError: Python code of ``function`` depends on the value of a tensor.
     """
     # Why here: they import sympy, which takes long.
-    with needed_for("a trace"):
-        from torch.fx.experimental.proxy_tensor import make_fx
-        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     # Why: functions of torch.compile in the code run as if they were not compiled.
     dynamo = sys.modules.get("torch._dynamo")
@@ -640,21 +547,11 @@ def recording_or_transforming() -> bool:
     return dispatch_modes() > 0 or bool(transforms_active())
 
 
-# Return the modes of this thread that see calls of torch's functions.
-function_modes: Callable[[], list[Any]] = private(
-    "torch.overrides._get_current_function_mode_stack", "fs.any_order", list
-)
-
-_DYNAMO = "torch.compile around sharded functions"
+function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
+"""Return the modes of this thread that see calls of torch's functions."""
 
 # Returns what Dynamo does with new frames of this thread; None if it is off.
-_callback: Callable[[], Any] = private(
-    "torch._C._dynamo.eval_frame.get_eval_frame_callback", _DYNAMO, lambda: _DYNAMO
-)
-
-# Why not torch.compiler.disable: it imports Dynamo, which takes longer than importing this library.
-# Why not such a function of ours: Dynamo would compile it, and skips those of torch.
-_disabled: Any = private("torch._compile._disable_dynamo", _DYNAMO, torch.compiler.disable)
+_callback: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 def untraced(f: Callable[P, T]) -> Callable[P, T]:
@@ -677,10 +574,43 @@ def untraced(f: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
+def untraced_with_warning(text: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Return a decorator of methods that Dynamo doesn't trace; see ``untraced``.
+
+    They warn if ``torch.compile`` was given their object, or a function that calls it, unless the
+    object has ``compiles_units``. With ``fullgraph``, the text is in torch's error.
+    """
+
+    def decorate(f: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(f)
+        def warn(*args: P.args, **kwargs: P.kwargs) -> T:
+            # Note: by default Python shows a warning once for each line of code.
+            if not getattr(args[0], "compiles_units", False):
+                warnings.warn(text, stacklevel=callers_level())
+            return f(*args, **kwargs)
+
+        hidden, hidden_warn = hidden_from_dynamo(f, text), hidden_from_dynamo(warn, text)
+
+        @functools.wraps(f)
+        def run(*args: P.args, **kwargs: P.kwargs) -> T:
+            if "torch._dynamo" not in sys.modules:
+                return f(*args, **kwargs)
+            # Dynamo takes the condition for true, and Python for false.
+            if is_dynamo_compiling():
+                return hidden_warn(*args, **kwargs)
+            return hidden(*args, **kwargs)
+
+        return run
+
+    return decorate
+
+
 def hidden_from_dynamo(f: Callable[P, T], reason: str) -> Callable[P, T]:
     """Return ``f`` such that Dynamo doesn't trace it; its errors give the reason."""
     # Why: a graph would contain the memory that a collective writes into, but not the collective.
-    hidden: Any = _disabled(f)
+    # Why not torch.compiler.disable: it imports Dynamo, which takes longer than importing this
+    # library. Why not such a function of ours: Dynamo would compile it, and skips those of torch.
+    hidden: Any = _disable_dynamo(f)
     # By these marks Dynamo knows the function, and the reason for its error.
     hidden._torchdynamo_disable, hidden._torchdynamo_disable_msg = True, reason
     return hidden
@@ -716,18 +646,10 @@ def without_mode_check(function: Any) -> Callable[..., Any]:
 
 def cuda_sleep(cycles: int) -> None:
     """Keep the current CUDA stream busy for a number of clock cycles."""
-    with needed_for("a collective that fs.testing delays"):
-        torch.cuda._sleep(cycles)
+    torch.cuda._sleep(cycles)
 
 
 # --- traces without data --------------------------------------------------------------------------
-
-FakeTensorMode: Any = private(
-    "torch._subclasses.fake_tensor.FakeTensorMode", "an estimate or a trace"
-)
-# The number of this thread's next node. An operation that shows it would take the number.
-_next_number: Callable[[], int] = private("torch._C._autograd._get_sequence_nr", "an estimate")
-
 
 _MOST_CONSTANTS = 1 << 20  # elements of a tensor that a trace computes
 
@@ -785,9 +707,8 @@ def _is_constant(tensor: torch.Tensor) -> bool:
 
 def recording_tensors() -> Any:
     """Return a context as in ``record_graph``, in which numbers of tensors are symbols."""
-    with needed_for("a trace"):
-        # Why here: it imports sympy, which takes long.
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    # Why here: it imports sympy, which takes long.
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
 
@@ -799,8 +720,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 def is_zero_tensor(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is zeros without memory, as in forward-mode derivatives."""
-    with needed_for("a trace"):
-        return tensor._is_zerotensor()
+    return tensor._is_zerotensor()
 
 
 def asks_for_data(error: Exception) -> bool:
@@ -812,7 +732,8 @@ def asks_for_data(error: Exception) -> bool:
 
 def next_sequence_number() -> int:
     """Return the number that the next autograd node of this thread will have."""
-    return int(_next_number())
+    # Note: an operation that shows the number would take it.
+    return int(torch._C._autograd._get_sequence_nr())
 
 
 def running_sequence_number() -> int | None:
@@ -820,12 +741,10 @@ def running_sequence_number() -> int | None:
     node: Any = _current_node()
     if node is None:
         return None
-    with needed_for("an estimate"):
-        return int(node._sequence_nr())
+    return int(node._sequence_nr())
 
 
 def refresh_flat_weights(module: torch.nn.RNNBase) -> None:
     """Let an RNN's second list of weights hold those of its parameter table."""
-    with needed_for("a unit with an RNN"):
-        names = module._flat_weights_names
+    names = module._flat_weights_names
     module._flat_weights = [getattr(module, name) for name in names]

@@ -15,10 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from funcshard._utils.torch_names import needed_for
 from funcshard._utils.torch_private import FakeTensorMode, record_graph
-
-_FEATURE = "a trace for any size"
 
 Names = Sequence[str | None]  # of each dim of a tensor; ``None`` for a dim of a fixed size
 
@@ -41,9 +38,8 @@ def record_sized_graph(
     Raises:
         ValueReadError: Python code of ``function`` depends on the value of a tensor.
     """
-    with needed_for(_FEATURE):
-        from torch._functorch import config
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch._functorch import config
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     shape_env = ShapeEnv(duck_shape=False)  # two names with one size are two symbols
     # Why: asking for the address of a tensor without data is an error then, as in record_graph.
@@ -79,9 +75,8 @@ def record_sized_graph(
 
 def _fake(mode: Any, tensor: torch.Tensor, names: Names, source: str) -> torch.Tensor:
     """Return a fake tensor whose named sizes are symbols."""
-    with needed_for(_FEATURE):
-        from torch._dynamo.source import ConstantSource
-        from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
     if not any(name is not None for name in names):
         # Why no source: the number in a tensor of no dims would become a size.
@@ -172,8 +167,7 @@ def _place(frame: Any) -> str:
 
 
 def _text(expression: Any) -> str:
-    with needed_for(_FEATURE):
-        from torch.utils._sympy.printers import PythonPrinter
+    from torch.utils._sympy.printers import PythonPrinter
 
     return str(PythonPrinter().doprint(expression))
 

@@ -10,17 +10,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import nn
 
 from funcshard._utils import tree
-from funcshard._utils.compiled_outside import Warned, untraced_with_warning
 from funcshard._utils.options import check_flag, check_number, outline
 from funcshard._utils.tensors import is_dtensor
-from funcshard._utils.torch_private import transforms_active, untraced
+from funcshard._utils.torch_private import transforms_active, untraced, untraced_with_warning
 from funcshard.comm import Mesh, check_once, current_recording, ranks_of_job, text_of
 from funcshard.core.accumulation import micro_batch_calls
 from funcshard.core.collectives import psum_world
@@ -305,13 +304,11 @@ class GradientFunction:
         loss_fn: the loss function.
         options: how its gradients are computed.
         micro_batches: their number; ``None`` if a batch is not split.
-        warned: whether you were told that Dynamo compiles nothing of it.
     """
 
     loss_fn: Callable[..., Any]
     options: GradientOptions
     micro_batches: int | None = None
-    warned: Warned = field(default_factory=Warned)
 
     @untraced_with_warning(
         "torch.compile compiles nothing of a function of value_and_grad or accumulate, which "

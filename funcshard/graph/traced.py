@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from funcshard._utils import tree
-from funcshard._utils.compiled_outside import Warned, untraced_with_warning
 from funcshard._utils.donation import DONATED_STATE, donate
 from funcshard._utils.options import check_count, check_path
+from funcshard._utils.torch_private import untraced_with_warning
 from funcshard.comm import UNDO, Mesh
 from funcshard.graph.compiling import Backend, CompilingBind
 from funcshard.graph.effects import check_graph, check_order
@@ -122,7 +122,6 @@ class Traced:
     Attributes:
         step: the step.
         mesh: the ranks.
-        warned: whether it has warned about ``torch.compile``.
     """
 
     def __init__(
@@ -153,7 +152,6 @@ class Traced:
         self._changes, self._bind, self._fixed, self._earlier = changes, bind, fixed, earlier
         self._names = names or NamedSizes(None)
         self._entries = {entry.step_graph.signature: entry for entry in entries}
-        self.warned = Warned()
 
     def changed(self, change: Change) -> Traced:
         """Return a new step with one more change of its graphs.

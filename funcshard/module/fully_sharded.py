@@ -13,11 +13,14 @@ import torch
 from torch import nn
 
 from funcshard._utils import tree
-from funcshard._utils.compiled_outside import Warned, untraced_with_warning
 from funcshard._utils.garbage import without_collection
 from funcshard._utils.options import module_remedy
 from funcshard._utils.tensors import tensors_in
-from funcshard._utils.torch_private import callers_level, sequence_number
+from funcshard._utils.torch_private import (
+    callers_level,
+    sequence_number,
+    untraced_with_warning,
+)
 from funcshard.comm import Mesh, text_of
 from funcshard.core import (
     Prefetcher,
@@ -213,7 +216,7 @@ def fully_shard(
             precision=precision,
             slow_path=without_fast_path(skeleton, module_indices),
             _learner=ScheduleLearner(schedule or make_schedule(plan), schedule is not None),
-            warned=Warned(already=compiler is not None),
+            compiles_units=compiler is not None,
         )
 
 
@@ -234,7 +237,7 @@ class FullyShard:
         ignored: name and shape of each parameter that is no part of the plan.
         precision: the casts of a call besides those of the units.
         slow_path: the modules whose fast path in evaluation mode would read placeholders.
-        warned: whether you were told that ``torch.compile`` compiles nothing of it.
+        compiles_units: whether units run compiled.
     """
 
     apply: Functional
@@ -247,7 +250,7 @@ class FullyShard:
     precision: CallPrecision
     slow_path: tuple[int, ...]
     _learner: ScheduleLearner
-    warned: Warned
+    compiles_units: bool
 
     @property
     def schedule(self) -> Schedule:

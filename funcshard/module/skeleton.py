@@ -21,7 +21,7 @@ from torch import fx, nn
 from funcshard._utils import tree
 from funcshard._utils.closures import reachable
 from funcshard._utils.torch_kernels import LARGE, late_copy
-from funcshard._utils.torch_modules import class_for_calls, state_names
+from funcshard._utils.torch_modules import class_for_calls
 from funcshard._utils.torch_private import recording_or_transforming, storage_id
 from funcshard.comm import Mesh
 from funcshard.module.checks import check_module
@@ -238,7 +238,7 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, Tensors, Tensors]:
         shapes={name: tuple(parameter.shape) for name, parameter in parameters.items()},
         frozen=frozenset([name for name, p in parameters.items() if not p.requires_grad]),
         buffers=buffer_names,
-        state_names=state_names(module, all_paths, {type(m) for _, m in modules}),
+        state_names=tuple(module.state_dict(keep_vars=True)),
     )
     new_parameters = {
         name: parameter.detach().clone().requires_grad_(parameter.requires_grad)

@@ -10,7 +10,7 @@ import torch
 from funcshard._utils import tree
 from funcshard._utils.donation import donate as donated
 from funcshard._utils.options import check_count, check_flag, check_number, with_remedies
-from funcshard._utils.torch_kernels import has_unscale_kernel, unscale_in_place
+from funcshard._utils.torch_kernels import unscale_in_place
 from funcshard._utils.torch_private import transforms_active
 from funcshard.comm import Mesh, current_recording
 from funcshard.core import check_cut, check_fits, psum_world
@@ -153,8 +153,7 @@ class GradScaler:
         inverse_on = {device: inverse.to(device) for device in {leaf.device for leaf in leaves}}
         wide_leaves = [(leaf, torch.promote_types(leaf.dtype, torch.float32)) for leaf in leaves]
         if (
-            not has_unscale_kernel
-            or transforms_active()
+            transforms_active()
             or current_recording() is not None
             or any(leaf.requires_grad for leaf in leaves)
         ):

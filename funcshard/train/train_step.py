@@ -7,16 +7,15 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
 
 from funcshard._utils import tree
-from funcshard._utils.compiled_outside import Warned, untraced_with_warning
 from funcshard._utils.options import check_flag, check_number, outline, with_remedies
 from funcshard._utils.tensors import is_dtensor
-from funcshard._utils.torch_private import local_part
+from funcshard._utils.torch_private import local_part, untraced_with_warning
 from funcshard.comm import (
     UNDO,
     Mesh,
@@ -269,7 +268,6 @@ class TrainStep:
         owns_grads: whether the gradients may be unscaled in place, because no one else holds their
             memory.
         rate: the learning rate, a number or a function of the step, if it is known.
-        warned: whether you were told that ``torch.compile`` compiles nothing of it.
     """
 
     function: GradientFunction
@@ -285,7 +283,6 @@ class TrainStep:
     world_sum: BufferComm
     owns_grads: bool
     rate: Any = None
-    warned: Warned = field(default_factory=Warned)
 
     def __repr__(self) -> str:
         return f"<make_train_step of {self.optimizer!r}, plan {self.plan.fingerprint()}, {self.mesh!r}>"
@@ -521,28 +518,25 @@ def _broadcast(buffers: dict[str, torch.Tensor], mesh: Mesh, rank: int) -> dict[
     return unflatten(buffer_copies)
 
 
-# --- arguments ------------------------------------------------------------------------------------
+# --- checks --------------------------------------------------------------------------------------
 
 
 def _texts_of_optimizer(optimizer: Any) -> dict[str, str]:
     """Return the settings of an optimizer by name, as texts for ranks to compare."""
     _, step = optimizer
-    if isinstance(step, PerMatrixStep):
-        setting_texts = {"init of per_matrix": text_of(step.init_matrix)}
-        setting_texts["update of per_matrix"] = text_of(step.update)
-        setting_texts["the tensors that update of per_matrix takes"] = str(step.owners.gathered)
+    if isinstance(step, PerMatrixStep | MuonStep):
+        others: Any = (None, None)
+        if isinstance(step, MuonStep):
+            title, settings, others = "muon", step.options, (None, step.adamw)
+        else:
+            title, others = "per_matrix", step.others or others
+            settings = {"init": step.init_matrix, "update": step.update}
+        setting_texts = {"the tensors that update takes": str(step.owners.gathered)}
+        for name, value in sorted(settings.items()):
+            setting_texts[f"{name} of {title}"] = text_of(value)
         for path in step.owners.of:
-            setting_texts[f"the optimizer of matrix {path!r}"] = "per_matrix"
-        for name, text in _texts_of_optimizer(step.others or (None, None)).items():
-            setting_texts[f"{name}, for other leaves"] = text
-        return setting_texts
-    if isinstance(step, MuonStep):
-        setting_texts = {"the optimizer": "muon"}
-        for name, value in sorted(step.options.items()):
-            setting_texts[f"{name} of muon"] = text_of(value)
-        for path in sorted(step.owners.of):
-            setting_texts[f"the optimizer of leaf {path!r}"] = "muon"
-        for name, text in _texts_of_optimizer((None, step.adamw)).items():
+            setting_texts[f"the optimizer of matrix {path!r}"] = title
+        for name, text in _texts_of_optimizer(others).items():
             setting_texts[f"{name}, for other leaves"] = text
         return setting_texts
     if isinstance(step, PairStep):

@@ -21,7 +21,9 @@ OF_TORCH = (  # torch's own warnings; Dynamo hides the first one unless it is an
     "`torch.jit.script",
     "`gradient_checkpointing_enable` is deprecated",
 )
-OF_OURS = pytest.mark.filterwarnings("ignore:torch.compile compiles nothing of")  # see tests/_utils/test_compiled_outside.py
+OF_OURS = pytest.mark.filterwarnings(
+    "ignore:torch.compile compiles nothing of"
+)  # see tests/_utils/test_torch_private_warning.py
 pytestmark = [
     *(pytest.mark.filterwarnings(f"ignore:{text}") for text in OF_TORCH),
     pytest.mark.skipif(torch.__version__ < "2.13", reason="torch crashes when a second thread compiles"),

@@ -107,7 +107,7 @@ DIFFERENCES: dict[str, tuple[Callable[[Setup], object], Callable[[Setup], object
      lambda s: s.step(groups=[{"paths": ["0.bias"], "weight_decay": 0.0}]),
      "the group of leaf '1.bias' must be the same on every rank; rank 0 has 1 and rank 1 has 0"),
     "matrices of muon": (lambda s: s.muon(), lambda s: s.muon(matrices=["0"]),
-     "the optimizer of leaf '1.weight' must be the same on every rank; rank 0 has muon and rank 1 has nothing"),
+     "the optimizer of matrix '1.weight' must be the same on every rank; rank 0 has muon and rank 1 has nothing"),
     "matrices of per_matrix": (lambda s: s.per_matrix(), lambda s: s.per_matrix(matrices=["0"]),
      "the optimizer of matrix '1.weight' must be the same on every rank; rank 0 has per_matrix and rank 1 has nothing"),
     "others of per_matrix": (lambda s: s.per_matrix(), lambda s: s.per_matrix(lr=0.2),

@@ -50,9 +50,9 @@ def run(mesh, way="", units=None, steps=2, **options):
 
 @pytest.mark.nightly(one_in=2)
 @pytest.mark.parametrize("way", WAYS)
-def test_it_warns_once_for_each_object_and_changes_no_bit(way):
+def test_it_warns_once_for_each_line_and_changes_no_bit(way):
     with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+        warnings.simplefilter("default")
         found = fs.simulate(lambda mesh: run(mesh, way), 1)
     (given,) = seen
     assert (given.category, given.filename) == (UserWarning, __file__)
@@ -88,5 +88,5 @@ def test_a_compiled_function_of_gradients_says_so_as_well(name):
 
     with pytest.warns(UserWarning, match=words) as seen:
         ((plain, *compiled),) = fs.simulate(main, 1)
-    assert [each.filename for each in seen] == [__file__]
+    assert {each.filename for each in seen} == {__file__}
     torch.testing.assert_close(compiled, [plain, plain], rtol=0, atol=0)
