@@ -16,9 +16,9 @@ from funcshard._utils import tree
 from tests.ranks import on_ranks, run_ranks, run_simulated
 
 WORLDS: dict[str, tuple[Any, dict[str, int]]] = {
-    "2 ranks": (run_simulated, {"shard": 2}),
-    "2 processes": (run_ranks, {"shard": 2}),
     "2 x 2": (run_simulated, {"replicate": 2, "shard": 2}),
+    "2 processes": (run_ranks, {"shard": 2}),
+    "2 ranks": (run_simulated, {"shard": 2}),
 }
 SHAPES = {"c": (2, 3), "a": (5, 3), "b": (5,)}
 SIZE = sum(map(math.prod, SHAPES.values()))

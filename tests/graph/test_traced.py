@@ -222,9 +222,9 @@ def returning_the_data_of_its_all_reduce(step_graph: StepGraph) -> StepGraph:
     new = step_graph.copy()
     start = next(node for node in new.graph.nodes if collective_of(node) == "all_reduce")
     (data,) = start.all_input_nodes
-    (loss,) = data.all_input_nodes
-    (output,) = new.graph.find_nodes(op="output")
-    output.replace_input_with(loss, data)
+    output = new.graph.output_node()
+    *_, local_loss, _loss = output.all_input_nodes
+    output.replace_input_with(local_loss, data)
     return new
 
 

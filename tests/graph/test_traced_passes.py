@@ -102,7 +102,7 @@ def test_processes_get_the_same_bits_from_all_passes() -> None:
     run_ranks(_on_processes, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_memory_of_a_changed_step_is_that_of_a_run() -> None:
     batch = torch.randn(2, 64)
     step, state = made_blocks()

@@ -130,7 +130,7 @@ ON_PROCESSES = "cut on {'shard': 2, 'tensor': 2}, full_shard"
 RUNS = {**{name: (run_simulated, name) for name in CASES}, "on processes": (run_ranks, ON_PROCESSES)}
 
 
-@pytest.mark.nightly(one_in=6)
+@pytest.mark.nightly(one_in=7)
 @pytest.mark.parametrize(("run", "name"), RUNS.values(), ids=RUNS)
 def test_four_steps_on_shards_are_four_steps_on_the_whole(run: Any, name: str) -> None:
     case = CASES[name]

@@ -70,20 +70,6 @@ def test_the_state_is_a_pytree_that_counts_steps_and_is_donated_to_a_torch_optim
 
 
 @on_ranks(2)
-def test_a_pair_of_functions_makes_a_new_state(mesh: fs.Mesh) -> None:
-    def update(grads: Any, state: Any, params: Any = None) -> Any:
-        return tree.map(lambda g: -0.1 * g, grads), state
-
-    sharded, plan, shards, buffers = setup(mesh, model())
-    train = fs.make_train_step(mean_square(sharded), (lambda params: None, update), plan, mesh)
-    before = tree.map(torch.clone, shards)
-    first = train.init(shards, buffers)
-    runs = [train(first, batch(0))[0] for _ in range(2)]
-    same_bits(shards, before)
-    same_bits(runs[0].shards, runs[1].shards)
-
-
-@on_ranks(2)
 def test_a_step_is_re_entrant_and_survives_a_failure(mesh: fs.Mesh) -> None:
     sharded, plan, shards, buffers = setup(mesh, model())
     train = fs.make_train_step(mean_square(sharded), ADAMW, plan, mesh)
