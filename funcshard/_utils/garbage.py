@@ -7,32 +7,23 @@ import gc
 import threading
 from collections.abc import Iterator
 
-
-class _Blocks:
-    """The blocks that run in all threads, because Python has one switch."""
-
-    lock = threading.Lock()
-    number = 0
-    enabled = True  # before the first of them
+# Why: threads that look and switch at the same time would leave the searches off.
+_lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
     """Run the ``with`` block without searches for garbage in cycles.
 
-    After the last block of all threads, searches continue if they were on before.
+    Python has one switch for all threads. The block that found it on turns it on again.
     """
-    with _Blocks.lock:
-        if not _Blocks.number:
-            _Blocks.enabled = gc.isenabled()
-        _Blocks.number += 1
+    with _lock:
+        was_enabled = gc.isenabled()
         # Why: each search walks through all objects, and the trace of 80,000 modules has
         # a million. Searches would double its time.
         gc.disable()
     try:
         yield
     finally:
-        with _Blocks.lock:
-            _Blocks.number -= 1
-            if not _Blocks.number and _Blocks.enabled:
-                gc.enable()
+        if was_enabled:
+            gc.enable()

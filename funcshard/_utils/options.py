@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
-import os
+import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 _UNITS = {
     f"{prefix}{ending}": base**power
-    for ending, base in (("B", 1000), ("iB", 1024))
+    for ending, base in (("B", 1000), ("IB", 1024))
     for power, prefix in enumerate("KMGT", 1)
 }
 
@@ -55,16 +55,13 @@ def check_bytes(name: str, value: Any, *, example: str = "5GB") -> int:
         return check_count(
             name, value, of="bytes", remedy=f"pass text such as {example!r} for the usual size"
         )
-    size_match = re.fullmatch(r"(\d+) *([KMGT]i?B)", value.strip(), re.IGNORECASE)
+    size_match = re.fullmatch(r"(\d+) *([KMGT]I?B)", value.strip().upper())
     if size_match is None or not int(size_match[1]):
         raise ValueError(
             f"{name} must be a number of bytes, or text such as '500MB' or {example!r}; found "
-            f"{value!r}: write a whole number and one of {', '.join(_UNITS)}"
+            f"{value!r}: write a whole number and KB, MB, GB, TB, KiB, MiB, GiB or TiB"
         )
-    return (
-        int(size_match[1])
-        * {unit.upper(): size for unit, size in _UNITS.items()}[size_match[2].upper()]
-    )
+    return int(size_match[1]) * _UNITS[size_match[2]]
 
 
 def check_number(
@@ -83,30 +80,28 @@ def check_number(
     It has to exceed ``above``, reach ``least`` and stay below ``below``. ``none`` and ``remedy``
     are as in ``check_count``.
     """
-    checked_value = _number(value)
-    if checked_value is not None:
-        if (
-            (above is None or checked_value > above)
-            and (least is None or checked_value >= least)
-            and (below is None or checked_value < below)
-            and checked_value == checked_value  # NaN is not equal to itself
-            and _is_float(checked_value, infinite)
-        ):
-            return
-    elif isinstance(value, torch.Tensor) and is_transformed(value):
+    number = _number(value)
+    if number is None and isinstance(value, torch.Tensor) and is_transformed(value):
         return  # a transform hides the value
-    bounds = []
-    if above is not None:
-        bounds.append(f" above {above:g}")
-    if least is not None:
-        bounds.append(f", at least {least:g}")
-    if below is not None:
-        bounds.append(f" below {below:g}")
-    rule = "a finite number" + " and".join(bounds)
+    limits = (
+        (" above", above, operator.gt),
+        (", at least", least, operator.ge),
+        (" below", below, operator.lt),
+    )
+    # NaN is within no bound, and not equal to itself.
+    bounds = {
+        f"{words} {limit:g}": holds(math.nan if number is None else number, limit)
+        for words, limit, holds in limits
+        if limit is not None
+    }
+    is_valid = number is not None and (math.isfinite(number) or (infinite and number == number))
+    if is_valid and all(bounds.values()):
+        return
+    rule = f"a finite number{' and'.join(bounds)}"
     if infinite:
         rule = f"a number{' and'.join(bounds)}, or math.inf"
     rule += none and f", or None {none}"
-    raise _error(name, rule, value, checked_value, remedy or "pass a number within these bounds")
+    raise _error(name, rule, value, number, remedy or "pass a number within these bounds")
 
 
 def check_flag(name: str, value: Any, remedy: str = "") -> None:
@@ -133,22 +128,14 @@ def check_device(value: Any) -> torch.device:
 
 def check_path(name: str, value: Any) -> Path:
     """Return a path, or raise."""
-    path_text: Any = value
-    if isinstance(value, os.PathLike):
-        path_text = os.fspath(value)
-    if not isinstance(path_text, str):
-        shown_path = type(value).__name__  # the text of a state or a model would fill the screen
-        if value is None or isinstance(value, int | float | bytes):
-            shown_path = repr(value)
+    try:
+        return Path(value)
+    except TypeError:
+        # Note: the text of a state or a model would fill the screen.
         raise TypeError(
-            f"{name} must be a path, as text or a pathlib.Path; found {shown_path}: pass its name"
-        )
-    if "\0" in path_text:
-        raise ValueError(
-            f"{name} must be a path, which holds no character of number zero; found {path_text!r}: "
-            "leave it out"
-        )
-    return Path(path_text)
+            f"{name} must be a path, as text or a pathlib.Path; found {type(value).__name__}: pass "
+            "its name"
+        ) from None
 
 
 def check_choice(
@@ -271,14 +258,6 @@ def _number(value: Any) -> int | float | None:
     elif isinstance(value, numbers.Real):
         return float(value)
     return None
-
-
-def _is_float(number: float, infinite: bool) -> bool:
-    """Return whether a number is a float, as one of 400 digits isn't."""
-    try:
-        return math.isfinite(number) or infinite
-    except OverflowError:
-        return False
 
 
 def _error(name: str, rule: str, value: Any, number: float | None, remedy: str) -> Exception:

@@ -65,36 +65,31 @@ def check_structure(structure: Any) -> int:
         node = to_visit.pop()
         if type(node) is int and node >= 0:
             leaf_indices.add(node)
-        elif node is not None:
-            if not (type(node) is tuple and len(node) == 3 and type(node[2]) is tuple):
-                raise ValueError(
-                    f"a tree must hold leaves and containers; found {str(node)[:40]}, which is no "
-                    "container"
-                )
+        elif _is_container(node):
             # Children wait in a list, so that a deep tree cannot exhaust the stack.
-            _check_container(*node)
             to_visit.extend(node[2])
+        elif node is not None:
+            raise ValueError(
+                "a tree must hold leaves, and containers with the keys or the class of each; found "
+                f"{str(node)[:60]}"
+            )
     if len(leaf_indices) != max(leaf_indices, default=-1) + 1:
         raise ValueError("the leaves of a tree must be numbered from 0, without gaps")
     return len(leaf_indices)
 
 
-def _check_container(kind: Any, meta: Any, children: tuple[Any, ...]) -> None:
+def _is_container(node: Any) -> bool:
+    if not (type(node) is tuple and len(node) == 3 and type(node[2]) is tuple):
+        return False
+    kind, meta, children = node
     try:
         hash(meta)
     except TypeError:
-        raise ValueError(
-            f"a tree must name the keys of its containers; found {str(meta)[:40]}"
-        ) from None
-    is_right = kind in ("list", "tuple") and meta is None
+        return False
     if kind in ("dict", "ordered_dict"):
-        is_right = type(meta) is tuple and len(set(meta)) == len(meta) == len(children)
-    elif kind == "custom":
-        is_right = type(meta) is tuple and len(meta) == 2 and type(meta[0]) is str
-    elif kind == "namedtuple":
-        is_right = type(meta) is str
-    if not is_right:
-        raise ValueError(
-            f"a tree must name the keys or the class of each container; found a {str(kind)[:20]!r} "
-            f"of {len(children)} children with {str(meta)[:40]}"
-        )
+        return type(meta) is tuple and len(set(meta)) == len(meta) == len(children)
+    if kind == "custom":
+        return type(meta) is tuple and len(meta) == 2 and type(meta[0]) is str
+    return (kind in ("list", "tuple") and meta is None) or (
+        kind == "namedtuple" and type(meta) is str
+    )

@@ -11,7 +11,7 @@ import ctypes
 import dataclasses
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -103,30 +103,20 @@ def tensors_in(x: Any) -> Iterator[torch.Tensor]:
 
 
 def _add_tensors(x: Any, found: list[torch.Tensor]) -> None:
-    value_type = type(x)
-    # Why no set of classes: a class may have no hash.
-    if (
-        x is None
-        or value_type is int
-        or value_type is bool
-        or value_type is float
-        or value_type is str
-        or value_type is torch.dtype
-    ):
-        return
     if isinstance(x, torch.Tensor):
         found.append(x)
-    elif value_type is tuple or value_type is list:
-        for item in x:
-            _add_tensors(item, found)
-    elif isinstance(x, torch.nn.utils.rnn.PackedSequence):
-        found.append(x.data)
-    elif value_type is dict or _is_dataclass(x) or isinstance(x, Mapping):
-        for _, item in _items(x):
-            _add_tensors(item, found)
-    elif isinstance(x, (list, tuple)):
-        for item in _elements(x):
-            _add_tensors(item, found)
+        return
+    parts: Sequence[Any] = ()
+    if isinstance(x, (list, tuple)):
+        parts = _elements(x)
+        if isinstance(x, torch.nn.utils.rnn.PackedSequence):
+            parts = parts[:1]  # its other tensors count the data
+    elif isinstance(x, Mapping) or _is_dataclass(x):
+        parts = [item for _, item in _items(x)]
+    for part in parts:
+        # Why first: most parts are numbers. No set of classes, as a class may have no hash.
+        if not isinstance(part, (int, float, str, torch.dtype)) and part is not None:
+            _add_tensors(part, found)
 
 
 def is_dtensor(x: Any) -> bool:

@@ -17,7 +17,7 @@ import math
 import re
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import optree
@@ -196,22 +196,9 @@ def insertion_order(tree: Any) -> list[tuple[str, Any]]:
     return list(zip(_dotted(optree.tree_paths(tree, namespace=_PACKAGE)), flat_leaves, strict=True))
 
 
-def as_inserted(structure: Structure, tree: Any) -> Structure:
-    """Return the structure of ``tree`` with keys in the order of insertion."""
-    if structure is None or isinstance(structure, int):
-        return structure
-    node_kind, meta, children = structure
-    child_trees = optree.tree_flatten_one_level(tree)[0]
-    inner_structures = tuple(
-        as_inserted(child, node) for child, node in zip(children, child_trees, strict=True)
-    )
-    if node_kind != "dict":
-        return (node_kind, meta, inner_structures)
-    inner_by_key = dict(zip(meta, inner_structures, strict=True))
-    return (node_kind, tuple(tree), tuple(inner_by_key[key] for key in tree))
-
-
-def with_dicts_in_order(structure: Structure, positions: Sequence[int]) -> Structure:
+def with_dicts_in_order(
+    structure: Structure, positions: Sequence[int] | Mapping[int, int]
+) -> Structure:
     """Return ``structure`` with keys of plain dictionaries in the order of leaves.
 
     Arguments:
@@ -221,7 +208,7 @@ def with_dicts_in_order(structure: Structure, positions: Sequence[int]) -> Struc
     return _in_order(structure, positions)[1]
 
 
-def _in_order(structure: Structure, positions: Sequence[int]) -> tuple[float, Structure]:
+def _in_order(structure: Structure, positions: Any) -> tuple[float, Structure]:
     """Return the first position in ``structure``, and the structure in order."""
     if structure is None:
         return math.inf, structure
@@ -258,7 +245,7 @@ def freeze(value: Any) -> Any:
 
 def is_under(path: str, unit: str) -> bool:
     """Return whether ``path`` is ``unit`` or below it, as every path is below ``""``."""
-    return unit == "" or path == unit or path.startswith(unit + ".")
+    return is_under_any(path, [unit])
 
 
 def is_under_any(path: str, nodes: Iterable[str]) -> bool:
@@ -298,23 +285,16 @@ def _kind(node: Any, metadata: Any, path: str) -> tuple[str, Any]:
     where = f"at {path!r}" if path else "at the root of the tree"
     if optree.is_namedtuple(node):
         return "namedtuple", _name_of(cls, where)
-    if optree.is_structseq(node):
-        raise TypeError(
-            f"the {cls.__name__} {where} cannot be part of a plan; convert it to a plain tuple "
-            "first"
-        )
+    # A subclass of dict, such as defaultdict, has state that a structure does not hold.
+    is_data = not isinstance(node, dict) and not optree.is_structseq(node)
     try:
         hash(metadata)
     except TypeError:
+        is_data = False
+    if not is_data:
         raise TypeError(
-            f"the {cls.__name__} {where} cannot be part of a plan: a plan is data, and its "
-            f"metadata {metadata!r} cannot be hashed; convert it to a dict, list, tuple or "
-            "namedtuple first"
-        ) from None
-    # A subclass, such as defaultdict, whose further state a structure does not hold.
-    if isinstance(node, dict):
-        raise TypeError(
-            f"the {cls.__name__} {where} cannot be part of a plan; convert it to a plain dict first"
+            f"the {cls.__name__} {where} cannot be part of a plan, which is data; convert it to a "
+            "plain dict, list, tuple or namedtuple first"
         )
     return "custom", (_name_of(cls, where), metadata)
 
@@ -362,16 +342,14 @@ def _construct(structure: Structure) -> Any:
             f"the tree has a {name!r}, which no loaded module has as a class: import the module "
             "first, and define the class at its top level"
         )
-    if node_kind == "namedtuple" and not optree.is_namedtuple_class(cls):
-        raise ValueError(
-            f"the tree has a {name!r}, which is no namedtuple: make the plan again, or register "
-            "the class"
-        )
     entry: Any = optree.register_pytree_node.get(cls)
-    if node_kind == "custom" and entry is None:
+    is_known, title = entry is not None, "registered container"
+    if node_kind == "namedtuple":
+        is_known, title = optree.is_namedtuple_class(cls), node_kind
+    if not is_known:
         raise ValueError(
-            f"the tree has a {name!r}, which is no registered container: register it with optree "
-            "first"
+            f"the tree has a {name!r}, which is no {title}: register the class with optree first, "
+            "or make the plan again"
         )
     try:
         if node_kind == "namedtuple":

@@ -308,7 +308,7 @@ def _flat_names(
             for unit, buffer in trainable_buffers(plan)
         )
         return {node.name} if is_flat else set()
-    known = getattr(node.step.known, "flat", {})
+    known = node.step.known or {}
     shapes = {leaf.path: leaf.whole_shape for leaf in plan.leaves}
     return {
         name
@@ -330,8 +330,8 @@ def _check_names(states: Mapping[str, LeafState], node: StateNode) -> None:
             raise _foreign(path, names, leaf_state)
     if node.step is not None and (known := node.step.known) is not None:
         all_names = set[str]().union(*names_by_group.values())
-        if known.flat.keys() - all_names or (known.exact and all_names - known.flat.keys()):
-            raise _foreign(next(iter(states)), known.flat, all_names)
+        if known.keys() - all_names or (node.step.is_exact and all_names - known.keys()):
+            raise _foreign(next(iter(states)), known, all_names)
 
 
 def _foreign(path: str, needed: Iterable[str], names: Iterable[str]) -> ValueError:

@@ -77,7 +77,8 @@ class TorchSchedule:
     def __init__(self, make: Callable[..., Any], lr: float, options: Mapping[str, Any]) -> None:
         class_name = getattr(make, "__name__", type(make).__name__)
         self._title = f"torch_schedule({class_name}, lr={lr})"
-        self._optimizer = _Rate(lr)
+        # Any class without momentum, which some schedulers would change too.
+        self._optimizer = torch.optim.Adagrad([torch.zeros(0, device="cpu")], lr=float(lr))
         scheduler = make(self._optimizer, **options)
         if not isinstance(scheduler, lr_scheduler.LRScheduler) or isinstance(
             scheduler, lr_scheduler.ReduceLROnPlateau
@@ -107,16 +108,6 @@ class TorchSchedule:
 
     def _now(self) -> float:
         return float(self._optimizer.param_groups[0]["lr"])
-
-
-class _Rate(torch.optim.Optimizer):
-    """An optimizer of nothing but a learning rate."""
-
-    def __init__(self, lr: float) -> None:
-        super().__init__([torch.zeros(0, dtype=torch.float32, device="cpu")], {"lr": float(lr)})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Do nothing; schedulers ask that an optimizer steps before they do."""
 
 
 # --- the rate of a step ---------------------------------------------------------------------------

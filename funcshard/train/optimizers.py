@@ -17,7 +17,7 @@ from funcshard._utils.donation import DONATED_STATE, check_not_donated, donate
 from funcshard._utils.options import check_flag, outline
 from funcshard._utils.torch_private import address
 from funcshard.comm import Mesh, current_recording
-from funcshard.core import check_fits
+from funcshard.core import check_fits, check_shards
 from funcshard.plan import Plan
 from funcshard.train.learning_rate import plain_number, rate_in
 from funcshard.train.optimizer_pair import ELEMENTWISE, TorchOptimizer, refusal
@@ -30,7 +30,6 @@ from funcshard.train.param_groups import (
 )
 from funcshard.train.state_checks import (
     NEW_STATE,
-    KnownEntries,
     check_entries,
     check_form,
     check_options,
@@ -40,7 +39,6 @@ from funcshard.train.state_checks import (
     with_plain_factories,
 )
 
-_MAKE_WITH_PLAN = "make the optimizer with the plan of these shards"
 _PASS_GRADIENTS = "pass the gradients that value_and_grad returned for these shards"
 
 
@@ -140,16 +138,14 @@ def grouped_step(
     group_layout = ParamGroupLayout(group_of, len(all_options), mesh.shard.rank)
     check_options(cls, all_options)
     used_groups = {*group_of.values()}
-    ranges_by_unit: dict[str, dict[str, _ShardRanges]] = {unit.name: {} for unit in plan.unit_list}
+    ranges_by_unit: Any = {unit.name: {} for unit in plan.unit_list}
     for unit, buffer in trainable_buffers(plan):
         group_ranges = group_layout.ranges(buffer)
         # Why empty ranges: a group without elements in this shard still counts its steps. Its
         # scalars are the same as on other ranks, and the state has one form on every rank.
         absent_groups = used_groups - {group_range.group for group_range in group_ranges}
         empty_ranges = [GroupRange(group, 0, 0) for group in sorted(absent_groups)]
-        ranges_by_unit[unit.name][buffer.key] = _ShardRanges(
-            buffer.shard_numel, (*group_ranges, *empty_ranges)
-        )
+        ranges_by_unit[unit.name][buffer.key] = (*group_ranges, *empty_ranges)
     return TorchStep(
         cls=cls,
         options=all_options,
@@ -168,7 +164,7 @@ class TorchStep:
     Attributes:
         cls: the class.
         options: the options of all leaves, then those that each further group overrides.
-        known: the entries that the class keeps of each leaf, if known.
+        known: the entries that the class keeps of each leaf, if known; see ``learn_entries``.
         groups: the groups as they were passed.
         plan: the plan of the shards; ``None`` without groups, for any pytree.
         layout: the groups of leaves; ``None`` without groups.
@@ -177,7 +173,7 @@ class TorchStep:
 
     cls: type[torch.optim.Optimizer]
     options: tuple[Mapping[str, Any], ...]
-    known: KnownEntries | None
+    known: Mapping[str, bool] | None
     groups: Sequence[Mapping[str, Any]] = ()
     plan: Plan | None = None
     layout: ParamGroupLayout | None = None
@@ -198,7 +194,7 @@ class TorchStep:
             state_sizes = [
                 (sum(view.parameter.numel() for view in leaf_views),) for leaf_views in all_views
             ]
-        check_entries(self.known, leaf_states, state_sizes, num_groups, params, self.title)
+        check_entries(self, leaf_states, state_sizes, num_groups, params)
         group_members: list[list[torch.nn.Parameter]] = [[] for _ in self.options]
         for leaf_views in all_views:
             for view in leaf_views:
@@ -222,6 +218,11 @@ class TorchStep:
         return unflatten(donate(leaves)), state_after
 
     @property
+    def is_exact(self) -> bool:
+        """Whether the class keeps no other entries than those of ``known``."""
+        return self.cls in ELEMENTWISE
+
+    @property
     def title(self) -> str:
         """Name of the optimizer in messages."""
         return f"torch_optimizer({self.cls.__name__})"
@@ -236,7 +237,8 @@ class TorchStep:
         """The options that are functions of the number of steps, such as ``"groups[0].lr"``."""
         option_schedules = schedules_in(self.options[0])
         for group_index, options in enumerate(self.options[1:]):
-            option_schedules |= schedules_in(options, f"groups[{group_index}].")
+            for name, schedule in schedules_in(options).items():
+                option_schedules[f"groups[{group_index}].{name}"] = schedule
         return option_schedules
 
     def param_groups(self, steps: int, paths: Sequence[str]) -> list[dict[str, Any]]:
@@ -260,24 +262,22 @@ class TorchStep:
     def _views(self, grads: Any, leaves: Sequence[torch.Tensor], params: Any) -> list[list[_View]]:
         leaf_grads = subtrees(params, grads, "the gradient", _PASS_GRADIENTS)
         # Without groups each leaf is one view of itself, whatever its shape.
-        leaf_ranges: list[_ShardRanges | None] = [None] * len(leaves)
-        if self.ranges is not None:
-            leaf_ranges = subtrees(params, self.ranges, "the optimizer's plan", _MAKE_WITH_PLAN)
-        all_views: list[list[_View]] = []
-        for leaf, grad, ranges in zip(leaves, leaf_grads, leaf_ranges, strict=True):
-            if ranges is not None and leaf.shape != (ranges.numel,):
-                raise ValueError(
-                    f"shard {tree.paths(params)[len(all_views)]!r} must have shape "
-                    f"({ranges.numel},), as in the optimizer's plan; found {outline(leaf)}: "
-                    f"{_MAKE_WITH_PLAN}"
-                )
-            if grad is not None and getattr(grad, "shape", None) != leaf.shape:
-                raise ValueError(
-                    f"the gradient of leaf {tree.paths(params)[len(all_views)]!r} must have its "
-                    f"shape, {tuple(leaf.shape)}; found {outline(grad)}: {_PASS_GRADIENTS}"
-                )
-            all_views.append(_views_of(leaf.detach(), grad, ranges))
-        return all_views
+        leaf_ranges: list[Any] = [None] * len(leaves)
+        if self.plan is not None:
+            check_shards(self.plan, params)
+            for unit, buffer in trainable_buffers(self.plan):
+                shard = params[unit.name][buffer.key]
+                if shard.shape != (buffer.shard_numel,):
+                    raise ValueError(
+                        f"shard {buffer.key!r} of unit {unit.title!r} must have shape "
+                        f"({buffer.shard_numel},), as in the optimizer's plan; found "
+                        f"{outline(shard)}: make the optimizer with the plan of these shards"
+                    )
+            leaf_ranges = tree.leaves_up_to(params, self.ranges)
+        return [
+            _views_of(leaf.detach(), grad, ranges)
+            for leaf, grad, ranges in zip(leaves, leaf_grads, leaf_ranges, strict=True)
+        ]
 
     def _optimizer(
         self, members: Sequence[Sequence[torch.nn.Parameter]], steps: int
@@ -320,13 +320,9 @@ class Schedule:
         return value
 
 
-def schedules_in(options: Mapping[str, Any], prefix: str = "") -> dict[str, Schedule]:
-    """Return the options that are functions of the number of steps, by prefixed name."""
-    return {
-        f"{prefix}{name}": Schedule(name, value)
-        for name, value in options.items()
-        if callable(value)
-    }
+def schedules_in(options: Mapping[str, Any]) -> dict[str, Schedule]:
+    """Return the options that are functions of the number of steps."""
+    return {name: Schedule(name, value) for name, value in options.items() if callable(value)}
 
 
 def options_at(options: Mapping[str, Any], steps: int) -> dict[str, Any]:
@@ -340,18 +336,6 @@ def options_at(options: Mapping[str, Any], steps: int) -> dict[str, Any]:
         else:
             option_values[name] = plain_number(value)
     return option_values
-
-
-class _ShardRanges(NamedTuple):
-    """The ranges of a shard that parameter groups occupy.
-
-    Attributes:
-        numel: number of elements of the shard.
-        ranges: a range of each group at least, which may be empty.
-    """
-
-    numel: int
-    ranges: tuple[GroupRange, ...]
 
 
 class _View(NamedTuple):
@@ -369,16 +353,21 @@ class _View(NamedTuple):
 
 
 def _views_of(
-    leaf: torch.Tensor, grad: torch.Tensor | None, ranges: _ShardRanges | None
+    leaf: torch.Tensor, grad: torch.Tensor | None, ranges: Sequence[GroupRange] | None
 ) -> list[_View]:
     if grad is not None:
+        if getattr(grad, "shape", None) != leaf.shape:
+            raise ValueError(
+                f"a gradient must have the shape of its leaf, {tuple(leaf.shape)}; found "
+                f"{outline(grad)}: {_PASS_GRADIENTS}"
+            )
         grad = grad.to(leaf.dtype)  # it may be of lower precision
     if ranges is None:
         parameter = torch.nn.Parameter(leaf)
         parameter.grad = grad
         return [_View(parameter, 0, slice(None))]
     views, stop_in_state = [], 0
-    for group, start, stop in ranges.ranges:
+    for group, start, stop in ranges:
         parameter = torch.nn.Parameter(leaf[start:stop])
         if grad is not None:
             parameter.grad = grad[start:stop]

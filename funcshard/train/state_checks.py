@@ -12,7 +12,6 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,20 +31,6 @@ _PASS_NUMBER = "pass a number, or change the schedule"
 _IGNORED = ("capturable", "differentiable", "foreach", "fused", "lr", "weight_decay")
 # The options of torch.optim's classes on which the names depend.
 _DECISIVE = ("amsgrad", "centered", "momentum")
-
-
-@dataclass(frozen=True, slots=True)
-class KnownEntries:
-    """The entries that a class keeps of each leaf after a step.
-
-    Attributes:
-        flat: whether an entry has a value for each element of the leaf, by name.
-        exact: whether a leaf can have no other entries, as for torch's own classes, if no schedule
-            decides on the names.
-    """
-
-    flat: Mapping[str, bool]
-    exact: bool
 
 
 def check_options(cls: type[torch.optim.Optimizer], options: Sequence[Mapping[str, Any]]) -> None:
@@ -120,20 +105,23 @@ def learn_entries(
     cls: type[torch.optim.Optimizer],
     options: Sequence[Mapping[str, Any]],
     members: Collection[int],
-) -> KnownEntries | None:
-    """Return what a class keeps of a leaf; ``None`` if that cannot be learned here.
+) -> dict[str, bool] | None:
+    """Return whether an entry that a class keeps of a leaf has a value for each of its elements.
 
     Arguments:
         cls: the class.
         options: the options of all leaves, then those that each further group overrides.
         members: the groups that have leaves.
+
+    Returns:
+        A flag by the name of each entry; ``None`` if that cannot be learned here.
     """
     is_flat: dict[str, bool] = {}
-    is_exact = cls in ELEMENTWISE
     try:
         for group in sorted(members):
             merged = {**options[0], **options[group]}
-            is_exact = is_exact and not any(callable(merged.get(name)) for name in _DECISIVE)
+            if any(callable(merged.get(name)) for name in _DECISIVE):
+                return None
             first_options = {
                 name: value(0) if callable(value) else value
                 for name, value in merged.items()
@@ -153,10 +141,11 @@ def learn_entries(
                 optimizer: Any = cls([parameter], **first_options)
                 optimizer.step()
             for name, value in optimizer.state.get(parameter, {}).items():
-                is_flat[name] = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+                if value is not None:
+                    is_flat[name] = getattr(value, "shape", None) == parameter.shape
     except Exception:  # such as a class that computes on CUDA only
         return None
-    return KnownEntries(is_flat, is_exact) if members else None
+    return is_flat if members else None
 
 
 def check_form(state: Any, names: set[str], title: str) -> None:
@@ -188,30 +177,28 @@ def subtrees(params: Any, deeper: Any, title: str, remedy: str) -> list[Any]:
 
 
 def check_entries(
-    known: KnownEntries | None,
+    step: Any,
     states: Sequence[Any],
     sizes: Sequence[Any],
     groups: int | None,
     params: Any,
-    title: str,
 ) -> None:
     """Raise ``ValueError`` unless each leaf's state has the entries and sizes that it must have.
 
     Arguments:
-        known: the entries that the class keeps of a leaf; ``None`` checks nothing.
+        step: the ``TorchStep``.
         states: the state of each leaf, in order.
         sizes: the shape of each leaf's flat entries.
         groups: number of parameter groups; ``None`` without groups.
         params: the parameters, for the paths of leaves in the error.
-        title: names the optimizer in the error.
     """
     for leaf_index, (leaf_state, size) in enumerate(zip(states, sizes, strict=True)):
-        if known is None or not leaf_state:
+        if step.known is None or not leaf_state:
             continue
-        fault = _fault(known, leaf_state, size, groups or 1)
+        fault = _fault(step.known, step.is_exact, leaf_state, tuple(size), groups or 1)
         if fault:
             raise ValueError(
-                f"the state of leaf {tree.paths(params)[leaf_index]!r} is not one of {title}: "
+                f"the state of leaf {tree.paths(params)[leaf_index]!r} is not one of {step.title}: "
                 f"{fault}; {NEW_STATE}"
             )
         # Why only the first: the class itself raises for tensors of another size. With groups it
@@ -220,24 +207,26 @@ def check_entries(
             return
 
 
-def _fault(known: KnownEntries, leaf_state: Mapping[str, Any], size: Any, groups: int) -> str:
-    if leaf_state.keys() != known.flat.keys():
-        names = {name for name, value in leaf_state.items() if value is not None}
-        # A class that is not torch's may have more entries than after its first step.
-        may_have_more = known.flat.keys() <= names and not known.exact
-        if names and names != known.flat.keys() and not may_have_more:
-            return f"it must hold {sorted(known.flat) or 'nothing'}; found {sorted(names)}"
-    for name, value in leaf_state.items():
-        if value is None:
-            continue
-        if known.flat.get(name):
-            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else value
+def _fault(
+    known: Mapping[str, bool],
+    is_exact: bool,
+    leaf_state: Mapping[str, Any],
+    size: tuple[int, ...],
+    groups: int,
+) -> str:
+    held = {name: value for name, value in leaf_state.items() if value is not None}
+    # Note: a class that is not torch's may have more entries than after its first step.
+    if held and (known.keys() - held.keys() or (is_exact and held.keys() - known.keys())):
+        return f"it must hold {sorted(known) or 'nothing'}; found {sorted(held)}"
+    for name, value in held.items():
+        if known.get(name):
+            shape = getattr(value, "shape", value)
             if shape != size:
                 return (
-                    f"its {name!r} must have shape {tuple(size)}; found {shape}, of another plan "
+                    f"its {name!r} must have shape {size}; found {outline(value)}, of another plan "
                     "or number of ranks"
                 )
-        elif known.exact and (len(value) if type(value) is tuple else 1) != groups:
+        elif is_exact and (len(value) if type(value) is tuple else 1) != groups:
             return f"its {name!r} must have a value for each of {groups} groups; found {value!r}"
     return ""
 

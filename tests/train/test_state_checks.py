@@ -10,7 +10,6 @@ import torch
 
 import funcshard as fs
 from funcshard._utils import tree
-from funcshard.train.state_checks import KnownEntries
 from tests.core.units import same_bits
 
 O = torch.optim  # noqa: E741
@@ -77,7 +76,7 @@ def with_leaves(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda state: {**state, "leaves": change(state["leaves"])}
 
 
-LONGER = r"'a\.float32' is not one of torch_optimizer\(AdamW\): its 'exp_avg' must have shape \(12,\); found \(24,\), of an"
+LONGER = r"'a\.float32' is not one of torch_optimizer\(AdamW\): its 'exp_avg' must have shape \(12,\); found .*24"
 STRANGE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no state": (lambda state: None, r"step takes \(grads, state, params\), and a state of .*; found NoneType: make"),
     "the leaves alone": (lambda state: state["leaves"], r"holds \['leaves', 'steps'\]; found \['a', 'b'\]: make"),
@@ -117,7 +116,7 @@ GRADIENTS: dict[str, tuple[Any, str]] = {
     "a unit less": ({"a": {"float32": torch.ones(12)}}, r"like the parameters: .*'b'.*; pass the gradients that"),
     "longer": (
         {"a": {"float32": torch.ones(13)}, "b": {"float32": torch.ones(12)}},
-        r"the gradient of leaf 'a\.float32' must have its shape, \(12,\); found a tensor of shape \(13,\): pass the grad",
+        r"a gradient must have the shape of its leaf, \(12,\); found a tensor of shape \(13,\): pass the grad",
     ),
 }
 
@@ -157,7 +156,7 @@ def test_a_class_of_your_own_may_keep_more_from_step_to_step() -> None:
     torch.manual_seed(0)
     optimizer = fs.torch_optimizer(Late, lr=0.1)
     assert torch.equal(torch.rand(()), expected)  # learning what the class keeps drew none of the caller's numbers
-    assert optimizer.step.known == KnownEntries({"count": False}, exact=False)
+    assert optimizer.step.known == {"count": False}
     state = after_a_step(optimizer)
     for _ in range(2):
         _, state = optimizer.step(shards(), state, shards())
@@ -260,6 +259,6 @@ def test_shards_of_another_size_than_the_groups_were_laid_out_for_are_refused() 
     optimizer = OPTIMIZERS["AdamW in groups"]()
     larger = {"a": torch.ones(5, 3), "b": PARAMS["b"]}
     params = fs.shard(larger, fs.make_plan(larger, 1, units=["a", "b"]), MESH)
-    words = r"shard 'a\.float32' must have shape \(12,\), as in the optimizer's plan; found a tensor of shape \(15,"
+    words = r"shard 'float32' of unit 'a' must have shape \(12,\), as in the optimizer's plan; found a tensor of shape \(15,"
     with pytest.raises(ValueError, match=words):
         optimizer.step(params, optimizer.init(params), params)
