@@ -117,7 +117,7 @@ def same(derivative: Any, **options: Any) -> None:
         close(derivative(functools.partial(attention, **options)), expected)
 
 
-@pytest.mark.nightly(one_in=5)
+@pytest.mark.nightly(one_in=7)
 @pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_derivative_is_that_of_plain_operations(case: Any, derivative: Any) -> None:
@@ -223,13 +223,13 @@ def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
             sizes.extend(t.untyped_storage().nbytes() for t in tree.leaves(out) if isinstance(t, torch.Tensor))
             return out
 
-    x = tuple(torch.randn(1, 1, 2048, 2) for _ in range(3))
+    x = tuple(torch.randn(1, 1, 1024, 2) for _ in range(3))
     with Largest():
         product(functools.partial(attention, is_causal=True), x, x)
-        product(functools.partial(attention, attn_mask=torch.ones(2048, dtype=torch.bool)), x, x)
-        rows = torch.zeros(2, 1, 1, 2048)
+        product(functools.partial(attention, attn_mask=torch.ones(1024, dtype=torch.bool)), x, x)
+        rows = torch.zeros(2, 1, 1, 1024)
         slopes = grad(lambda q, k: loss(functools.partial(attention, attn_mask=rows), (q, k, k)))
-        vmap(slopes)(torch.ones(2, 2, 1, 2048, 2), torch.ones(2, 2, 1, 2048, 2))
+        vmap(slopes)(torch.ones(2, 2, 1, 1024, 2), torch.ones(2, 2, 1, 1024, 2))
     assert max(sizes) <= 4 * 2**19
 
 

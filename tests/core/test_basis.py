@@ -51,11 +51,11 @@ SAID = {  # the errors on two ranks: those where units are cut, and those where 
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("strategy", "world"), [("full_shard", 2), ("no_shard", 2), ("full_shard", 1)])
-@on_ranks()
-def test_a_loop_over_unit_vectors_gives_a_true_object_or_an_error(mesh, strategy, world, case):
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@on_ranks(2)
+def test_a_loop_over_unit_vectors_gives_a_true_object_or_an_error(mesh, strategy, case):
     w = World(mesh, strategy)
-    said = SAID.get(case, (None, None))[strategy == "no_shard"] if world > 1 else None
+    said = SAID.get(case, (None, None))[strategy == "no_shard"]
     ask = lambda: CASES[case](w.out, w.shards, w.v, w.x)  # noqa: E731
     if said is None:
         close(ask(), CASES[case](w.whole, w.params, w.tangents, w.x))

@@ -80,7 +80,7 @@ def straight_through(ranks: int, count: int) -> Any:
     return [loss.detach() for loss in losses], dict(zip(values, means, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(one_in=2)
 @crossed(ahead=AHEAD, world=[1, 2], options=OPTIONS)
 def test_gradients_are_those_at_the_rounded_parameters(world: int, options: dict[str, Any], ahead: dict[str, Any]) -> None:
     results = run_simulated(gradient, world, options, ahead, eight_bits)

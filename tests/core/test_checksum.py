@@ -102,7 +102,6 @@ GRID = {"replicate": 2, "shard": 2}
 @pytest.mark.parametrize(
     ("run", "strategy", "shape"),
     [
-        (run_simulated, "shard_grad_op", {"shard": 4}),
         (run_simulated, "no_shard", {"replicate": 4, "shard": 1}),
         (run_ranks, "full_shard", GRID),
     ],

@@ -134,7 +134,7 @@ def check(results, name):
                 )
 
 
-@pytest.mark.nightly(one_in=7)
+@pytest.mark.nightly(one_in=9)
 @pytest.mark.parametrize("strategy", ["shard_grad_op", "full_shard", "no_shard"])
 @pytest.mark.parametrize("world", [{"shard": 2}, HYBRID, {"shard": 2, "tensor": 2}], ids=str)
 @pytest.mark.parametrize("name", ["mlp", "gpt"])

@@ -15,7 +15,7 @@ import funcshard as fs
 from funcshard._utils import tree
 from tests.core.units import by_hand, of_module, requiring_grad
 from tests.module.law import Runs
-from tests.ranks import on_ranks, run_ranks, run_simulated
+from tests.ranks import on_ranks, run_ranks
 
 WIDTH = 200  # a weight of 160 kB: so large that ranks share its gathered memory
 
@@ -70,17 +70,6 @@ def test_a_write_that_torch_itself_refuses_is_named_too(mesh: fs.Mesh) -> None:
     words = r"the forward of unit '\(root\)' modified a leaf in place; gathered leaves are read-only"
     with pytest.raises(RuntimeError, match=words):
         f(requiring_grad(shards[""]))
-
-
-def change_unnoticed(mesh: fs.Mesh) -> list[float]:
-    sharded, shards = made(mesh, "written through detach")
-    with torch.inference_mode():
-        return [sharded(shards, {}, torch.ones(1, WIDTH)).sum().item() for _ in range(3)]
-
-
-@pytest.mark.parametrize("run", [run_simulated, run_ranks])
-def test_in_inference_mode_each_rank_changes_its_own(run) -> None:
-    assert run(change_unnoticed, 2) == [[4.0 * WIDTH] * 3] * 2  # twice, through two layers
 
 
 def give_out_each(mesh: fs.Mesh, strategy: str, grad: bool) -> dict[str, tuple[bool, ...]]:
