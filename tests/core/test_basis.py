@@ -64,6 +64,18 @@ def test_a_loop_over_unit_vectors_gives_a_true_object_or_an_error(mesh, strategy
             ask()
 
 
+@on_ranks(2)
+def test_a_gradient_of_rows_is_that_of_the_sum_over_ranks(mesh):
+    w = World(mesh, "full_shard")
+    leaves, unflatten = tree.flatten(tree.map(lambda shard: shard.detach().requires_grad_(), w.shards))
+    out = lambda *shards: w.out(unflatten(shards), w.x)  # noqa: E731
+    rows = functional.jacobian(out, tuple(leaves), create_graph=True)
+    found = torch.autograd.grad(sum(row.square().sum() for row in rows), leaves)
+    rows_of = lambda p: w.summed(lambda _, x: jacrev(lambda p: w.whole(p, x))(p))  # noqa: E731
+    squares = lambda p: sum(row.square().sum() for row in tree.leaves(rows_of(p)))  # noqa: E731
+    close(w.gathered(unflatten(found)), grad(squares)(w.params))
+
+
 def test_errors_say_what_would_have_come_out_and_what_to_do():
     def main(mesh):
         w, said = World(mesh, "full_shard"), []
