@@ -35,6 +35,7 @@ PLANS: dict[str, dict[str, Any]] = {  # options of make_plan
 }
 # Modules with fewer bytes of parameters are no units and stay in the root.
 LEAST = {"full_shard_large": 1 << 20, "full_shard_compiled": 1 << 20}
+EXACT = "full_shard_exact"
 COMPILED = ("full_shard_compiled",)  # peers whose units are compiled by torch.compile
 GRID = 2.0**-44  # of the gradients of a peer with the same bits on every mesh
 # Peers that run a plan of above as one traced step, compiled by Inductor.
@@ -137,7 +138,7 @@ def ours(shape: Shape, peer: str, mesh: fs.Mesh) -> tuple[Any, fs.TrainState]:
     optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
     loss_fn = lambda shards, buffers, batch: shape.loss(sharded(shards, buffers, batch[0]), batch[1])  # noqa: E731
     options: Any = {}
-    if peer == "full_shard_exact":  # docs/same-on-every-mesh.md, with a block for each sample
+    if peer == EXACT:  # docs/same-on-every-mesh.md, with a block for each sample
         loss_fn = _exact(loss_fn)
         options = {"weighted": True, "accumulate": shape.batch, "on_grads": _round_grads}
     train_step = fs.make_train_step(loss_fn, optimizer, plan, mesh, **options)

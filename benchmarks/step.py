@@ -23,7 +23,7 @@ import torch
 import funcshard as fs
 from benchmarks import results
 from benchmarks.jaxed import Jax, has_jax
-from benchmarks.peers import COMPILED, PLANS, TITLES, TRACED, planned
+from benchmarks.peers import COMPILED, EXACT, PLANS, TITLES, TRACED, planned
 from benchmarks.results import Table, progress, ratio, spread
 from benchmarks.shapes import SHAPES
 from benchmarks.turns import Ranks
@@ -126,7 +126,7 @@ def _race(shape: str, ranks: int, peers: list[str], options: Any) -> dict[str, A
 
 def estimated(shape: str, peer: str, ranks: int, hardware: str, measured: float) -> str:
     """Return the estimated time of a step of one of funcshard's peers, with its error; of another, nothing."""
-    if peer not in PLANS or peer in COMPILED:
+    if peer not in PLANS or peer in (*COMPILED, EXACT):
         return ""
     with torch.device("meta"):
         apply, params, buffers = fs.make_functional(SHAPES[shape].build())

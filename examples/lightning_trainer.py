@@ -75,6 +75,6 @@ if __name__ == "__main__":
     x = torch.randn(256, 8, generator=torch.Generator().manual_seed(1))
     loader = torch.utils.data.DataLoader([*zip(x, x.square().sum(1, keepdim=True), strict=True)], 16, shuffle=True)
     module, strategy = (Plain(), "ddp") if options.plain else (Sharded(), ShardedStrategy())
+    writes_nothing = {"logger": False, "enable_checkpointing": False}
     devices = int(os.environ["LOCAL_WORLD_SIZE"])
-    trainer = lightning.Trainer(max_steps=options.steps, strategy=strategy, devices=devices, enable_checkpointing=False)
-    trainer.fit(module, loader)
+    lightning.Trainer(max_steps=options.steps, strategy=strategy, devices=devices, **writes_nothing).fit(module, loader)
