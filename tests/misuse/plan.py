@@ -23,7 +23,7 @@ def by_value(blocks):
 # --- make_plan ------------------------------------------------------------------------------------
 
 CASES += [
-    ("make_plan", "a result of torch.max as params", TypeError("convert it to a plain tuple first"),
+    ("make_plan", "a result of torch.max as params", TypeError("convert it to a plain dict, list, tuple"),
      lambda mesh: fs.make_plan(torch.ones(2, 2).max(dim=0), mesh)),
     ("wrap.by_size", "a list of classes to exclude", TypeError("exclude must be a tuple of module classes"),
      lambda mesh: plan(mesh, units=fs.wrap.by_size(1, exclude=[nn.Linear])(NET))),
