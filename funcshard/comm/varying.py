@@ -10,13 +10,13 @@ import hashlib
 import inspect
 import linecache
 import math
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import optree
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -29,7 +29,10 @@ from funcshard.plan import AXES
 
 _BACKWARDS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 _PACKAGE = str(Path(__file__).parents[1])
-_INSIDE = (_PACKAGE, *(str(Path(module.__file__ or "").parent) for module in (torch, optree)))
+_INSIDE = (
+    _PACKAGE,
+    *(str(Path(sys.modules[name].__file__ or "").parent) for name in ("torch", "optree")),
+)
 # Operations that take a part of a tensor, such as this rank's samples.
 _PARTS = {"__getitem__", "chunk", "split", "narrow", "select", "index_select", "tensor_split"}
 

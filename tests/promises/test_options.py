@@ -123,7 +123,7 @@ RULES: dict[str, dict[str, Rule]] = {
     "Mesh.reshaped": {"shape": SHAPE},
     "Mesh.from_device_mesh": {"patience": positive(), "give_up": positive(), "shared_memory": FLAG},
     "delayed": {"seconds": FROM_ZERO},
-    "simulate": {"world_size": RANKS, "threads": or_none(count(1, "threads"))},
+    "simulate": {"world_size": RANKS, "threads": or_none(count(1, "threads")), "check_vma": FLAG},
     "to_state_dict": dict.fromkeys(("rank0_only", "offload", "sharded"), FLAG),
     "optimizer_to_state_dict": dict.fromkeys(("rank0_only", "offload", "sharded", "flatten"), FLAG),
     "shard": {"check": FLAG},

@@ -66,7 +66,7 @@ def test_a_backward_by_shards_warns_and_one_by_inputs_does_not() -> None:
         x = torch.ones(2, requires_grad=True)
         loss = fs.unshard(lambda leaves, x: (leaves["w"] @ x).sum(), plan.units[""], mesh)(shards, x)
         torch.autograd.grad(loss, x, retain_graph=True)
-        with pytest.warns(UserWarning, match=r"test_check_vma.py.*divide by 2"):
+        with pytest.warns(UserWarning, match=r"test_varying.py.*divide by 2"):
             torch.autograd.grad(loss, list(shards.values()))
 
     fs.simulate(main, 2, check_vma=True)
