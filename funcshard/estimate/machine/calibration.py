@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-import socket
+import re
 import statistics
 import sys
 import tempfile
@@ -115,8 +115,7 @@ def _rank(
     # Note: as in a job on the CPU, each rank has one thread, and all compute at once, because they
     # share the memory.
     torch.set_num_threads(1)
-    if sys.platform == "linux" and "lo" in {name for _, name in socket.if_nameindex()}:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     file_store = dist.FileStore(str(Path(folder, "store")), ranks)
     # Note: ranks meet in a file, so no port has to be free.
     dist.init_process_group(
@@ -157,7 +156,7 @@ def _describe(measured: Sequence[Mapping[str, Any]], ranks: int, shared_memory: 
     return Hardware(
         name=f"cpu-{ranks}x-{carrier_name}",
         about=f"{_cpu()}; {ranks} ranks with one thread each, {carrier_text}.",
-        memory=_memory() // ranks,
+        memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks,
         memory_bandwidth=memory_bandwidth,
         flops=peak_flops,
         flops_efficiency=min(1.0, step_rates.flops / peak_flops["float32"]),
@@ -183,18 +182,7 @@ def _describe(measured: Sequence[Mapping[str, Any]], ranks: int, shared_memory: 
 
 
 def _cpu() -> str:
-    name = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").is_file():
-        info_lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-        model_names = [
-            line.partition(":")[2].strip() for line in info_lines if line.startswith("model name")
-        ]
-        name = next(iter(model_names), name)
+    info_text = Path("/proc/cpuinfo").read_text(errors="replace")
+    model_line = re.search(r"model name\s*: (.+)", info_text)
+    name = model_line[1] if model_line else platform.machine()
     return f"{name} with {cores()} cores"
-
-
-def _memory() -> int:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
-        return 8 << 30

@@ -3,8 +3,7 @@
 In reading order:
 
 - ``space``: the plans that a search tries, in ladders.
-- ``splicing``: the program of a plan with other units recomputed. ``scoring``: the time and the
-  memory of a plan, and lower bounds of both.
+- ``scoring``: the time and the memory of a plan, and lower bounds of both.
 - ``best_plan``: ``auto_plan``, the search.
 - ``infeasible``: the reason if nothing fits, and the price of each change.
 """

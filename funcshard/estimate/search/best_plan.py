@@ -11,7 +11,6 @@ higher.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping
@@ -195,12 +194,6 @@ def auto_plan(
     )
     search_result = _search(scorer, space, ranks, budget_limit)
     report = _report(scorer, search_result.candidate, optimizer, budget)
-    # Note: the estimate traces the remat set itself, so it tells whether the splice was right.
-    if search_result.fits and report.peak != search_result.scores[search_result.candidate].peak:
-        # The programs of some remat sets were spliced, and units that look equal are not.
-        scorer = dataclasses.replace(scorer, exact=True, _programs={}, _seconds={})
-        search_result = _search(scorer, space, ranks, budget_limit)
-        report = _report(scorer, search_result.candidate, optimizer, budget)
     text, remat = described(search_result.candidate, scorer), scorer.remat(search_result.candidate)
     micro_batches, best_profile = scorer.profiles[search_result.candidate.profile]
     if search_result.fits:

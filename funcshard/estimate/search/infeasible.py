@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from funcshard.estimate.machine import Hardware
 from funcshard.estimate.reports import Report, left_text, memory_table, moment_text
 from funcshard.estimate.search.scoring import unit_options
 from funcshard.estimate.search.space import on_mesh
-from funcshard.estimate.trace import Profile
+from funcshard.estimate.trace import Profile, equal_units
 from funcshard.plan import Plan, UnitPlan
 
 _MORE_RANKS = 6  # doublings
@@ -121,8 +121,18 @@ def changes_to_fit(
         return estimate(profile, plan, hardware=hardware, schedule=schedule, **options)
 
     saving_changes = []
-    called_units = frozenset(profile.program(before.plan).order)
-    for change_text, report in _changed(before, called_units, estimated):
+    program = profile.program(before.plan)
+    unit_groups = sorted(equal_units(before.plan, program), key=len, reverse=True)
+    # Note: beside equal units, single ones save little, and each of them takes a trace.
+    # Note: backward can recompute modules that forward calls, neither the root nor groups.
+    module_names = [
+        unit.name
+        for group in unit_groups
+        for unit in group
+        if unit.name in program.order and unit.name and not unit.members
+        if len(group) > 1 or len(unit_groups[0]) == 1
+    ]
+    for change_text, report in _changed(before, module_names, estimated):
         seconds = report.step_time - before.step_time
         if report.peak < before.peak:
             saving_changes.append(
@@ -144,15 +154,11 @@ def changes_to_fit(
 
 
 def _changed(
-    before: Report, called: Collection[str], estimated: Callable[..., Report]
+    before: Report, module_names: Sequence[str], estimated: Callable[..., Report]
 ) -> Iterator[tuple[str, Report]]:
     plan, remat = before.plan, cast("tuple[str, ...]", before.options["remat"])
     units, mesh = plan.unit_list, plan.mesh_shape
     ranks = mesh[0] * mesh[1]
-    # Note: backward can recompute modules that forward calls, neither the root nor groups.
-    module_names = [
-        unit.name for unit in units if unit.name and not unit.members and unit.name in called
-    ]
     more_modules = [name for name in module_names if name not in set(remat)]
     if more_modules:
         count, report = _fewest(

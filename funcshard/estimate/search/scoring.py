@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from funcshard.estimate.machine import Hardware
 from funcshard.estimate.search.space import Candidate, UnitClass, on_mesh
-from funcshard.estimate.search.splicing import MARGIN, splice
 from funcshard.estimate.trace import Profile, Program, Run
 from funcshard.estimate.walk import (
     HardwareClock,
@@ -78,7 +77,6 @@ class Scorer:
     hardware: Hardware
     optimizer: OptimizerMemory | None
     runtime: Runtime
-    exact: bool = False  # whether to trace each remat set, in place of splicing programs
     _singles: dict[int, Plan] = field(default_factory=dict)
     _bases: dict[Any, _Base] = field(default_factory=dict)
     _clocks: dict[Any, HardwareClock] = field(default_factory=dict)
@@ -171,45 +169,15 @@ class Scorer:
     # --- shared by candidates --------------------------------------------------------------------
 
     def program(self, candidate: Candidate) -> Program:
-        key = _, counts = self._key(candidate)
+        key = self._key(candidate)
         if key not in self._programs:
-            # Note: a trace takes a third of a second, a splice milliseconds.
-            spliced_program = None if self.exact else self._spliced(candidate, counts)
-            self._programs[key] = spliced_program or self._traced(candidate.profile, counts)
+            names = self.remat(candidate)
+            profile, plan = self.profiles[candidate.profile][1], self._single(candidate.profile)
+            self._programs[key] = profile.program(plan, remat=names)
         return self._programs[key]
 
     def _key(self, candidate: Candidate) -> tuple[int, tuple[int, ...]]:
         return candidate.profile, tuple(choice.remat for choice in candidate.choices)
-
-    def _spliced(self, candidate: Candidate, counts: tuple[int, ...]) -> Program | None:
-        """Return the program by a splice, or ``None`` if one isn't possible."""
-        largest_class = max(
-            range(len(counts)), key=lambda i: (self.classes[i].repeated, len(self.classes[i].names))
-        )
-        units, wanted_count = self.classes[largest_class], counts[largest_class]
-        names = units.names
-        middle_count = len(names) // 2
-        # Why first: splice would return None too, but only after the trace of the middle.
-        border_distances = (
-            middle_count,
-            wanted_count,
-            len(names) - middle_count,
-            len(names) - wanted_count,
-        )
-        if not units.repeated or wanted_count == middle_count or min(border_distances) <= MARGIN:
-            return None
-        middle_counts = (*counts[:largest_class], middle_count, *counts[largest_class + 1 :])
-        return splice(
-            self._traced(candidate.profile, middle_counts), names, middle_count, wanted_count
-        )
-
-    def _traced(self, profile_index: int, counts: tuple[int, ...]) -> Program:
-        names = [
-            name
-            for units, count in zip(self.classes, counts, strict=True)
-            for name in units.again[:count]
-        ]
-        return self.profiles[profile_index][1].program(self._single(profile_index), remat=names)
 
     def _clock(self, mesh: tuple[int, int]) -> HardwareClock:
         axes = {"replicate": mesh[0], "shard": mesh[1]}
@@ -233,7 +201,8 @@ class Scorer:
         return self._bases[key]
 
     def _measured(self, plan: Plan, candidate: Candidate) -> _Base:
-        program = self._traced(candidate.profile, (0,) * len(self.classes))
+        profile = self.profiles[candidate.profile][1]
+        program = profile.program(self._single(candidate.profile))
         clock = self._clock(candidate.mesh)
         lane_seconds = {name: [0.0, 0.0, 0.0] for name in plan.units}
         forward_order = [name for name in program.order if name in lane_seconds]

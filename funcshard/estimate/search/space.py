@@ -8,13 +8,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from funcshard.estimate.search.splicing import MARGIN
-from funcshard.estimate.trace import Program, Run
+from funcshard.estimate.trace import MARGIN, Program, Run, equal_units
 from funcshard.plan import Plan, UnitPlan, fold_units
 
 STRATEGIES = ("full_shard", "no_shard")
@@ -119,40 +118,22 @@ def unit_classes(
         program: the model as these units see it.
         seconds: the time of a computation.
     """
-    forward_flops = Counter[str]()
     forward_seconds: defaultdict[str, float] = defaultdict(float)
     for step in program.steps:
         if isinstance(step, Run) and step.what == "forward":
-            forward_flops[step.unit] += sum(work.flops for work in step.work)
             forward_seconds[step.unit] += seconds(step)
-    forward_order = {name: position for position, name in enumerate(dict.fromkeys(program.order))}
-    unit_groups: dict[Any, list[UnitPlan]] = {}
-    for unit in sorted(
-        plan.unit_list, key=lambda unit: forward_order.get(unit.name, len(forward_order))
-    ):
-        buffer_forms = tuple(
-            (buffer.key, buffer.numel, buffer.dtype, buffer.trainable, buffer.local)
-            for buffer in unit.buffers
-        )
-        class_key = (
-            not unit.name,
-            not unit.members,
-            buffer_forms,
-            unit.precision,
-            forward_flops[unit.name],
-        )
-        unit_groups.setdefault(class_key, []).append(unit)
+    unit_groups = equal_units(plan, program)
     classes = []
-    for equal_units in (units for units in unit_groups.values() if len(units) > 1):
-        group_titles = [group.title for group in fold_units(equal_units)]
+    for units in (group for group in unit_groups if len(group) > 1):
+        group_titles = [group.title for group in fold_units(units)]
         class_title = group_titles[0].rpartition("× ")[2]
         if len(group_titles) > 1:
-            class_title = f"units like {equal_units[0].name}"
-        unit_names = tuple(unit.name for unit in equal_units)
+            class_title = f"units like {units[0].name}"
+        unit_names = tuple(unit.name for unit in units)
         # Note: backward recomputes only what forward ran, such as no vision for a batch of text.
-        called_units = [unit for unit in equal_units if unit.name in forward_order]
+        called_units = [unit for unit in units if unit.name in program.order]
         classes.append(UnitClass(unit_names, _modules(called_units), True, class_title))
-    single_units = [units[0] for units in unit_groups.values() if len(units) == 1]
+    single_units = [units[0] for units in unit_groups if len(units) == 1]
     if single_units:
         unit_names = tuple(unit.name for unit in single_units)
         cost_by_unit = {

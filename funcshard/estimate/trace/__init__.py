@@ -12,6 +12,7 @@ program. In reading order:
 - ``compiled``: the tensors that a compiler keeps, and the operations that it fuses.
 - ``needs``: which units backward gathers, and in which order.
 - ``program``: a tape, cut where the units of a plan act. ``stretches`` adds up folded modules.
+- ``splicing``: the program of a plan with other units recomputed.
 - ``profiling``: ``profile``, the front of all that.
 """
 
@@ -19,5 +20,6 @@ from __future__ import annotations
 
 from funcshard.estimate.trace.profiling import Profile, profile
 from funcshard.estimate.trace.program import Memory, Program, Run, Work
+from funcshard.estimate.trace.splicing import MARGIN, equal_units
 
-__all__ = ["Memory", "Profile", "Program", "Run", "Work", "profile"]
+__all__ = ["MARGIN", "Memory", "Profile", "Program", "Run", "Work", "equal_units", "profile"]

@@ -318,8 +318,12 @@ class Form:
     def empty(self) -> torch.Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
 
-    def gradient(self) -> torch.Tensor:
+    def gradient(self, grads: Iterable[torch.Tensor | None] = ()) -> torch.Tensor:
         """Return a new tensor of the form of a gradient, which has no gaps in memory."""
+        for grad in grads:
+            # Note: a residual stream passes the layout of its gradient on.
+            if grad is not None and (grad.shape, grad.dtype) == (self.shape, self.dtype):
+                return torch.empty_like(grad)
         spanned_numel = 1 + sum(
             (size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)
         )
@@ -337,7 +341,7 @@ class Traced:
     Attributes:
         fold: index of its fold.
         outputs: the form of each output tensor.
-        build: from output tensors to the module's result.
+        build: from output tensors and the inputs to the module's result.
         kept_inputs: positions of the input tensors that autograd kept.
         kept_outputs: positions of the output tensors that autograd kept.
         reads: attributes of ``Kinds.differing`` that it read: place in ``Kinds.below``, name and
@@ -346,7 +350,7 @@ class Traced:
 
     fold: int
     outputs: tuple[Form, ...]
-    build: Callable[[list[Any]], Any]
+    build: Callable[[Sequence[Any], Sequence[Any]], Any]
     kept_inputs: tuple[int, ...]
     kept_outputs: tuple[int, ...]
     reads: tuple[tuple[int, str, Hashable], ...]
@@ -381,7 +385,7 @@ class Stub(torch.autograd.Function):
         kept_tensors = ctx.saved_tensors
         needed_forms = zip(ctx.forms, ctx.needs_input_grad[3:], strict=True)
         form_gradients = [
-            form.gradient() if is_needed else None for form, is_needed in needed_forms
+            form.gradient(grads) if is_needed else None for form, is_needed in needed_forms
         ]
         # Note: the gradients exist while what was saved is still there.
         del kept_tensors

@@ -18,7 +18,8 @@ from funcshard._utils.table import Shown, Table
 from funcshard._utils.tensors import is_dtensor, tensors_in
 from funcshard._utils.torch_private import asks_for_data, stored_parts
 from funcshard.estimate.trace.program import Program, Run, make_program
-from funcshard.estimate.trace.tape import LOSS, At, Call, Event, Op, Tape
+from funcshard.estimate.trace.splicing import equal_units, splice
+from funcshard.estimate.trace.tape import Tape
 from funcshard.estimate.trace.tracing import leaf_dtypes, trace_model
 from funcshard.plan import MixedPrecision, Plan, dtype_name, make_plan, match
 
@@ -81,6 +82,7 @@ class Profile(Shown):
             ValueError: the plan computes with a parameter in another dtype than the trace.
         """
         self.check(plan)
+        remat_names = frozenset(remat)
         paths = {unit.name: unit.paths for unit in plan.unit_list}
         staying_units: frozenset[str] = frozenset()
         if self._once(("nests", *paths), lambda: _nested(paths)):
@@ -90,13 +92,30 @@ class Profile(Shown):
             )
 
         def make() -> Program:
+            if remat_names and (spliced_program := self._spliced(plan, remat_names)):
+                return spliced_program
             # Note: calls of a group's members aren't gathered one by one.
             single_paths = [nodes[0] for nodes in paths.values() if len(nodes) == 1]
             repeated_paths = self.tape().repeated(single_paths)
             with without_collection():
-                return make_program(self.tape(remat, repeated_paths), paths, stays=staying_units)
+                return make_program(
+                    self.tape(remat_names, repeated_paths), paths, stays=staying_units
+                )
 
-        return self._once((tuple(paths.items()), frozenset(remat), staying_units), make)
+        return self._once((tuple(paths.items()), remat_names, staying_units), make)
+
+    def _spliced(self, plan: Plan, remat: frozenset[str]) -> Program | None:
+        """Return a program by a splice, or ``None`` if one isn't possible."""
+        # Note: a trace takes a third of a second, a splice milliseconds.
+        base_program = self.program(plan)
+        equal_group = max(equal_units(plan, base_program), key=len)
+        names = [unit.name for unit in equal_group if unit.name in base_program.order]
+        middle_count, wanted_count = len(names) // 2, len(remat.intersection(names))
+        if wanted_count == middle_count or not remat.issuperset(names[:wanted_count]):
+            return None
+        middle_names = remat.difference(names).union(names[:middle_count])
+        middle_program = functools.partial(self.program, plan, remat=middle_names)
+        return splice(middle_program, names, middle_count, wanted_count)
 
     def check(self, plan: Plan) -> None:
         """Raise unless the plan has the parameters and the precision of the profile."""
@@ -142,24 +161,12 @@ class Profile(Shown):
         return value
 
     def _forward_flops(self) -> Mapping[str, int]:
-        tape = self.tape()
-
-        @functools.cache  # a fold is counted once, and added for each of its calls
-        def of_fold(index: int) -> Counter[str]:
-            return count(tape.folds[index].parts.get("forward", ()))
-
-        def count(events: Iterable[Event]) -> Counter[str]:
-            dtype_flops, is_counted = Counter[str](), True
-            for event in events:
-                if isinstance(event, At):
-                    is_counted = event.phase == "forward" and event.path != LOSS
-                elif isinstance(event, Op) and is_counted:
-                    dtype_flops[event.dtype] += event.flops
-                elif isinstance(event, Call) and event.phase == "forward":
-                    dtype_flops.update(of_fold(event.fold))
-            return +dtype_flops  # those above 0
-
-        return self._once("forward_flops", lambda: count(tape.events))
+        dtype_flops = Counter[str]()
+        for step in self._root().steps:
+            if isinstance(step, Run) and step.what == "forward":
+                for work in step.work:
+                    dtype_flops[work.dtype] += work.flops
+        return +dtype_flops  # those above 0
 
     def _root(self) -> Program:
         return self._once("root", lambda: make_program(self.tape(), {"": ("",)}))

@@ -285,6 +285,11 @@ class Recorder(TorchDispatchMode):
 
     # --- operations -------------------------------------------------------------------------------
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Why: the wrapper that torch would put around each operation imports Dynamo.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)

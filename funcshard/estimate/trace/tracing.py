@@ -13,7 +13,15 @@ import itertools
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any
 
 import torch
@@ -408,7 +416,7 @@ class _Tracer:
         self.reading.append(set())
         out, frame = run_module(fold)
         attribute_reads = self.reading.pop()
-        recorder.watch_grads(frame, inputs, out)
+        recorder.watch_grads(frame, inputs, _new_tensors(out, inputs))
         call_result = None
         # Note: a stub repeats outputs only, so it can't stand for a module that changes more.
         if state_before == self._state(index, args, kwargs):
@@ -428,9 +436,10 @@ class _Tracer:
             frame.fold, frame.stub = traced.fold, True
             recorder.emit(Enter(path, tuple(map(recorder.number, inputs))))
             outputs = Stub.apply(traced, recorder, self.anchor, *inputs)
-            recorder.emit(Exit(path, tuple(map(recorder.number, outputs))))
+            out = traced.build(outputs, inputs)
+            recorder.emit(Exit(path, tuple(map(recorder.number, tensors_in(out)))))
         recorder.watch_grads(frame, inputs, outputs)
-        return traced.build(list(outputs))
+        return out
 
     def _standing(self, index: int, candidates: Iterable[Traced]) -> Traced | None:
         """Return the traced module whose attributes have the values that it read."""
@@ -636,23 +645,27 @@ class _Tracer:
         """Return how a stub repeats a module that ran, or ``None`` if no stub can."""
         recorder, number = self.recorder, self.recorder.number
         values, build_tree = tree.flatten(out)
-        tensor_places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
-        outputs = [values[i] for i in tensor_places]
+        outputs = _new_tensors(out, inputs)
         storages = [storage_id(tensor) for tensor in outputs]
         # Note: a stub's outputs have their own new storages.
         taken_storages = {*recorder.params, *map(storage_id, inputs)}
         is_fresh = len(set(storages)) == len(storages) and taken_storages.isdisjoint(storages)
-        if not is_fresh or len(storages) != len(list(tensors_in(out))):
+        leaf_tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        if not is_fresh or len(leaf_tensors) != len(list(tensors_in(out))):
             return None
+        # Note: each tensor of the result is a new one, or an input that the module passes on.
+        tensor_places = {id(tensor): i for i, tensor in enumerate((*outputs, *inputs))}
+        places = [tensor_places.get(id(value)) for value in values]
         plain_values = [None if isinstance(v, torch.Tensor) else v for v in values]
         if not all(map(is_plain, plain_values)):
             return None  # such as a cache
 
-        def rebuilt(tensors: list[Any]) -> Any:
-            filled = list(plain_values)
-            for i, tensor in zip(tensor_places, tensors, strict=True):
-                filled[i] = tensor
-            return build_tree(filled)
+        def rebuilt(new_tensors: Sequence[Any], stub_inputs: Sequence[Any]) -> Any:
+            tensors = (*new_tensors, *stub_inputs)
+            pairs = zip(places, plain_values, strict=True)
+            return build_tree(
+                [value if place is None else tensors[place] for place, value in pairs]
+            )
 
         if self._hooks_are_own():
             events = (event for _, _, event in recorder.log[log_begin:])
@@ -677,6 +690,12 @@ class _Tracer:
             ),
             reads=own_reads,
         )
+
+
+def _new_tensors(out: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors of a module's result that aren't its inputs."""
+    input_ids = set(map(id, inputs))
+    return [tensor for tensor in tensors_in(out) if id(tensor) not in input_ids]
 
 
 def _in_region(region: Region, forward: Any, *args: Any, **kwargs: Any) -> Any:

@@ -9,8 +9,8 @@ import torch
 
 import funcshard as fs
 from funcshard.estimate import Profile, profile
-from funcshard.estimate.search.splicing import MARGIN, splice
-from funcshard.estimate.trace.program import Program, Run
+from funcshard.estimate.trace.program import Program, Run, make_program
+from funcshard.estimate.trace.splicing import MARGIN, splice
 
 NAMES = [str(i) for i in range(10)]
 
@@ -36,19 +36,20 @@ def without_pauses(program: Program) -> Program:
 def test_a_spliced_program_is_the_traced_one(found: Profile, wanted: int) -> None:
     plan = fs.make_plan(found.forms, 2, units=NAMES)
     program = found.program(plan, remat=NAMES[:5])
-    spliced = splice(program, NAMES, 5, wanted)
+    spliced = splice(lambda: program, NAMES, 5, wanted)
     assert spliced is not None
-    traced = found.program(plan, remat=NAMES[:wanted])
+    paths = {unit.name: unit.paths for unit in plan.unit_list}
+    traced = make_program(found.tape(NAMES[:wanted]), paths)
     assert without_pauses(spliced) == without_pauses(traced)
 
 
 @pytest.mark.parametrize("wanted", [0, MARGIN, 10 - MARGIN, 10])
 def test_a_border_near_an_end_is_left_to_the_trace(found: Profile, wanted: int) -> None:
     plan = fs.make_plan(found.forms, 2, units=NAMES)
-    assert splice(found.program(plan, remat=NAMES[:5]), NAMES, 5, wanted) is None
+    assert splice(lambda: found.program(plan, remat=NAMES[:5]), NAMES, 5, wanted) is None
 
 
 def test_a_unit_in_pieces_is_left_to_the_trace(found: Profile) -> None:
     plan = fs.make_plan(found.forms, 2, units=[*NAMES, *(f"{name}.2" for name in NAMES)])
     program = found.program(plan, remat=NAMES[:5])
-    assert splice(program, [f"{name}.0" for name in NAMES], 5, 4) is None
+    assert splice(lambda: program, [f"{name}.0" for name in NAMES], 5, 4) is None
