@@ -179,6 +179,17 @@ def prefetcher_of(order, start, limit=1):
     return Prefetcher(ScheduleLearner(fs.Schedule(tuple(order), True, "pre", limit), known=True), start)
 
 
+def test_a_rank_that_is_ahead_waits_for_a_unit_before_it_gathers_the_next():
+    started, waited_for = {name: [handle(name, Waited())] for name in "ab"}, {}
+
+    def start(name):
+        waited_for[name] = [other for other, of in started.items() if of[0].work.waits]
+        return started[name]
+
+    prefetcher_of("ab", start).pre_forward("a")
+    assert waited_for == {"a": [], "b": ["a"]}
+
+
 def test_what_was_gathered_ahead_for_a_unit_that_is_never_entered_is_waited_for_and_dropped():
     started, asked = {name: [handle(name, Waited())] for name in "abcd"}, []
     prefetcher = prefetcher_of("abcd", lambda name: asked.append(name) or started[name], limit=2)

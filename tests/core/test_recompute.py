@@ -224,6 +224,12 @@ def test_a_captured_tensor_is_refused_under_torch_func(case):
         CAPTURES[case]()
 
 
+def test_a_list_that_a_function_fills_is_no_change():
+    w, kept = made((4, 4), 0).requires_grad_(), []
+    fs.remat(lambda kept, w: kept.append(w.detach().clone()) or torch.tanh(w).square().sum())(kept, w).backward()
+    assert len(kept) == 2
+
+
 def test_autocast_is_the_same_the_second_time():
     dtypes = []
 

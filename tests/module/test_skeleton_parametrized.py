@@ -27,6 +27,7 @@ def made(parametrization=Symmetric, *, cached):
     """Return a network that calls its parametrized layer twice."""
 
     def run(net, x):
+        assert parametrize.type_before_parametrizations(net.a) is nn.Linear  # the class that torch made stays
         with parametrize.cached() if cached else contextlib.nullcontext():
             return net.a(net.b(net.a(x)))
 
@@ -44,6 +45,21 @@ def test_calls_of_two_trees_inside_cached_do_not_share_tensors():
         together = [apply(each, buffers, x) for each in (params, other)]
         assert torch.equal(net(x), together[0])
     assert all(map(torch.equal, together, alone))
+
+
+def test_a_call_inside_cached_computes_a_tensor_once():
+    seen = []
+
+    class Counts(Symmetric):
+        def forward(self, w):
+            seen.append(w)
+            return super().forward(w)
+
+    for cached, times in ((True, 1), (False, 2)):
+        apply, params, buffers = fs.make_functional(made(Counts, cached=cached))
+        seen.clear()
+        apply(params, buffers, x)
+        assert len(seen) == times
 
 
 def cached_calls(loss_fn):
