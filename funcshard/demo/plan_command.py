@@ -7,6 +7,7 @@ import base64
 import functools
 import importlib.util
 import io
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,14 @@ def _bucket_bytes(text: str) -> int | str:
     return text if text == "auto" else at_least(0, 2**63)(text)
 
 
+def _lora(text: str) -> dict[str, Any]:
+    if not (match := re.fullmatch(r"r=(\d+)[, ]+targets=([\w.,]+)", text)):
+        raise argparse.ArgumentTypeError(
+            f"must be such as r=16,targets=q_proj,v_proj; found {text!r}"
+        )
+    return {"r": int(match[1]), "targets": match[2].split(",")}
+
+
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument(
@@ -84,6 +93,10 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--html", metavar="FILE",
         help="write the tables to a web page, with pictures if matplotlib is installed (default: none)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--lora", type=_lora, metavar="r=16,targets=q_proj,v_proj",
+        help="for a PATH, freeze the weights, and train adapters of this rank around modules of these names (default: none)",
     )  # fmt: skip
     group = parser.add_argument_group("estimate")
     group.add_argument(
@@ -162,8 +175,8 @@ def _whole_run(options: argparse.Namespace) -> int:
         budget=options.budget,
         precision=options.precision or "bf16",
         optimizer=options.optimizer,
-        units=options.units,
         inputs=_inputs(options),
+        lora=options.lora,
     )
     if options.html:
         _write_page(Path(options.html), [run])
@@ -180,7 +193,7 @@ def _check_together(options: argparse.Namespace) -> None:
 
 def _check_path(options: argparse.Namespace) -> None:
     """Raise for options of a plan beside PATH, which finds it."""
-    defaults = {**_CHOSEN, "auto": False, "model": None, "compare": None}
+    defaults = {**_CHOSEN, "auto": False, "model": None, "compare": None, "units": None}
     for name, default in defaults.items():
         if getattr(options, name) != default:
             raise ValueError(
@@ -192,6 +205,8 @@ def _check_path(options: argparse.Namespace) -> None:
 def _check_no_path(options: argparse.Namespace) -> None:
     if options.precision == "bf16-params":
         raise ValueError("--precision bf16-params belongs to a PATH: pass one")
+    if options.lora:
+        raise ValueError("--lora belongs to a PATH: pass one")
     for name in ("budget", "compare", "auto"):
         if getattr(options, name) and not options.hardware:
             raise ValueError(

@@ -3,6 +3,7 @@
 In reading order:
 
 - ``model_inputs``: a batch of a model, its loss, and its trace.
+- ``adapters``: adapters of peft around frozen weights.
 - ``run_plan``: ``plan_run`` and its result.
 - ``script``: the training script of a result.
 """

@@ -135,6 +135,8 @@ def _hugging_face_inputs(module: nn.Module, batch: int, seq: int) -> dict[str, A
         tokens = tokens[:, : getattr(config, "max_target_positions", seq)]
     if encodes_first and "decoder_input_ids" in parameters:
         inputs["decoder_input_ids"] = tokens
+    if "return_loss" in parameters:  # of two encoders
+        inputs["return_loss"] = True
     if "use_cache" in parameters:
         inputs["use_cache"] = False
     if "labels" in parameters and any(part in title for part in _TOKEN_LABELS):
@@ -165,6 +167,11 @@ def _main_input(module: Any, batch: int, seq: int) -> dict[str, Any]:
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(batch, *shape, dtype=torch.float32, device="meta")
 
+    vision_names = ("image_token_id", "image_token_index", "vision_feature_layer")
+    has_two_encoders = hasattr(config, "vision_config") and hasattr(config, "text_config")
+    # Note: CLIP and its kin need both inputs, decoders with a vision tower don't.
+    if has_two_encoders and not any(hasattr(config, field) for field in vision_names):
+        name = "pixel_values"
     if name == "pixel_values":
         vision = getattr(config, "vision_config", config)
         size = getattr(vision, "image_size", 224)

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +34,7 @@ from funcshard.estimate import (
 )
 from funcshard.module import make_functional
 from funcshard.plan import MixedPrecision, Plan, Schedule
+from funcshard.planning.adapters import add_adapters
 from funcshard.planning.model_inputs import InputMaker, context_of, default_seq, trace
 from funcshard.planning.script import training_script
 
@@ -49,6 +50,7 @@ _LARGEST_BATCH = 64  # samples of a rank that the search for a batch tries
 _GAIN = 0.02  # of throughput, below which a larger batch isn't worth its memory
 _SHORT = 0.25  # seconds of a step, in which launches of kernels may take a part
 _NO_DROPS = "The plan runs every layer: it leaves the config's layerdrop out."
+_FROZEN = "Adapters alone are trained. MFU counts the frozen weights as if they were, too."
 _SAVED = 0.1  # of the peak: what the changes of a plan that fits are to save
 _CHANGES = 3
 _FIGURES = (
@@ -220,8 +222,8 @@ def plan_run(
     budget: int | str | None = None,
     precision: str = "bf16",
     optimizer: str = "adamw",
-    units: Sequence[str] | None = None,
     inputs: InputMaker | None = None,
+    lora: Mapping[str, Any] | None = None,
 ) -> RunPlan:
     """Plan a training run: whether it fits, what its memory is, and how long a step takes.
 
@@ -239,18 +241,18 @@ def plan_run(
         precision: ``"bf16"`` computes in bfloat16 and keeps float32 parameters, ``"fp32"`` does
             both in float32, and ``"bf16-params"`` both in bfloat16.
         optimizer: name in ``funcshard.estimate.OPTIMIZERS``.
-        units: paths or globs of the modules that are units; by default the repeated blocks, and
-            embeddings and heads that aren't tied.
         inputs: function of batch and seq that returns the model's inputs, as a tuple or a
             dictionary. Models of transformers don't need it, and others do unless they take
             tokens and return logits. The loss is ``outputs.loss``, or the mean of the first output.
+        lora: adapters to train in place of the weights, as ``{"r": 16, "targets": ["q_proj",
+            "v_proj"]}``. Frozen weights are in bfloat16, unless ``precision`` is ``"fp32"``.
 
     Returns:
         The plan and its figures, which you can print. ``code()`` returns a training script.
 
     Raises:
         FileNotFoundError: there is no such file or folder.
-        ImportError: the model is a file, and transformers isn't installed.
+        ImportError: transformers or peft is needed, and isn't installed.
         ValueError: an option is out of range, the budget is more than the hardware has, or the
             model fails on its inputs.
 
@@ -270,12 +272,16 @@ def plan_run(
     with without_collection():  # the files of transformers take a third less time to import
         module = model if isinstance(model, nn.Module) else module_of_config(Path(model))
     drops_layers = path is not None and _without_layerdrop(module)
-    if precision == "bf16-params":
-        module = copy.deepcopy(module).to(torch.bfloat16)
+    if lora is not None or precision == "bf16-params":
+        module = copy.deepcopy(module)
+        if precision != "fp32":
+            module = module.to(torch.bfloat16)
+    if lora is not None:
+        add_adapters(module, lora)
     if batch is not None:
         batch = check_count("batch", batch, of="samples")
     seq = default_seq(module) if seq is None else check_count("seq", seq, of="tokens")
-    unit_names = default_units(module, ends=True) if units is None else list(units)
+    unit_names = default_units(module, ends=True)
     search_budget = limit
     if hardware.device == "cuda":
         # Note: auto_plan bounds memory in use, of which reserved memory is a multiple.
@@ -327,7 +333,11 @@ def plan_run(
         budget=limit,
         margin=hardware.memory - limit,
         changes=_changes(best, hardware),
-        notes=(*_notes(module, seq, precision, hardware), *[_NO_DROPS] * drops_layers),
+        notes=(
+            *_notes(module, seq, precision, hardware),
+            *[_NO_DROPS] * drops_layers,
+            *[_FROZEN] * (lora is not None),
+        ),
         title=f"{type(module).__name__}, {size_text}, on {gpus:,} × {hardware.name}",
         _script=training_script(
             report.plan,
@@ -338,6 +348,7 @@ def plan_run(
             precision=precision,
             optimizer=optimizer,
             micro_batches=micro_batches,
+            lora=lora,
         ),
     )
 
@@ -439,7 +450,8 @@ def _notes(module: nn.Module, seq: int, precision: str, hardware: Hardware) -> I
     config: Any = getattr(module, "config", None)
     dtype = getattr(config, "dtype", None)
     kept = {"bf16": "float32 parameters and computes in bfloat16", "fp32": "all in float32"}
-    if dtype is not None and dtype != torch.float32 and precision in kept:
+    frozen = not all(param.requires_grad for param in module.parameters())
+    if dtype not in (None, torch.float32) and precision in kept and not frozen:
         yield (
             f"The config says {str(dtype).removeprefix('torch.')}, which is the dtype of its files. "
             f"The plan keeps {kept[precision]}; precision bf16-params keeps all in bfloat16."

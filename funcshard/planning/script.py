@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -31,6 +31,7 @@ def training_script(
     precision: str,
     optimizer: str,
     micro_batches: int,
+    lora: Mapping[str, Any] | None,
 ) -> str:
     """Return a script whose ``main(mesh, batches)`` trains one rank with a plan.
 
@@ -43,13 +44,14 @@ def training_script(
         precision: that of ``plan_run``.
         optimizer: that of ``plan_run``.
         micro_batches: number of micro-batches.
+        lora: that of ``plan_run``.
     """
     replicas, shards = plan.mesh_shape
     plan_options, step_options, init_options, call = ["units=units"], "", "", "*batch)"
     imports, model_lines, precision_lines, parameters = [], [], [], "mesh, batches, model"
     if path is not None:
         dtype_call = ""
-        if precision == "bf16-params":
+        if precision == "bf16-params" or (lora and precision == "bf16"):
             dtype_call = ".bfloat16()"
         imports, parameters = ["import transformers"], "mesh, batches"
         model_lines = [
@@ -58,6 +60,13 @@ def training_script(
             f"        model = transformers.{type(module).__name__}(config).train(){dtype_call}",
             "    model.tie_weights()",
         ]
+        if lora is not None:
+            imports = ["import peft", *imports]
+            adapter_text = f"peft.LoraConfig(r={lora['r']}, target_modules={list(lora['targets'])})"
+            model_lines += [
+                '    with torch.device("meta"):',
+                f"        peft.inject_adapter_in_model({adapter_text}, model)",
+            ]
     if is_hugging_face(module):
         init_options, call = ", reset=model._init_weights", "**batch).loss"
     if plan.unit_list[0].strategy != "full_shard":

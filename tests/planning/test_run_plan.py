@@ -147,6 +147,29 @@ def test_a_plan_whose_pools_hold_more_than_is_in_use_fits_only_with_them(monkeyp
     assert tight.remat
 
 
+def test_adapters_alone_have_gradients_and_optimizer_state(config: Any) -> None:
+    pytest.importorskip("peft")
+    path = config(tie_word_embeddings=False)
+    options: Any = {"gpus": 2, "seq": 16, "batch": 1}
+    lora = {"r": 2, "targets": ["q_proj", "v_proj"]}
+    run = fs.plan_run(path, **options, lora=lora)
+    buffers = [buffer for unit in run.plan.unit_list for buffer in unit.buffers]
+    assert sum(buffer.numel for buffer in buffers if buffer.trainable) == 3 * 2 * (32 + 32 + 32 + 16)
+    assert {buffer.dtype for buffer in buffers if not buffer.trainable} == {"bfloat16"}
+    assert run.peak_bytes < fs.plan_run(path, **options).peak_bytes
+    assert "peft.LoraConfig(r=2, target_modules=['q_proj', 'v_proj'])" in run.code()
+    with pytest.raises(ValueError, match="found \\['query'\\]: pass some of down_proj, "):
+        fs.plan_run(path, **options, lora={"r": 2, "targets": ["query"]})
+
+
+def test_two_encoders_get_images_and_tokens(config: Any) -> None:
+    text = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 96}
+    vision = {**text, **IMAGE}
+    run = fs.plan_run(config("siglip", architectures=["SiglipModel"], text_config=text, vision_config=vision), gpus=2)
+    assert run.report.flops > 0
+    assert {path.partition(".")[0] for unit in run.plan.unit_list for path in unit.paths} >= {"text_model", "vision_model"}
+
+
 def test_a_module_of_your_own_takes_your_inputs_by_name() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
