@@ -159,7 +159,7 @@ GLOBS = [  # options, and the units, or None for an error
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("remat", "expected"), GLOBS, ids=str)
+@pytest.mark.parametrize(("remat", "expected"), GLOBS, ids=range(len(GLOBS)))
 def test_globs_name_the_units_that_are_computed_again(remat, expected):
     net = nn.ModuleDict({"blocks": nn.Sequential(*(nn.Linear(4, 4) for _ in range(UNITS)))})
     make = lambda: of_module(fs.Mesh(), net, ["blocks.*"], how={"remat": remat})  # noqa: E731
