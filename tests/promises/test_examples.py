@@ -28,6 +28,7 @@ AS_ONE_RANK = {
     "consistency": ("--steps 3", r"(?:loss|data) ([\d.]+)", 1e-3),
     "deq": ("--steps 1", r"loss ([\d.]+), (\d+) steps forward", 1e-3),
     "dpo": ("--steps 2", r"loss ([\d.]+), ([\d.]+)%", 2e-3),
+    "dmd": ("--steps 2", r"(?:loss|data) ([\d.]+)", 1e-3),
     "distill": ("--steps 21", r"loss ([\d.]+)", 1e-3),
     "functional_params": ("--steps 11 --out OUT", r"loss ([\d.]+), gradient norm ([\d.]+)", 2e-3),
     "grpo": ("--steps 2", r"reward ([\d.]+), loss ([\d.-]+)", 2e-3),
@@ -46,8 +47,8 @@ AS_ONE_RANK = {
 }
 # Examples that are compared in float64, with an option of some, and the steps of the comparison.
 IN_FLOAT64 = {
-    "consistency": 3, "hessian_spectrum": 0, "influence lissa": 2, "dpo": 3, "deq": 3, "hypergradients": 2, "grpo": 2,
-    "influence": 2, "natural_gradient": 2, "mean_flow": 3, "pinn": 3, "sam": 3, "score_matching": 3, "wgan_gp": 2,
+    "consistency": 3, "hessian_spectrum": 0, "influence lissa": 2, "dmd": 2, "dpo": 3, "deq": 3, "hypergradients": 2,
+    "grpo": 2, "influence": 2, "natural_gradient": 2, "mean_flow": 3, "pinn": 3, "sam": 3, "score_matching": 3, "wgan_gp": 2,
 }  # fmt: skip
 # Examples that have to learn their task. The first two depend on the number of ranks: statistics of a
 # rank's own batch, samples drawn on each rank.
