@@ -25,6 +25,7 @@ TWO_DIMENSIONS = ROOT / "examples" / "two_dimensions.py"
 # Options that make an example short, the numbers that it prints, and how far those of two ranks
 # may be from those of one: printed digits, or bfloat16.
 AS_ONE_RANK = {
+    "actor_critic": ("--steps 2", r"loss ([\d.]+), carts are ([\d.]+)", 1e-3),
     "consistency": ("--steps 3", r"(?:loss|data) ([\d.]+)", 1e-3),
     "deq": ("--steps 1", r"loss ([\d.]+), (\d+) steps forward", 1e-3),
     "dpo": ("--steps 2", r"loss ([\d.]+), ([\d.]+)%", 2e-3),
@@ -47,6 +48,7 @@ AS_ONE_RANK = {
 }
 # Examples that are compared in float64, with an option of some, and the steps of the comparison.
 IN_FLOAT64 = {
+    "actor_critic": 2,
     "consistency": 3, "hessian_spectrum": 0, "influence lissa": 2, "dmd": 2, "dpo": 3, "deq": 3, "hypergradients": 2,
     "grpo": 2, "influence": 2, "natural_gradient": 2, "mean_flow": 3, "pinn": 3, "sam": 3, "score_matching": 3, "wgan_gp": 2,
 }  # fmt: skip
