@@ -67,12 +67,21 @@ class Table(NamedTuple):
         ]
 
 
-def bullets(heading: str, lines: Sequence[str]) -> str:
-    """Return a list of lines under a heading."""
-    return "\n".join([heading, *(f"  - {line}" for line in lines)])
+class Bullets(NamedTuple):
+    """A list of lines under a heading."""
+
+    heading: str
+    lines: Sequence[str]
+
+    def __str__(self) -> str:
+        return "\n".join([self.heading, *(f"  - {line}" for line in self.lines)])
+
+    def _repr_html_(self) -> str:
+        items = "".join(f"<li>{html.escape(line)}</li>" for line in self.lines)
+        return f"<p><b>{html.escape(self.heading)}</b></p><ul>{items}</ul>"
 
 
-Part = Table | str
+Part = Table | Bullets | str
 
 
 class Shown(abc.ABC):
@@ -96,8 +105,8 @@ class Shown(abc.ABC):
         page = ""
         for part in parts:
             if isinstance(part, str):
-                page += f'<p style="white-space:pre-wrap">{html.escape(part)}</p>'
-            elif has_tables:
+                page += f"<p>{html.escape(part)}</p>"
+            elif isinstance(part, Table) and has_tables:
                 page += f'<div style="{_BESIDE}">{part._repr_html_()}</div>'
             else:
                 page += part._repr_html_()

@@ -17,7 +17,7 @@ import math
 import re
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import optree
@@ -196,9 +196,23 @@ def insertion_order(tree: Any) -> list[tuple[str, Any]]:
     return list(zip(_dotted(optree.tree_paths(tree, namespace=_PACKAGE)), flat_leaves, strict=True))
 
 
-def with_dicts_in_order(
-    structure: Structure, positions: Sequence[int] | Mapping[int, int]
-) -> Structure:
+def as_inserted(structure: Structure, tree: Any) -> Structure:
+    """Return the structure of ``tree`` with keys in the order of insertion."""
+    if structure is None or isinstance(structure, int):
+        return structure
+    node_kind, meta, children = structure
+    child_trees = optree.tree_flatten_one_level(tree)[0]
+    inner_structures = tuple(
+        as_inserted(child, node) for child, node in zip(children, child_trees, strict=True)
+    )
+    if node_kind != "dict":
+        return (node_kind, meta, inner_structures)
+    # Note: a child without leaves has a place too, so positions of leaves don't tell the order.
+    inner_by_key = dict(zip(meta, inner_structures, strict=True))
+    return (node_kind, tuple(tree), tuple(inner_by_key[key] for key in tree))
+
+
+def with_dicts_in_order(structure: Structure, positions: Sequence[int]) -> Structure:
     """Return ``structure`` with keys of plain dictionaries in the order of leaves.
 
     Arguments:
@@ -208,7 +222,7 @@ def with_dicts_in_order(
     return _in_order(structure, positions)[1]
 
 
-def _in_order(structure: Structure, positions: Any) -> tuple[float, Structure]:
+def _in_order(structure: Structure, positions: Sequence[int]) -> tuple[float, Structure]:
     """Return the first position in ``structure``, and the structure in order."""
     if structure is None:
         return math.inf, structure

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from funcshard._utils import table, tree
-from funcshard._utils.table import Part, Shown, Table, bullets
+from funcshard._utils.table import Bullets, Part, Shown, Table
 from funcshard._utils.torch_operators import operator_name
 from funcshard.graph.memory import memory_of
 from funcshard.graph.signatures import sizes_text
@@ -198,7 +198,7 @@ class StepDifference(Shown):
             ("Operations", self.operations),
         ):
             if heading_lines:
-                yield bullets(heading, _shortened(heading_lines))
+                yield Bullets(heading, _shortened(heading_lines))
             else:
                 yield f"{heading}: the same, in the same order."
 

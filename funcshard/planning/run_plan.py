@@ -17,7 +17,7 @@ from torch import nn
 from funcshard._utils import table
 from funcshard._utils.garbage import without_collection
 from funcshard._utils.options import check_bytes, check_choice, check_count
-from funcshard._utils.table import Part, Shown, Table, bullets
+from funcshard._utils.table import Bullets, Part, Shown, Table
 from funcshard.checkpoint import default_units, module_of_config
 from funcshard.estimate import (
     OPTIMIZERS,
@@ -164,7 +164,7 @@ class RunPlan(Shown):
         yield _collectives_table(self.report)
         if self.changes:
             yield self._changes_table()
-        yield bullets("Notes", self.notes)
+        yield Bullets("Notes", self.notes)
 
     def _step_table(self) -> Table:
         report, plan = self.report, self.plan

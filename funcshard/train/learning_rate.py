@@ -78,7 +78,9 @@ class TorchSchedule:
         class_name = getattr(make, "__name__", type(make).__name__)
         self._title = f"torch_schedule({class_name}, lr={lr})"
         # Any class without momentum, which some schedulers would change too.
-        self._optimizer = torch.optim.Adagrad([torch.zeros(0, device="cpu")], lr=float(lr))
+        self._optimizer = torch.optim.Adagrad(
+            [torch.zeros(0, dtype=torch.float32, device="cpu")], lr=float(lr)
+        )
         scheduler = make(self._optimizer, **options)
         if not isinstance(scheduler, lr_scheduler.LRScheduler) or isinstance(
             scheduler, lr_scheduler.ReduceLROnPlateau

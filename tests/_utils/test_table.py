@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from funcshard._utils import table
-from funcshard._utils.table import Part, Shown, Table, bullets
+from funcshard._utils.table import Bullets, Part, Shown, Table
 
 FRUIT = Table("Fruit", ["kind", "n"], [["fig", "2"]], ["all", "2"])
-LIST = bullets("Sorts", ["a <b>", "c"])
+LIST = Bullets("Sorts", ["a <b>", "c"])
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -74,6 +74,6 @@ def test_tables_stand_side_by_side_in_html_if_there_are_several(parts: tuple[Par
     html = Show((*parts, "1 < 2"))._repr_html_()
     assert html.count("inline-block") == beside
     assert "1 &lt; 2" in html
-    assert (LIST in parts) == ("\n  - a &lt;b&gt;" in html)
+    assert (LIST in parts) == ("<li>a &lt;b&gt;</li>" in html)
     assert html.count("<table") == sum(isinstance(part, Table) for part in parts)
     assert html.count("<tfoot>") == html.count("<table")

@@ -103,7 +103,7 @@ def after_backward(s):
 
 CASES += [
     ("value_and_grad unshard", "backward on shards that require gradients",
-     untold("docs/gradients.md", "which is the exact adjoint, so the library can't warn of this;", whole_grads),
+     untold("docs/gradients.md", "so only `fs.simulate(..., check_vma=True)` [warns of it]", whole_grads),
      after_backward),
 ]  # fmt: skip
 

@@ -73,13 +73,6 @@ def test_a_folded_plan_shows_one_of_the_equal_units_and_the_total_of_all() -> No
     assert "126 × blocks.*" in plan._repr_html_()
 
 
-def test_a_long_printed_schedule_shows_its_begin_and_its_end() -> None:
-    plan = fs.make_plan(BLOCKS, 2, units=["blocks.*"])
-    rows = [" ".join(line.split()) for line in str(fs.make_schedule(plan)).splitlines() if line[:1] in tuple("0123456789…")]
-    assert [row.split()[0] for row in rows] == ["0", "1", "2", "3", "…", "123", "124", "125", "126"]
-    assert rows[2] == "2 blocks.1 blocks.123"
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"strategy": "no_shard"}, {"offload": True}, {"reshard_after_forward": False}, {"precision": LOW}]
 )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from funcshard._utils import table
-from funcshard._utils.table import Part, Shown, Table, bullets
+from funcshard._utils.table import Bullets, Part, Shown, Table
 from funcshard.estimate.reports.report import (
     COLUMNS,
     Report,
@@ -50,7 +50,7 @@ class Comparison(Shown):
         traffic_rows = _moves([_traffic(report) for report in both], table.size)
         header = ["", "before", "after", "±"]
         return [
-            bullets("Changes", self.changes or ("none",)),
+            Bullets("Changes", self.changes or ("none",)),
             self._units(),
             Table(f"Memory at the peak, in the {place_after}", header, *memory_rows),
             Table("Time of a step", header, time_rows[0], time_total),

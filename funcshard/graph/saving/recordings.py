@@ -236,9 +236,7 @@ def form_to(form: Any) -> Any:
     except TypeError as error:
         raise ValueError(f"a file of graphs describes trees as data: {error}") from None
     # Why: dictionaries of the results keep the order in which the step made their keys.
-    inserted = enumerate(tree.insertion_order(index_tree))
-    positions = {leaf_index: position for position, (_, leaf_index) in inserted}
-    return _plain(tree.with_dicts_in_order(structure, positions))
+    return _plain(tree.as_inserted(structure, index_tree))
 
 
 def _plain(value: Any) -> Any:
