@@ -202,6 +202,13 @@ def test_what_was_gathered_ahead_for_a_unit_that_is_never_entered_is_waited_for_
     assert (asked, prefetcher.ran) == (["a", "b", "c", "d"], ["a", "b"])
 
 
+def test_what_backward_gathered_ahead_in_vain_is_waited_for_when_it_ends():
+    work, prefetcher = Waited(), prefetcher_of("a", lambda name: [])
+    prefetcher._ahead[0] = [handle("a", work)]
+    prefetcher.end_backward()
+    assert (work.waits, prefetcher._ahead) == (1, {})
+
+
 def test_a_wait_that_was_interrupted_is_not_begun_again_when_the_call_ends():
     work = Waited(KeyboardInterrupt())
     prefetcher = prefetcher_of("aa", lambda name: [handle(name, work)])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from funcshard.estimate.trace import MARGIN, Program, Run, equal_units
-from funcshard.plan import Plan, UnitPlan, fold_units
+from funcshard.plan import Plan, UnitPlan, fold_units, mesh_axes_of
 
 STRATEGIES = ("full_shard", "no_shard")
 
@@ -161,8 +161,8 @@ def on_mesh(
         mesh: sizes ``(replicate, shard)``.
         options: fields of each unit's plan that change.
     """
-    axis_sizes = {"replicate": mesh[0], "shard": mesh[1]}
-    axes = tuple((axis, axis_sizes.get(axis, size)) for axis, size in plan.axes)
+    axis_sizes = plan.mesh_axes | {"replicate": mesh[0], "shard": mesh[1]}
+    axes = tuple(mesh_axes_of(axis_sizes, "mesh").items()) if plan.axes else ()
     changed_units = []
     for unit in plan.unit_list:
         unit_changes = {"strategy": unit.strategy, **options(unit)}

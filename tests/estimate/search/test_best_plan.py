@@ -84,9 +84,8 @@ SPACES = {
 }
 
 
-@pytest.mark.nightly
 @settings(
-    max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None,
+    max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None,
     phases=[Phase.generate],
 )  # fmt: skip
 @given(models, st.sampled_from([*SPACES]), st.lists(st.floats(0, 1), min_size=1, max_size=3))
@@ -195,11 +194,13 @@ def test_the_result_says_all_that_makes_the_plan_again() -> None:
     assert [(each.seconds, -each.peak) for each in best.pareto] == sorted((each.seconds, -each.peak) for each in best.pareto)
 
 
-def test_the_plan_of_any_mesh_is_that_of_make_plan() -> None:
+@pytest.mark.parametrize("model_axes", [{}, {"tensor": 2}], ids=str)
+def test_the_plan_of_any_mesh_is_that_of_make_plan(model_axes: dict[str, int]) -> None:
     found = chain(MODEL[-3:])
-    single = make_plan(found.forms, 1, units=["*"])
+    single = make_plan(found.forms, {"replicate": 1, "shard": 1, **model_axes}, units=["*"])
     for mesh, strategy in itertools.product(((1, 4), (2, 2), (4, 1)), ("full_shard", "shard_grad_op", "no_shard")):
-        made = make_plan(found.forms, {"replicate": mesh[0], "shard": mesh[1]}, units=["*"], strategy=strategy)
+        shape = {"replicate": mesh[0], "shard": mesh[1], **model_axes}
+        made = make_plan(found.forms, shape, units=["*"], strategy=strategy)
         assert on_mesh(single, mesh, functools.partial(unit_options, strategy)) == made
 
 
