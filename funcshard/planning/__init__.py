@@ -6,10 +6,12 @@ In reading order:
 - ``adapters``: adapters of peft around frozen weights.
 - ``run_plan``: ``plan_run`` and its result.
 - ``script``: the training script of a result.
+- ``answers``: answers of the command on disk.
 """
 
 from __future__ import annotations
 
+from funcshard.planning.answers import Answer, answer_file, read_answer, write_answer
 from funcshard.planning.model_inputs import LONGEST, OTHERS, InputMaker, default_seq, trace
 from funcshard.planning.run_plan import PRECISIONS, RunPlan, plan_run
 
@@ -17,9 +19,13 @@ __all__ = [
     "LONGEST",
     "OTHERS",
     "PRECISIONS",
+    "Answer",
     "InputMaker",
     "RunPlan",
+    "answer_file",
     "default_seq",
     "plan_run",
+    "read_answer",
     "trace",
+    "write_answer",
 ]

@@ -56,7 +56,9 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Any:
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
     def write(model_type: str = "llama", **fields: Any) -> Path:
         path = tmp_path / "config.json"
         path.write_text(json.dumps({"model_type": model_type, **SIZES, **MODELS.get(model_type, ({}, ""))[0], **fields}))
@@ -93,6 +95,39 @@ def test_the_command_prints_the_figures_of_plan_run_and_one_screen(config: Any, 
     assert screen.count("\n") < 60
     for words in ("It fits: ", "binds", "tokens per second", "MFU", "all_gather", "activations", "400 Gb/s per GPU"):
         assert words in screen
+
+
+def test_the_command_answers_again_from_its_cache_unless_something_changed(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, runs = config(), []
+
+    class Run:
+        fits = True
+        to_json = _repr_html_ = __str__ = lambda self: f"answer {len(runs)}"
+
+    def plan_run(*args: Any, **keywords: Any) -> Any:
+        runs.append(args)
+        return Run()
+
+    def answer(*options: str) -> str:
+        assert main(["plan", str(path), "--gpus", "2", *options]) == 0
+        return capsys.readouterr().out.strip()
+
+    monkeypatch.setattr(fs, "plan_run", plan_run)
+    assert [answer(), answer(), answer("--json"), answer("--gpu", "h100")] == ["answer 1"] * 4
+    assert answer("--html", str(tmp_path / "page.html")) == "answer 1" in (tmp_path / "page.html").read_text()
+    assert [answer("--no-cache"), answer("--seq", "8"), answer("--gpu", "a100")] == ["answer 2", "answer 3", "answer 4"]
+    config(vocab_size=97)
+    assert [answer(), answer()] == ["answer 5"] * 2
+    cache = tmp_path / "cache" / "funcshard"
+    for text in ("", "[]", '{"text": 1, "json": "", "html": "", "fits": true}'):
+        for file in cache.iterdir():
+            file.write_text(text)
+        answer()
+    assert len(runs) == 8
+    monkeypatch.setenv("XDG_CACHE_HOME", str(config()))  # a file, which can't be a folder
+    assert [answer(), answer()] == ["answer 9", "answer 10"]
 
 
 @pytest.mark.nightly(one_in=2)
