@@ -204,7 +204,7 @@ def _answer(options: argparse.Namespace) -> Answer:
     file = None
     # Note: code of yours may change, and no digest shows it.
     if not (is_ours or options.inputs or options.no_cache):
-        file = answer_file(Path(options.path), question)
+        file = answer_file(Path(options.path), {**question, "gpu": hardware.to_json()})
     answer = read_answer(file) if file else None
     if answer is None:
         model = _model(options.path, options) if is_ours else options.path

@@ -40,7 +40,7 @@ def answer_file(path: Path, question: Mapping[str, Any]) -> Path | None:
 
     Arguments:
         path: a ``config.json``, or a folder with one.
-        question: the other options, whose ``repr`` says all.
+        question: the other options, whose ``repr`` is the same in every process.
 
     Returns:
         The file, which needn't exist; ``None`` if the config can't be read.
