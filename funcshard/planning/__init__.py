@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from funcshard.planning.answers import Answer, answer_file, read_answer, write_answer
 from funcshard.planning.model_inputs import LONGEST, OTHERS, InputMaker, default_seq, trace
-from funcshard.planning.run_plan import PRECISIONS, RunPlan, plan_run
+from funcshard.planning.run_plan import PRECISIONS, RunPlan, plan_run, plan_within
 
 __all__ = [
     "LONGEST",
@@ -25,6 +25,7 @@ __all__ = [
     "answer_file",
     "default_seq",
     "plan_run",
+    "plan_within",
     "read_answer",
     "trace",
     "write_answer",

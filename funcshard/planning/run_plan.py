@@ -25,6 +25,7 @@ from funcshard.estimate import (
     Change,
     Hardware,
     Infeasible,
+    Profile,
     Report,
     auto_plan,
     changes_to_fit,
@@ -282,11 +283,6 @@ def plan_run(
         batch = check_count("batch", batch, of="samples")
     seq = default_seq(module) if seq is None else check_count("seq", seq, of="tokens")
     unit_names = default_units(module, ends=True)
-    search_budget = limit
-    if hardware.device == "cuda":
-        # Note: auto_plan bounds memory in use, of which reserved memory is a multiple.
-        search_budget = limit * limit // reserved_band(limit)[0]
-
     functional = make_functional(module)
 
     def plan_batch(samples: int, micro_batches: int) -> Best | Infeasible:
@@ -298,21 +294,14 @@ def plan_run(
             inputs=inputs,
             functional=functional,
         )
-        in_use = search_budget
-        while True:
-            best = auto_plan(
-                {micro_batches: micro_profile},
-                ranks=gpus,
-                hardware=hardware,
-                optimizer=optimizer,
-                units=unit_names,
-                budget=in_use,
-            )
-            reserved_bytes = _reserved(best.report)
-            if not best.fits or reserved_bytes <= limit:
-                return best
-            # Note: the allocator's pools may hold more than is in use at any moment.
-            in_use = min(in_use - 1, in_use * limit // reserved_bytes)
+        return plan_within(
+            limit,
+            {micro_batches: micro_profile},
+            ranks=gpus,
+            hardware=hardware,
+            optimizer=optimizer,
+            units=unit_names,
+        )
 
     best, batch = _with_batch(plan_batch, batch)
     report = best.report
@@ -351,6 +340,29 @@ def plan_run(
             lora=lora,
         ),
     )
+
+
+def plan_within(
+    limit: int, profiles: Mapping[int, Profile] | Profile, **options: Any
+) -> Best | Infeasible:
+    """Return the fastest plan whose reserved memory is within a limit.
+
+    Arguments:
+        limit: bytes that torch's allocator may reserve.
+        profiles: profiles by number of micro-batches, or one.
+        options: those of ``auto_plan``, with ``hardware`` and without ``budget``.
+    """
+    in_use = limit
+    if options["hardware"].device == "cuda":
+        # Note: auto_plan bounds memory in use, of which reserved memory is a multiple.
+        in_use = limit * limit // reserved_band(limit)[0]
+    while True:
+        best = auto_plan(profiles, budget=in_use, **options)
+        reserved_bytes = _reserved(best.report)
+        if not best.fits or reserved_bytes <= limit:
+            return best
+        # Note: the allocator's pools may hold more than is in use at any moment.
+        in_use = min(in_use - 1, in_use * limit // reserved_bytes)
 
 
 def _reserved(report: Report) -> int:

@@ -106,16 +106,19 @@ class Profile(Shown):
 
     def _spliced(self, plan: Plan, remat: frozenset[str]) -> Program | None:
         """Return a program by a splice, or ``None`` if one isn't possible."""
-        # Note: a trace takes a third of a second, a splice milliseconds.
+        # Note: a trace takes a third of a second, a splice milliseconds. The program of a splice
+        # may be spliced itself, along other equal units.
         base_program = self.program(plan)
-        equal_group = max(equal_units(plan, base_program), key=len)
-        names = [unit.name for unit in equal_group if unit.name in base_program.order]
-        middle_count, wanted_count = len(names) // 2, len(remat.intersection(names))
-        if wanted_count == middle_count or not remat.issuperset(names[:wanted_count]):
-            return None
-        middle_names = remat.difference(names).union(names[:middle_count])
-        middle_program = functools.partial(self.program, plan, remat=middle_names)
-        return splice(middle_program, names, middle_count, wanted_count)
+        for equal_group in sorted(equal_units(plan, base_program), key=len, reverse=True):
+            names = [unit.name for unit in equal_group if unit.name in base_program.order]
+            middle_count, wanted_count = len(names) // 2, len(remat.intersection(names))
+            if wanted_count == middle_count or not remat.issuperset(names[:wanted_count]):
+                continue
+            middle_names = remat.difference(names).union(names[:middle_count])
+            middle_program = functools.partial(self.program, plan, remat=middle_names)
+            if spliced_program := splice(middle_program, names, middle_count, wanted_count):
+                return spliced_program
+        return None
 
     def check(self, plan: Plan) -> None:
         """Raise unless the plan has the parameters and the precision of the profile."""

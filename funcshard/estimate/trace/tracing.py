@@ -145,6 +145,10 @@ def _with_targets(loss: Loss, targets: Any, out: Any) -> torch.Tensor:
     return loss(out, targets)
 
 
+def _around(path: str) -> list[str]:
+    return [*tree.upwards(path)][1:]
+
+
 def _nothing() -> None:
     return None
 
@@ -212,8 +216,11 @@ class _Tracer:
         # checkpoint would share what it keeps.
         single_paths = {path for path in remat if self.paths.get(path) not in self.kinds}
         closed_paths = compiled | single_paths
-        for path, index in self.paths.items() if closed_paths or apart or whole else ():
-            is_inside = closed_paths.intersection([*tree.upwards(path)][1:]) or apart.intersection(
+        # Why not around many recomputed modules: none of those could represent another one inside.
+        again_counts = Counter(node_path for path in remat for node_path in _around(path))
+        nodes_around.update(path for path, count in again_counts.items() if count >= _NESTED)
+        for path, index in self.paths.items() if closed_paths or nodes_around or whole else ():
+            is_inside = closed_paths.intersection(_around(path)) or apart.intersection(
                 tree.upwards(path)
             )
             if is_inside or path in nodes_around or path in whole:

@@ -43,6 +43,27 @@ def test_a_spliced_program_is_the_traced_one(found: Profile, wanted: int) -> Non
     assert without_pauses(spliced) == without_pauses(traced)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("narrow", "wide"), [(4, 6), (6, 5), (0, 6)])
+def test_two_groups_of_equal_units_share_the_traces_of_their_middles(narrow: int, wide: int) -> None:
+    net = torch.nn.Sequential(
+        *(
+            torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.GELU(), torch.nn.Linear(width, 8))
+            for width in (16, 32)
+            for _ in NAMES
+        )
+    )
+    apply, params, buffers = fs.make_functional(net)
+    two = profile(apply, params, buffers, torch.zeros(4, 8))
+    plan = fs.make_plan(params, 2, units=[str(i) for i in range(20)])
+    remat = [str(i) for i in (*range(narrow), *range(10, 10 + wide))]
+    spliced = two.program(plan, remat=remat)
+    traced_counts = {len(key[0]) for key in two._tapes}
+    assert traced_counts <= {0, 5, 10}
+    paths = {unit.name: unit.paths for unit in plan.unit_list}
+    assert without_pauses(spliced) == without_pauses(make_program(two.tape(remat), paths))
+
+
 @pytest.mark.parametrize("wanted", [0, MARGIN, 10 - MARGIN, 10])
 def test_a_border_near_an_end_is_left_to_the_trace(found: Profile, wanted: int) -> None:
     plan = fs.make_plan(found.forms, 2, units=NAMES)
