@@ -219,11 +219,12 @@ class _Tracer:
         # Why not around many recomputed modules: none of those could represent another one inside.
         again_counts = Counter(node_path for path in remat for node_path in _around(path))
         nodes_around.update(path for path, count in again_counts.items() if count >= _NESTED)
-        for path, index in self.paths.items() if closed_paths or nodes_around or whole else ():
-            is_inside = closed_paths.intersection(_around(path)) or apart.intersection(
-                tree.upwards(path)
-            )
-            if is_inside or path in nodes_around or path in whole:
+        for path, index in self.paths.items():
+            if (
+                path in nodes_around | whole
+                or closed_paths.intersection(_around(path))
+                or apart.intersection(tree.upwards(path))
+            ):
                 self.kinds.pop(index, None)
         # Why: few modules inside one that is traced itself aren't worth a trace that may fail.
         for around in whole:
