@@ -52,7 +52,7 @@ def answer_file(path: Path, question: Mapping[str, Any]) -> Path | None:
         folder = _folder()
     except (OSError, RuntimeError, ValueError):
         return None
-    versions = [torch.__version__]
+    versions = [str(torch.__version__)]
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{package} {importlib.metadata.version(package)}")
