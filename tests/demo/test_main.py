@@ -132,7 +132,7 @@ SIZES = "width layers heads context"
 FLAGS = {
     "train": f"ranks replicate strategy units steps batch lr seed text out save-every resume {SIZES}",
     "plan": "ranks replicate strategy units model bucket-bytes precision json html hardware budget batch seq inputs "
-    f"optimizer remat auto compare lora {SIZES}",
+    f"optimizer remat auto compare lora no-cache {SIZES}",
     "calibrate": "ranks gloo",
     "inspect": "check to-dcp to-safetensors to-hf config tree",
 }
