@@ -32,14 +32,28 @@ _PLAIN: dict[Any, Callable[[str, Any], Any]] = {
 
 
 @functools.cache
-def _fields(cls: Any) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
-    """Return each field and its type hint, by its name in JSON."""
-    type_hints = typing.get_type_hints(cls)
-    return {
-        field.metadata.get("key", field.name): (field, type_hints[field.name])
-        for field in dataclasses.fields(cls)
-        if field.init
-    }
+def _fields(cls: Any) -> dict[str, tuple[dataclasses.Field[Any], Any, bool]]:
+    """Return each field, its type hint and whether it holds data classes, by its name in JSON."""
+    fields = {}
+    for field in dataclasses.fields(cls):
+        hint = typing.get_type_hints(cls)[field.name]
+        has_class = any(map(dataclasses.is_dataclass, (hint, *typing.get_args(hint))))
+        if field.init:
+            fields[field.metadata.get("key", field.name)] = field, hint, has_class
+    return fields
+
+
+@functools.cache
+def _required_keys(cls: Any) -> list[str]:
+    return [key for key, (f, *_) in _fields(cls).items() if f.default is dataclasses.MISSING]
+
+
+@functools.cache
+def _arguments(hint: Any) -> tuple[Any, ...] | None:
+    """Return the arguments of a type hint, or a named tuple's types; ``None`` for a data class."""
+    if dataclasses.is_dataclass(hint):
+        return None
+    return typing.get_args(hint) or tuple(typing.get_type_hints(hint).values())
 
 
 def encode(value: Any) -> Any:
@@ -50,10 +64,11 @@ def encode(value: Any) -> Any:
         return value
     encoded = {}
     value_type: Any = type(value)
-    for key, (field, _) in _fields(value_type).items():
+    # Why by the hint: a plan has thousands of leaves, most of whose fields hold no class.
+    for key, (field, _, has_class) in _fields(value_type).items():
         part = getattr(value, field.name)
         if "later" not in field.metadata or part != field.default:
-            encoded[key] = encode(part)
+            encoded[key] = encode(part) if has_class else part
     return encoded
 
 
@@ -66,11 +81,11 @@ def decode(hint: Any, data: Any, where: str) -> Any:
     Raises:
         ValueError: the data has another type, or other fields.
     """
-    if hint in _PLAIN:
-        return _PLAIN[hint](where, data)
-    if dataclasses.is_dataclass(hint):
+    if (check := _PLAIN.get(hint)) is not None:
+        return check(where, data)
+    type_arguments = _arguments(hint)
+    if type_arguments is None:
         return _decode_class(hint, data, where)
-    type_arguments = typing.get_args(hint)
     if isinstance(hint, types.UnionType):
         # Note: of None, a truth value and one other type, JSON tells which it holds.
         if (data is None and _NONE in type_arguments) or (
@@ -79,26 +94,27 @@ def decode(hint: Any, data: Any, where: str) -> Any:
             return data
         (hint,) = [choice for choice in type_arguments if choice not in (_NONE, bool)]
         return decode(hint, data, where)
-    make: Any = tuple
     items = file_data.of_type(list, where, data)
     if type_arguments[1:] == (...,):
+        # Why: most lists hold numbers or texts, and a plan has thousands of them.
+        if (check := _PLAIN.get(type_arguments[0])) is not None:
+            return tuple([check(f"{where}[{index}]", item) for index, item in enumerate(items)])
         type_arguments = type_arguments[:1] * len(items)
-    elif not type_arguments:
-        assert issubclass(hint, tuple), f"no data is stored as {hint}"
-        make, type_arguments = hint._make, tuple(typing.get_type_hints(hint).values())
     if len(items) != len(type_arguments):
         raise ValueError(f"{where} must be a list of {len(type_arguments)}; found {len(items)}")
+    make: Callable[[Any], Any] = getattr(hint, "_make", tuple)  # of a named tuple
     return make(
-        decode(item_hint, item, f"{where}[{index}]")
-        for index, (item_hint, item) in enumerate(zip(type_arguments, items, strict=True))
+        [
+            decode(item_hint, item, f"{where}[{index}]")
+            for index, (item_hint, item) in enumerate(zip(type_arguments, items, strict=True))
+        ]
     )
 
 
 def _decode_class(cls: Any, data: Any, where: str) -> Any:
     fields = _fields(cls)
-    required_keys = [key for key, (f, _) in fields.items() if f.default is dataclasses.MISSING]
     # No further keys either: a field that this release lacks may change the meaning of others.
-    file_data.table(where, data, required_keys, fields, others=False)
+    file_data.table(where, data, _required_keys(cls), fields, others=False)
     return cls(
         **{
             fields[key][0].name: decode(fields[key][1], part, f"{where}.{key}")

@@ -50,9 +50,9 @@ def parse(data: str | bytes) -> Any:
             if isinstance(node, list | dict)
             for child in (node if isinstance(node, list) else node.values())
         ]
-    if level_nodes:
-        raise ValueError(_TOO_DEEP)
-    return parsed_data
+        if not level_nodes:
+            return parsed_data
+    raise ValueError(_TOO_DEEP)
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
