@@ -6,6 +6,7 @@ of the model has the names without wrappers.
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -30,13 +31,14 @@ def file_names(module: nn.Module) -> dict[str, list[str]]:
     """Return the module's own names for each name in a folder of the model under its adapters."""
     base, module_state = base_model(module), module.state_dict(keep_vars=True)
     prefix = next(f"{path}." if path else "" for path, m in module.named_modules() if m is base)
-    # Note: names of adapters, such as lora_A, begin so.
-    adapter_prefix = getattr(getattr(module, "base_model", None), "prefix", None)
+    # Note: inject_adapter_in_model leaves peft_config too, without a PeftModel.
+    configs = getattr(module, "peft_config", {}).values()
+    adapter_prefixes = {f".{_prefix_of(config)}" for config in configs}
     names: dict[str, list[str]] = {}
     for name in module_state:
         plain_name = name.removeprefix(prefix)
-        if base is not module:
-            is_adapter = adapter_prefix and f".{adapter_prefix}" in name
+        if configs:
+            is_adapter = any(adapter_prefix in name for adapter_prefix in adapter_prefixes)
             if is_adapter or not name.startswith(prefix):
                 continue
             # Note: a module that peft copies to train it, as for ``modules_to_save``, has the
@@ -55,6 +57,13 @@ def file_names(module: nn.Module) -> dict[str, list[str]]:
             all_names.update(dict.fromkeys(names_of_parameter[id(module_state[name])]))
         names[plain_name] = list(all_names)
     return names
+
+
+def _prefix_of(config: Any) -> str:
+    """Return how the names of an adapter's tensors begin, e.g. ``lora_``."""
+    mapping: Any = importlib.import_module("peft.mapping")
+    prefix: str = mapping.PEFT_TYPE_TO_PREFIX_MAPPING[config.peft_type]
+    return prefix
 
 
 def adapter_reset(module: nn.Module) -> Callable[[nn.Module], None]:

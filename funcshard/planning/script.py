@@ -60,15 +60,19 @@ def training_script(
             f"        model = transformers.{type(module).__name__}(config).train(){dtype_call}",
             "    model.tie_weights()",
         ]
-        if lora is not None:
-            imports = ["import peft", *imports]
-            adapter_text = f"peft.LoraConfig(r={lora['r']}, target_modules={list(lora['targets'])})"
-            model_lines += [
-                '    with torch.device("meta"):',
-                f"        peft.inject_adapter_in_model({adapter_text}, model)",
-            ]
     if is_hugging_face(module):
         init_options, call = ", reset=model._init_weights", "**batch).loss"
+    values = f"shards, buffers = fs.init_module(model, plan, mesh{init_options})"
+    if lora is not None:
+        # Why no init_module: adapters are for weights that exist, and peft knows their own.
+        imports = ["import peft", *imports]
+        adapter_text = f"peft.LoraConfig(r={lora['r']}, target_modules={list(lora['targets'])})"
+        model_lines.append(f"    peft.inject_adapter_in_model({adapter_text}, model)")
+        values = "shards = fs.shard(params, plan, mesh)"
+        if path is not None:
+            model_lines[-1:] = ['    with torch.device("meta"):', f"    {model_lines[-1]}"]
+            folder = path.removesuffix("config.json") or "."
+            values = f"_, shards, buffers, _ = fs.from_pretrained({folder!r}, mesh, model=model, plan=plan)"
     if plan.unit_list[0].strategy != "full_shard":
         plan_options.append(f"strategy={plan.unit_list[0].strategy!r}")
     if precision == "bf16":
@@ -87,11 +91,11 @@ def training_script(
         "",
         f"def main({parameters}):",
         *model_lines,
-        "    apply, params, _ = fs.make_functional(model)",
+        "    apply, params, buffers = fs.make_functional(model)",
         *precision_lines,
         *_unit_lines(plan, units),
         f"    plan = fs.make_plan(params, mesh, {', '.join(plan_options)})",
-        f"    shards, buffers = fs.init_module(model, plan, mesh{init_options})",
+        f"    {values}",
         f"    sharded = fs.fully_shard(apply, plan, mesh, remat={_names_text(remat)})",
         f"    loss_fn = lambda shards, buffers, batch: sharded(shards, buffers, {call}",
         f"    optimizer = fs.torch_optimizer({_OPTIMIZERS[optimizer]})",
