@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Why: Inductor compiles six programs in each process that uses it, to find out which vector
 # instructions the compiler knows. That takes longer than to compile what the tests compile.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
+_SLOW_FILE = re.compile(r"^pytestmark = .*pytest\.mark\.slow\b", re.MULTILINE)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -25,6 +29,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="run every case of long tables, and the longest tests")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files that are slow as a whole, before they import what only they need."""
+    is_test_file = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    if config.option.markexpr == "not slow" and is_test_file and _SLOW_FILE.search(collection_path.read_text()):
+        return True
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

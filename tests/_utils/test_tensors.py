@@ -59,7 +59,8 @@ HOLDERS = {
     "a tuple in a model output": (model_output, lambda y: y[1][0]),
     "a packed sequence": (lambda x: pack_sequence([x, x[:1]]), lambda y: y.data),
 }
-HELD = [pytest.param(*pair, id=name) for name, pair in HOLDERS.items()]
+SLOW = {name: pytest.mark.slow for name in HOLDERS if "model output" in name}  # transformers is imported
+HELD = [pytest.param(*pair, id=name, marks=SLOW.get(name, ())) for name, pair in HOLDERS.items()]
 
 
 @pytest.mark.parametrize(("hold", "take"), HELD)

@@ -60,6 +60,7 @@ def test_it_warns_once_for_each_line_and_changes_no_bit(way):
     torch.testing.assert_close(found, fs.simulate(run, 1), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_where_the_program_has_to_be_one_graph_torchs_error_says_the_same():
     with pytest.raises(Exception, match=f"(?s)reason: torch.compile compiles {WAYS['step']}"):
         fs.simulate(lambda mesh: run(mesh, "step", fullgraph=True), 1)

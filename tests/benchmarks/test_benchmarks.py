@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 ROWS = [row for file in racing.FILES for row in racing.cases_of(file)]
 NAMES = {"shapes": SHAPES, "peers": peers.TITLES, "rows": ROWS, "parts": PARTS}
 
-pytestmark = pytest.mark.usefixtures("server_of_forks")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("server_of_forks")]  # all peers are imported
 
 
 def commands():

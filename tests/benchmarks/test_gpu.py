@@ -12,6 +12,8 @@ import torch
 from benchmarks import gpu, gpu_parts
 from benchmarks.gpu_parts import PARTS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:

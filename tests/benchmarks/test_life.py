@@ -7,7 +7,7 @@ import pytest
 from benchmarks.life import racing
 from benchmarks.life.__main__ import main
 
-pytestmark = pytest.mark.usefixtures("server_of_forks")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("server_of_forks")]
 
 
 @pytest.mark.nightly

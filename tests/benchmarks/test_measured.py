@@ -8,6 +8,7 @@ from benchmarks.measured import MeasuredStep, estimate_step, read_steps
 from funcshard.estimate.walk import RESERVED_RUNS
 
 pytest.importorskip("transformers", reason="an optional dependency of the tests")
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.nightly(one_in=12)

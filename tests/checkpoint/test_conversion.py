@@ -21,6 +21,8 @@ from funcshard.checkpoint import export_parameters
 from funcshard.checkpoint.conversion import write_dcp
 from tests.zoo.transformers_models import build
 
+pytestmark = pytest.mark.slow  # torch.distributed.checkpoint is imported for a second
+
 MESHES: dict[str, Any] = {"one rank": 1, "three ranks": 3, "copies": {"replicate": 2, "shard": 2}}
 
 

@@ -20,6 +20,8 @@ from torch import nn
 
 import funcshard as fs
 
+pytestmark = pytest.mark.slow  # torch.distributed.checkpoint is imported for a second
+
 DATA = Path(__file__).parent / "data"
 ADAMW = fs.torch_optimizer(torch.optim.AdamW, lr=0.125)
 WORLDS: dict[str, Any] = {"1 rank": 1, "3 ranks": 3, "2 × 2 ranks": {"replicate": 2, "shard": 2}}

@@ -23,7 +23,8 @@ from funcshard.checkpoint.hugging_face import is_hugging_face
 from tests.storages import Alive
 from tests.zoo.transformers_models import build, small_config
 
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # by peft
+by_peft = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+pytestmark = [pytest.mark.slow, by_peft]
 
 IDS = torch.arange(12).view(2, 6)
 

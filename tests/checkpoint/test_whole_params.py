@@ -76,6 +76,7 @@ def test_at_most_two_units_are_in_memory_and_one_is_under_way(mesh: fs.Mesh) -> 
     assert under_way == [(f"{i}.{name}", nexts[i]) for i in range(BLOCKS) for name in "ab"]
 
 
+@pytest.mark.slow
 def test_names_and_tensors_are_those_of_hugging_faces_files(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = build("MixtralForCausalLM", "mixtral", {})

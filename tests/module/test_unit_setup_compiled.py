@@ -24,10 +24,8 @@ OF_TORCH = (  # torch's own warnings; Dynamo hides the first one unless it is an
 OF_OURS = pytest.mark.filterwarnings(
     "ignore:torch.compile compiles nothing of"
 )  # see tests/_utils/test_torch_private_warning.py
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{text}") for text in OF_TORCH),
-    pytest.mark.skipif(torch.__version__ < "2.13", reason="torch crashes when a second thread compiles"),
-]
+NEEDS_THREADS = pytest.mark.skipif(torch.__version__ < "2.13", reason="torch crashes when a second thread compiles")
+pytestmark = [pytest.mark.slow, NEEDS_THREADS, *(pytest.mark.filterwarnings(f"ignore:{text}") for text in OF_TORCH)]
 
 
 class Backend:

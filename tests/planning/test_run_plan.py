@@ -17,6 +17,7 @@ import funcshard as fs
 from funcshard.__main__ import main
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,

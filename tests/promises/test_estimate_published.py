@@ -69,6 +69,7 @@ def test_memory_in_use_is_within_three_per_cent_of_what_fsdp_used(number):
 PUBLISHED = [run for run in RESERVED_RUNS if run.source.startswith("https")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("run", "number"), list(zip(PUBLISHED, numbered(source=FSDP_PAIR), strict=True)))
 def test_the_reserved_band_comes_from_published_runs_and_simulated_pools(run, number):
     low, high = report(number).reserved

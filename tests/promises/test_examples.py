@@ -232,6 +232,7 @@ def test_an_example_learns_its_task_on_two_processes(name):
     assert printed(r"([\d.]+)% of \d+ \w+ right", out)[-1] > least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", MATRIX_OPTIMIZERS)
 def test_an_optimizer_of_one_matrix_has_the_bits_of_its_unsharded_self(name, ranks):

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 from torch import nn
 
@@ -193,13 +191,18 @@ IDS = torch.arange(4 * 6).view(4, 6) % 32
 QLORA = {"**": fs.nf4(), "**.*norm": None, "**.embed_tokens": None}  # trained leaves stay as they are
 
 
+# Why in functions: the fast loop needs none of this, and peft is imported for two seconds.
 def llama(**sizes: int) -> Any:
+    import transformers
+
     torch.manual_seed(0)
     usual = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=2, **usual | sizes)).eval()
 
 
 def adapted(base: Any) -> Any:
+    import peft
+
     config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
     return peft.get_peft_model(base, config).eval()
 

@@ -31,7 +31,7 @@ NAMES = [
 
 def is_slow(case):
     """Return whether a case records a graph, or computes on four ranks."""
-    return "trace" in case.of or case.worlds == misuse.EVERYWHERE
+    return "trace" in case.of or "passes" in case.of or case.worlds == misuse.EVERYWHERE
 
 
 @pytest.fixture(scope="module", autouse=True)

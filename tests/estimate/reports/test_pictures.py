@@ -25,6 +25,7 @@ def legend_of(figure) -> list[str]:  # type: ignore[no-untyped-def]
     return [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
 
 
+@pytest.mark.slow
 def test_the_stack_reaches_the_peak_and_starts_at_zero() -> None:
     figure = draw_memory(REPORT)
     (axes,) = figure.axes
