@@ -258,30 +258,27 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 runs_in_backward: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Return whether the backward that runs on this thread computes the gradient of a node."""
 
-saved_tensors_hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
-"""Return whether ``torch.autograd.graph.saved_tensors_hooks`` is allowed here."""
+
+def hooks_allowed() -> bool:
+    """Return whether saved-tensor hooks are: not in ``torch.func``, nor while remat recomputes."""
+    return torch._C._autograd._saved_tensors_hooks_is_enabled() and not transforms_active()  # type: ignore[attr-defined]
 
 
-def outer_saved_tensors_hooks() -> (
-    tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None
-):
-    """Return the innermost active pair of saved-tensor hooks, or ``None``."""
-    # True: also while torch traces.
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks
+# True: also while torch traces.
+outer_saved_tensors_hooks: Callable[[], Any] = functools.partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, True
+)
+"""Return the innermost active pair of saved-tensor hooks, or ``None``."""
 
 
-def hide_from_selective_checkpoints(pack: Any, outer: Any) -> None:
-    """Let a selective checkpoint inside our hooks see the hooks around them.
-
-    Arguments:
-        pack: the function that packs, which gets attributes.
-        outer: the active pair of hooks outside, or ``None``.
-    """
+def inside_hooks(pack: Callable[..., Any]) -> Callable[[torch.Tensor], Any]:
+    """Return ``pack(tensor, outer=hooks)``, where ``hooks`` are the active pair, or ``None``."""
+    outer_hooks = outer_saved_tensors_hooks()
+    inner_pack: Any = functools.partial(pack, outer=outer_hooks)
     # Why: from torch 2.15 on, a selective checkpoint warns of hooks around it. Ours pass on what
     # isn't a gathered leaf, so only those around them are the user's. torch marks its own hooks so.
-    pack._checkpoint_internal = True
-    pack._user_hooks = outer
+    inner_pack._checkpoint_internal, inner_pack._user_hooks = True, outer_hooks
+    return inner_pack
 
 
 _TRANSPOSES = ("TBackward0", "TransposeBackward0", "PermuteBackward0")

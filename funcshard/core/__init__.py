@@ -9,14 +9,14 @@ order:
 - ``grad_reducer``: takes unreduced gradients in backward, starts their reductions, keeps the sums,
   and until then the units that stay gathered.
 - ``flat_buffer``: a shard to its leaves and back, as two autograd Functions.
-- ``prefetcher``: which units a call gathers, and when. ``SavedUnit`` keeps autograd from holding a
-  gathered buffer after forward; ``ScheduleLearner`` keeps the order of the first call.
+- ``prefetcher``: which units a call gathers, and when. ``Gathered``, one gather of a unit, keeps
+  autograd from holding its buffers after forward; ``ScheduleLearner`` keeps the order of the first
+  call.
 - ``checks``: errors for shards that do not fit a plan.
 - ``dtensor_leaves``: leaves that the model uses as DTensors.
 - ``checksum``: whether ranks that each pass full leaves pass the same ones; errors of one rank that
   all raise.
-- ``unit``: ``unshard`` and ``reshard``, the ``Unshard`` that they return, and ``Gathered``, in
-  which a function of the leaves runs.
+- ``unit``: ``unshard`` and ``reshard``, and the ``Unshard`` that they return.
 - ``attention``: attention with derivatives of any order. ``replaced_kernels``: losses that have
   them, and where both take the place of torch's kernels.
 - ``plain_collectives``: collectives along mesh axes and their adjoints, without autograd.
@@ -91,10 +91,9 @@ from funcshard.core.plain_collectives import (
     slice_from_rank,
 )
 from funcshard.core.prefetcher import (
+    Gathered,
     Prefetcher,
-    SavedUnit,
     ScheduleLearner,
-    hooks_allowed,
     slice_comms,
 )
 from funcshard.core.recompute import remat
@@ -111,7 +110,6 @@ from funcshard.core.sharding import (
     zero_shard,
 )
 from funcshard.core.unit import (
-    Gathered,
     RecomputeParams,
     Unshard,
     cast_inputs,
@@ -128,14 +126,14 @@ from funcshard.core.vectors import axpy, broadcast_to_shards, norm, randn_like, 
 __all__ = [
     "AllGatherHandle", "BufferComm", "CONSTANT", "Gathered", "GradReducer", "GradientFunction",
     "GradientKeywords", "GradientOptions", "LeafBlocks", "LeafChecksums", "Leaves", "Prefetcher",
-    "RecomputeParams", "SavedUnit", "ScheduleLearner", "Shards", "Unshard", "accumulate",
+    "RecomputeParams", "ScheduleLearner", "Shards", "Unshard", "accumulate",
     "activate", "agree", "all_gather",
     "all_reduce_flat", "all_to_all", "any_order", "any_order_active", "axis_index", "axpy",
     "block_count", "broadcast", "broadcast_object", "broadcast_to_shards", "can_cast",
     "cast_inputs", "cast_outputs", "check_callable", "check_cut", "check_derivatives", "check_fits", "check_leaf",
     "check_mesh", "check_shards", "check_source", "check_tie", "check_weight", "current_reducer",
     "cut", "cut_from_rank", "decoded_views", "detached", "empty_shard", "evaluate", "gather", "gnvp", "grad",
-    "hooks_allowed", "hvp", "join_slices", "jvp", "linearize",
+    "hvp", "join_slices", "jvp", "linearize",
     "loss_value", "modified_leaf", "named_results", "norm", "on_every_rank", "pmax", "pmean",
     "ppermute", "psum", "psum_scatter", "psum_world", "put_whole", "raise_on_every_rank", "randn_like", "remat", "reshard",
     "run_in_full_precision", "shard", "slice_comms", "slice_from_rank", "start_gather",

@@ -5,9 +5,10 @@ forward and backward. Its phases have FSDP's names, ``pre_forward`` to ``post_ba
 ``ForwardOrder`` and ``BackwardOrder`` of ``plan`` decide; the prefetcher keeps the handles. Only
 the autograd graph refers to it after forward, and frees it.
 
-A ``SavedUnit`` is what autograd keeps of a unit between forward and backward. Its hooks replace
-each saved view of a gathered buffer by the position of the view, so the buffer is free as soon as
-forward returns. When backward asks for the first of them, the saved unit asks the prefetcher.
+A ``Gathered`` is one gather of a unit, and what autograd keeps of it between forward and backward.
+``Gathered.pack`` replaces each saved view of a gathered buffer by the position of the view, so the
+buffer is free as soon as forward returns. When backward asks for the first of them, it asks the
+prefetcher.
 """
 
 from __future__ import annotations
@@ -32,13 +33,9 @@ from funcshard._utils.torch_private import (
     callers_level,
     cast_of,
     graph_task_id,
-    hide_from_selective_checkpoints,
     local_part,
-    outer_saved_tensors_hooks,
     runs_in_backward,
-    saved_tensors_hooks_allowed,
     storage_id,
-    transforms_active,
     unseen,
     version,
 )
@@ -88,11 +85,8 @@ class ScheduleLearner:
         ran_order = tuple(prefetcher.ran)
         undo = UNDO.get()
         if undo is not None:
-            undo.append(
-                functools.partial(
-                    self._put, self.schedule, self.known, self._learned_with, {*self.inside}
-                )
-            )
+            before = {**vars(self), "inside": {*self.inside}}
+            undo.append(functools.partial(vars(self).update, before))
         if not self.known:
             self.schedule = dataclasses.replace(self.schedule, order=ran_order)
             self.known = True
@@ -114,13 +108,6 @@ class ScheduleLearner:
             self._learned_with = len(self.inside)
             self.schedule = dataclasses.replace(self.schedule, backward=prefetcher.backward_order())
 
-    def _put(
-        self, schedule: Schedule, known: bool, learned_with: int | None, inside: set[str]
-    ) -> None:
-        self.schedule, self.known, self._learned_with = schedule, known, learned_with
-        # Why in place: prefetchers share it.
-        self.inside.intersection_update(inside)
-
 
 class Prefetcher:
     """Issue the all-gathers of one call, in forward and in the backward that may follow.
@@ -132,12 +119,12 @@ class Prefetcher:
     Attributes:
         ran: names of the units that forward has called so far.
         returned: whether the call's forward has returned.
-        sources: what backward may gather units from, by use, that is by ``SavedUnit``; ``None``
+        sources: what backward may gather units from, by use, that is by ``Gathered``; ``None``
             once backward has left it for good.
     """
 
     def __init__(self, learner: ScheduleLearner, start: Callable[[str], Handles]) -> None:
-        self._inside, self._schedule = learner.inside, learner.schedule
+        self._learner, self._schedule = learner, learner.schedule
         self._start = start
         self._forward = ForwardOrder(self._schedule, known=learner.known)
         self.ran = self._forward.ran
@@ -207,7 +194,7 @@ class Prefetcher:
         for use, name in enumerate(self._units):
             # Earlier backwards needed the unit, though forward cannot see it: a checkpoint hides
             # the use.
-            if name in self._inside and not self._last[use]:
+            if name in self._learner.inside and not self._last[use]:
                 self._last[use] = self._began[use]
         # Backward reaches the latest use first.
         self._backward.uses = sorted((-last, use) for use, last in enumerate(self._last) if last)
@@ -220,7 +207,7 @@ class Prefetcher:
     def pre_backward(self, use: int, source: UnitSource) -> Handles:
         """Gather a use that backward reaches, if its gather has not started; prefetch the next."""
         if not self._last[use]:
-            self._inside.add(self._units[use])
+            self._learner.inside.add(self._units[use])
         # A frozen unit has no nodes, and tells nothing about the backward that runs.
         if source.nodes:
             self._by_shards = source.in_backward
@@ -292,14 +279,9 @@ class Prefetcher:
 
 # The unit whose saved tensors the hooks around it are asked for now. If the hooks compute forward
 # again to answer, as a checkpoint does, that computation uses this unit's gathered buffers.
-recomputing_unit: contextvars.ContextVar[SavedUnit | None] = contextvars.ContextVar(
+recomputing_unit: contextvars.ContextVar[Gathered | None] = contextvars.ContextVar(
     "funcshard_recomputing", default=None
 )
-
-
-def hooks_allowed() -> bool:
-    """Return whether hooks may be used: not in ``torch.func``, nor while ``remat`` recomputes."""
-    return saved_tensors_hooks_allowed() and not transforms_active()
 
 
 class UnitSource:
@@ -398,69 +380,226 @@ def slice_comms(unit: UnitPlan, mesh: Mesh, comms: Sequence[BufferComm]) -> Slic
     return tuple(map(slice_comm, comms))
 
 
-class SavedUnit:
-    """The state that one forward of a unit keeps for backward, without the gathered buffers.
+class Gathered:
+    """One gather of a unit, from its first use in forward to its last use in backward.
 
-    Packed tensors refer to this object, which holds the buffers that backward has gathered again,
-    until their last use or ``post_backward``.
+    The modules of a group share a gather: one autograd node, whose backward runs once. After
+    forward this object holds no buffers. Packed tensors refer to it, and it holds the buffers that
+    backward has gathered again, until their last use or ``post_backward``.
 
     Arguments:
         f: the ``Unshard`` of the unit.
-        shard: this rank's shard, by buffer key.
-        prefetcher: that of the call; ``None`` for a unit that gathers itself again.
 
     Attributes:
-        source: what backward gathers the unit from.
+        unit: the unit.
+        leaves: the leaves of each buffer during forward; ``None`` after it.
+        shared: whether other code or ranks hold the buffers too, so that outputs must not lie in
+            them.
+        source: what backward gathers the unit from; ``None`` if backward will not ask.
         needed: whether backward needs any of the gathered buffers.
         kept: returns the handles of the buffers while the unit stays gathered.
     """
 
     __slots__ = (
-        "__weakref__", "_buffer_of", "_comms", "_dtensors", "_forms", "_full", "_node_of", "_prefetcher", "_unit",
-        "_use", "kept", "needed", "source",
+        "__weakref__", "_buffer_of", "_comms", "_dtensors", "_full", "_prefetcher", "_use", "kept", "leaves", "needed",
+        "shared", "source", "unit",
     )  # fmt: skip
 
-    def __init__(self, f: Any, shard: UnitShard, prefetcher: Prefetcher | None) -> None:
-        self.needed = False
-        self.kept: Callable[[], Handles | None] | None = None
+    def __init__(self, f: Any) -> None:
         # Why not f itself: the user's function may hold results, and so the graph that holds this.
-        self._unit, self._comms, self._dtensors = f.unit, f.comms, f.dtensors
-        self.source = UnitSource(f.comms, f.slices, shard)
-        self._buffer_of: dict[int, int] = {}  # by identity of the storage
-        self._node_of: dict[int, int] = {}
-        # Of each gathered buffer: where it begins in its storage, its device and its dtype.
-        self._forms: list[tuple[Any, torch.device, torch.dtype]] = []
+        self.unit, self._comms, self._dtensors = f.unit, f.comms, f.dtensors
+        self.leaves: Leaves | None = None
+        self.shared = self.needed = False
+        self.source: UnitSource | None = None
+        self.kept: Callable[[], Handles | None] | None = None
+        # The index of each buffer by the identity of its storage, and of its autograd node.
+        self._buffer_of: dict[int, int] = {}
         self._full: list[torch.Tensor] | None = None
-        self._prefetcher = prefetcher
-        self._use = -1 if prefetcher is None else prefetcher.save(self.source)
+        self._prefetcher: Prefetcher | None = None
+        self._use = -1
 
-    def watch(self, gathered: Leaves) -> None:
-        """Set the leaves of each gathered buffer, so that ``pack`` knows views of them."""
-        for buffer_index, (first_leaf, *_) in enumerate(gathered):
+    # --- forward ----------------------------------------------------------------------------------
+
+    def save(
+        self, shard: UnitShard, slice_comms: SliceComms, prefetcher: Prefetcher | None
+    ) -> Callable[[], None]:
+        """Let backward gather the unit again; return the function to call after it.
+
+        Arguments:
+            shard: this rank's shard, by buffer key.
+            slice_comms: the communication of the slices; ``()`` for a unit without.
+            prefetcher: that of the call; ``None`` for a unit that gathers itself again.
+        """
+        self.source, self._prefetcher = UnitSource(self._comms, slice_comms, shard), prefetcher
+        if prefetcher is not None:
+            self._use = prefetcher.save(self.source)
+        return functools.partial(_post_backward, weakref.ref(self), prefetcher, self._use)
+
+    def watch(self, source: UnitSource, leaves: Leaves) -> None:
+        """Prepare ``pack`` for views of the gathered leaves."""
+        for buffer_index, (first_leaf, *_) in enumerate(leaves):
             gather_node: Any = first_leaf.grad_fn
             self._buffer_of[storage_id(first_leaf)] = buffer_index
-            self._forms.append((first_leaf.storage_offset(), first_leaf.device, first_leaf.dtype))
             if gather_node is not None:
-                # Why the id: a saved unit that held the node would keep the graph of the shards
-                # alive.
-                self._node_of[id(gather_node)] = buffer_index
+                self._buffer_of[id(gather_node)] = buffer_index
             if isinstance(gather_node, BackwardCFunction):
-                self.source.nodes.append(weakref.ref(gather_node))
+                # Why weak: the node would keep the graph of the shards alive.
+                source.nodes.append(weakref.ref(gather_node))
 
-    def post_backward(self) -> Callable[[], None]:
-        return functools.partial(_post_backward, weakref.ref(self), self._prefetcher, self._use)
+    def pack(self, tensor: torch.Tensor, outer: Any = None) -> Packed:
+        """Replace a saved tensor: a view of a gathered buffer by its position.
+
+        Arguments:
+            tensor: what autograd saves.
+            outer: the pair of hooks around the unit, if any.
+        """
+        if self._dtensors is not None and is_dtensor(tensor):
+            form, local = DTensorForm.of(tensor), self.pack(local_part(tensor), outer)
+            return Packed(lambda: form.whole(local.unpack()), by_units=False)
+        view_again = self._view_again(tensor)
+        if view_again is not None:
+            self.note_needed()
+            return Packed(view_again)
+        if outer:
+            # Why: autograd calls the innermost hooks only, so these pass all other tensors to the
+            # hooks around them (checkpoint, offload).
+            packed = outer[0](tensor)
+            by_units = isinstance(packed, Packed) and packed.by_units
+            unpack_outer = functools.partial(self._unpack_outer, outer[1], packed, by_units)
+            return Packed(unpack_outer, by_units)
+        # Why detach: an operation that saves its own result would keep its graph alive for ever.
+        return Packed(functools.partial(self._unchanged, tensor.detach(), version(tensor)))
+
+    def note_needed(self) -> None:
+        """Note that backward needs the gathered buffers."""
+        self.needed = True
+        if self._prefetcher is not None:
+            self._prefetcher.note_use(self._use)
+
+    def _view_again(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        """Return what makes a view of a gathered buffer again; ``None`` for another tensor."""
+        assert self.leaves is not None, "autograd saves in forward"
+        buffer_index = self._buffer_of.get(storage_id(tensor))
+        # A view in another dtype, such as view_as_real, has other strides.
+        if (
+            buffer_index is not None
+            and tensor.dtype == self.leaves[buffer_index][0].dtype
+            and not tensor.is_conj()
+        ):
+            return functools.partial(self._view, buffer_index, _place(tensor))
+        # Autocast made a copy, which autograd would keep until backward.
+        # Why: casting the leaf again gives the same bits, so that copy can go with the buffer.
+        cast_source = cast_of(tensor)
+        if cast_source is None:
+            return None
+        cast_tensor, source_node, leaf_index, is_transposed = cast_source
+        buffer_index = self._buffer_of.get(id(source_node))
+        if buffer_index is None:
+            return None
+        size, stride, offset = self._comms[buffer_index].leaf_views[leaf_index]
+        first_leaf = self.leaves[buffer_index][0]
+        if is_transposed:
+            size, stride = size[::-1], stride[::-1]
+        # Why strides: a cast to another memory format moves elements, and so does a permutation
+        # that is no transpose.
+        same_layout = (
+            cast_tensor.shape == size
+            and cast_tensor.stride() == stride
+            and not cast_tensor.storage_offset()
+        )
+        if (
+            not same_layout
+            or (is_transposed and len(size) != 2)
+            or cast_tensor.device != first_leaf.device
+        ):
+            return None
+        leaf_view = size, stride, first_leaf.storage_offset() + offset
+        return functools.partial(self._view, buffer_index, leaf_view, tensor.dtype, _place(tensor))
+
+    def close(self) -> None:
+        """End the unit's forward: keep no more than slices for backward."""
+        leaves, self.leaves = self.leaves, None
+        if self.needed and self.source is not None and leaves is not None:
+            self.source.cut(leaves)
+
+    # --- backward ---------------------------------------------------------------------------------
+
+    @unseen
+    def buffers(self) -> list[torch.Tensor]:
+        """Return the gathered buffers; gather them again if they are free."""
+        if self._full is not None:
+            return self._full
+        assert self.source is not None, "backward asks for what it may ask for"
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("pre_backward of unit %r", self.unit.title)
+        if self._prefetcher is not None:
+            handles = self._prefetcher.pre_backward(self._use, self.source)
+        else:  # a unit that is called by itself, or stays gathered
+            handles = (self.kept and self.kept()) or self.source.start()
+            wait_comm(handles)
+        # Why all buffers, whichever is asked for: a plan can predict this order.
+        self._full = [handle.finish() for handle in handles]
+        return self._full
+
+    def _view(
+        self,
+        buffer_index: int,
+        view: ViewAt,
+        cast_dtype: torch.dtype | None = None,
+        cast_view: ViewAt = ((), (), 0),
+    ) -> torch.Tensor:
+        """Return a saved view of a gathered buffer, or of the cast of such a view."""
+        # as_strided copies nothing, and the version counter is that of the new buffer.
+        leaf_or_view = self.buffers()[buffer_index].as_strided(*view)
+        if cast_dtype is None:
+            return leaf_or_view
+        return leaf_or_view.to(cast_dtype).as_strided(*cast_view)
+
+    def _unchanged(self, tensor: torch.Tensor, saved_version: int) -> torch.Tensor:
+        """Return a saved tensor that lies in no gathered buffer."""
+        # Why here: autograd checks versions itself only for tensors that no hook packed.
+        if version(tensor) != saved_version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(tensor.shape)} that unit {self.unit.title!r} needs for "
+                "its gradients was modified in place after forward had saved it; modify a copy"
+            )
+        return tensor
+
+    def _unpack_outer(
+        self, unpack: Callable[[Any], torch.Tensor], packed: Any, by_units: bool
+    ) -> torch.Tensor:
+        """Return a saved tensor that the hooks around the unit packed."""
+        if self.needed and recomputing_unit.get() is None and not by_units:
+            # Why now: the outer hooks may compute something again, and a plan predicts this order.
+            self.buffers()
+        # Units that the outer hooks call again find this one gathered.
+        context_token = recomputing_unit.set(self)
+        try:
+            return unpack(packed)
+        finally:
+            recomputing_unit.reset(context_token)
 
     def release(self) -> None:
         """Free the buffers that backward has gathered."""
         self._full = None
 
+    # --- a part of forward that backward computes again -------------------------------------------
+
+    def as_used(self, leaves: Leaves) -> list[torch.Tensor]:
+        """Return the leaves of all buffers, as DTensors where the model uses these."""
+        leaf_tensors = [leaf for buffer_leaves in leaves for leaf in buffer_leaves]
+        if self._dtensors is None:
+            return leaf_tensors
+        return unseen(as_dtensors)(leaf_tensors, self._dtensors)
+
     def handles_for(self, unit: UnitPlan, shard: UnitShard) -> Handles | None:
         """Return finished handles, if gathering ``shard`` would give the same."""
+        assert self.source is not None
         shard_pairs = list(zip(self._comms, self.source.shards, strict=True))
         same_data = all(
             address(shard[comm.buffer]) == address(local) for comm, local in shard_pairs
         )
-        if unit is not self._unit or not same_data:
+        if unit is not self.unit or not same_data:
             return None
         return [
             AllGatherHandle(DONE, comm, shared=True, full=full)
@@ -478,129 +617,13 @@ class SavedUnit:
             gathered_leaves.append(tuple(leaves))
         return tuple(gathered_leaves)
 
-    def leaves(self) -> list[torch.Tensor]:
-        """Return the leaves, gathered again, to recompute a part of forward."""
-        leaf_tensors = [leaf for leaves in self.gathered_again() for leaf in leaves]
-        if self._dtensors is None:
-            return leaf_tensors
-        return unseen(as_dtensors)(leaf_tensors, self._dtensors)
-
-    @unseen
-    def buffers(self) -> list[torch.Tensor]:
-        """Return the gathered buffers; gather them again if they are free."""
-        if self._full is not None:
-            return self._full
-        if _log.isEnabledFor(logging.DEBUG):
-            _log.debug("pre_backward of unit %r", self._unit.title)
-        if self._prefetcher is not None:
-            handles = self._prefetcher.pre_backward(self._use, self.source)
-        else:  # a unit that is called by itself, or stays gathered
-            handles = (self.kept and self.kept()) or self.source.start()
-            wait_comm(handles)
-        # Why all buffers, whichever is asked for: a plan can predict this order.
-        self._full = [handle.finish() for handle in handles]
-        return self._full
-
-    def hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-        """Return the functions for ``saved_tensors_hooks``, inside the hooks that are active."""
-        # Why: autograd calls the innermost hooks only, so these pass all other tensors to the hooks
-        # around them (checkpoint, offload). Stored here, those would make a cycle.
-        outer_hooks = outer_saved_tensors_hooks()
-        # A partial takes attributes, and a bound method does not.
-        pack = functools.partial(self.pack, outer=outer_hooks)
-        hide_from_selective_checkpoints(pack, outer_hooks)
-        return pack, self.unpack
-
-    def pack(self, tensor: torch.Tensor, outer: Any = None) -> Any:
-        """Replace a saved view of a gathered buffer by the position of that view."""
-        if self._dtensors is not None and is_dtensor(tensor):
-            return _PackedDTensor(self.pack(local_part(tensor), outer), DTensorForm.of(tensor))
-        packed_view = self._packed_view(tensor)
-        if packed_view is not None:
-            self.note_needed()
-            return packed_view
-        if outer:
-            return _PackedByOuter(outer[1], outer[0](tensor))
-        # Why detach: an operation that saves its own result would keep its graph alive for ever.
-        return _PackedTensor(tensor.detach(), version(tensor))
-
-    def note_needed(self) -> None:
-        """Note that backward needs the gathered buffers."""
-        self.needed = True
-        if self._prefetcher is not None:
-            self._prefetcher.note_use(self._use)
-
-    def _packed_view(self, tensor: torch.Tensor) -> _PackedView | None:
-        """Return the position of a view of a gathered buffer, or of a view of a cast of a leaf."""
-        buffer_index = self._buffer_of.get(storage_id(tensor))
-        # A view in another dtype, such as view_as_real, has other strides.
-        is_view = buffer_index is not None and tensor.dtype == self._forms[buffer_index][2]
-        if buffer_index is not None and is_view and not tensor.is_conj():
-            view: ViewAt = tensor.shape, tensor.stride(), tensor.storage_offset()
-            return _PackedView(buffer_index, view)
-        # Autocast made a copy, which autograd would keep until backward.
-        # Why: casting the leaf again gives the same bits, so that copy can go with the buffer.
-        cast_source = cast_of(tensor)
-        if cast_source is None:
-            return None
-        cast_tensor, source_node, output_index, is_transposed = cast_source
-        buffer_index = self._node_of.get(id(source_node))
-        if buffer_index is None:
-            return None
-        size, stride, offset = self._comms[buffer_index].leaf_views[output_index]
-        buffer_begin, device, _ = self._forms[buffer_index]
-        if is_transposed:
-            size, stride = size[::-1], stride[::-1]
-        # Why strides: a cast to another memory format moves elements, and so does a permutation
-        # that is no transpose.
-        same_layout = (
-            cast_tensor.shape == size
-            and cast_tensor.stride() == stride
-            and not cast_tensor.storage_offset()
-        )
-        if not same_layout or (is_transposed and len(size) != 2) or cast_tensor.device != device:
-            return None
-        leaf_view = size, stride, buffer_begin + offset
-        cast_view: ViewAt = tensor.shape, tensor.stride(), tensor.storage_offset()
-        return _PackedView(buffer_index, leaf_view, (tensor.dtype, cast_view))
-
-    def unpack(self, packed: Any) -> torch.Tensor:
-        """Return the tensor that ``pack`` replaced."""
-        if isinstance(packed, _PackedDTensor):
-            return packed.form.whole(self.unpack(packed.local))
-        if isinstance(packed, _PackedView):
-            # as_strided copies nothing, and the version counter is that of the new buffer.
-            leaf_or_view = self.buffers()[packed.buffer_index].as_strided(*packed.view)
-            if packed.cast is None:
-                return leaf_or_view
-            dtype, cast_view = packed.cast
-            return leaf_or_view.to(dtype).as_strided(*cast_view)
-        if isinstance(packed, _PackedTensor):
-            # Why here: autograd checks versions itself only for tensors that no hook packed.
-            if version(packed.tensor) != packed.version:
-                raise RuntimeError(
-                    f"a tensor of shape {tuple(packed.tensor.shape)} that unit "
-                    f"{self._unit.title!r} needs for its gradients was modified in place after "
-                    "forward had saved it; modify a copy"
-                )
-            return packed.tensor
-        if self.needed and recomputing_unit.get() is None and packed.leaves_units:
-            # Why now: the outer hooks may compute something again, and a plan predicts this order.
-            self.buffers()
-        # Units that the outer hooks call again find this one gathered.
-        context_token = recomputing_unit.set(self)
-        try:
-            return packed.unpack(packed.packed)
-        finally:
-            recomputing_unit.reset(context_token)
-
 
 def _post_backward(
-    saved_ref: weakref.ref[SavedUnit], prefetcher: Prefetcher | None, use: int
+    gathered_ref: weakref.ref[Gathered], prefetcher: Prefetcher | None, use: int
 ) -> None:
-    saved_unit = saved_ref()  # weak: autograd may have freed all that it saved
-    if saved_unit is not None:
-        saved_unit.release()
+    gathered = gathered_ref()  # weak: autograd may have freed all that it saved
+    if gathered is not None:
+        gathered.release()
     if prefetcher is not None:
         prefetcher.post_backward(use)
 
@@ -609,48 +632,18 @@ def _post_backward(
 ViewAt = tuple[Sequence[int], Sequence[int], Any]
 
 
+def _place(view: torch.Tensor) -> ViewAt:
+    return view.shape, view.stride(), view.storage_offset()
+
+
 @dataclass(frozen=True, slots=True)
-class _PackedView:
-    """The position of a saved tensor in a gathered buffer.
+class Packed:
+    """What autograd keeps in place of a saved tensor.
 
     Attributes:
-        buffer_index: the buffer.
-        view: the position in the buffer.
-        cast: dtype, and the position in the cast of that view, if autocast made one.
+        unpack: returns the tensor.
+        by_units: whether no hooks but those of units packed it. Others may compute it again.
     """
 
-    buffer_index: int
-    view: ViewAt
-    cast: tuple[torch.dtype, ViewAt] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _PackedTensor:
-    """A saved tensor of no gathered buffer, and its version."""
-
-    tensor: torch.Tensor
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class _PackedDTensor:
-    """A saved DTensor: this rank's part, packed, and how it is placed."""
-
-    local: Any
-    form: DTensorForm
-
-
-@dataclass(frozen=True, slots=True)
-class _PackedByOuter:
-    """A saved tensor that the hooks around the unit packed."""
-
-    unpack: Callable[[Any], torch.Tensor]
-    packed: Any
-
-    @property
-    def leaves_units(self) -> bool:
-        """Whether hooks that are no unit's packed it, and may compute it again."""
-        packed: Any = self
-        while isinstance(packed, _PackedByOuter):
-            packed = packed.packed
-        return not isinstance(packed, (_PackedView, _PackedTensor))
+    unpack: Callable[[], torch.Tensor]
+    by_units: bool = True

@@ -25,6 +25,7 @@ from funcshard._utils.tensors import is_continuous, tensors_in
 from funcshard._utils.torch_private import (
     BasisLoop,
     belongs_to_transform_above,
+    hooks_allowed,
     is_transformed,
     recording_graph,
     signed,
@@ -41,7 +42,6 @@ from funcshard.core.basis import (
     within,
 )
 from funcshard.core.buffer_comm import write_count
-from funcshard.core.prefetcher import hooks_allowed
 from funcshard.core.replaced_kernels import repeating_any_order
 
 Tensors = Sequence[torch.Tensor]

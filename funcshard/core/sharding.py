@@ -245,7 +245,9 @@ def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
         # A unit of the buffers that are there, without casts.
         full_unit = dataclasses.replace(unit, buffers=buffers).in_full_precision()
         comms = unit_comms(full_unit, mesh, None)
-        f = Unshard(lambda leaves: [*map(torch.clone, leaves)], full_unit, mesh, comms, listed=True)
+        f = Unshard(
+            lambda leaves, _: [*map(torch.clone, leaves)], full_unit, mesh, comms, listed=True
+        )
         leaf_copies = f(held_shards) if held_shards else []
         leaf_values.update(
             {leaf.index: copy for leaf, copy in zip(full_unit.leaves, leaf_copies, strict=True)}

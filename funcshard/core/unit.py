@@ -1,8 +1,8 @@
 """One unit: ``unshard`` gathers it for a function, ``reshard`` frees it until backward.
 
-Both return an ``Unshard``, a pure function; ``Gathered`` is what one gather brought. All state of a
-call lives in that call and in the autograd graph that it returns, so calls may overlap, repeat, and
-fail at any point.
+Both return an ``Unshard``, a pure function; its ``open`` makes a ``Gathered``, and ``run`` computes
+with it. All state of a call lives in that call and in the autograd graph that it returns, so calls
+may overlap, repeat, and fail at any point.
 
 A unit's forward must not write to its gathered leaves: ranks of one machine may share their memory,
 and the changes would be lost. ``Unshard.run`` raises for a forward that writes; if one returns
@@ -28,12 +28,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from funcshard._utils import tree
 from funcshard._utils.options import module_remedy, some
 from funcshard._utils.tensors import cast_tree, map_tensors, tensors_in
-from funcshard._utils.torch_modules import forget_parametrized
 from funcshard._utils.torch_private import (
     TorchDispatchMode,
     dispatch_modes,
     graph_task_id,
+    hooks_allowed,
     in_selective_checkpoint,
+    inside_hooks,
     storage_id,
     stored_parts,
     transforms_active,
@@ -53,18 +54,16 @@ from funcshard.core.buffer_comm import (
     write_count,
 )
 from funcshard.core.checks import check_shard, same_axes
-from funcshard.core.dtensor_leaves import DTensorForm, as_dtensors, dtensor_forms
+from funcshard.core.dtensor_leaves import DTensorForm, dtensor_forms
 from funcshard.core.flat_buffer import ShardToLeaves
 from funcshard.core.grad_reducer import GradReducer, current_reducer, shard_uses
 from funcshard.core.prefetcher import (
+    Gathered,
     Prefetcher,
-    SavedUnit,
     SliceComms,
-    hooks_allowed,
     recomputing_unit,
     slice_comms,
 )
-from funcshard.core.recompute import remat
 from funcshard.plan import BufferPlan, ChooseCast, MixedPrecision, UnitPlan, axes_text, cast_of
 
 _log = logging.getLogger("funcshard.core")
@@ -186,7 +185,8 @@ class Unshard:
         unit: the unit.
         mesh: the ranks.
         comms: the communication of each buffer.
-        listed: whether ``apply`` takes the leaves as a list, in the unit's order.
+        listed: whether ``apply`` takes the leaves as a list, in the unit's order, and then the
+            ``Gathered``.
         freed: whether the leaves are freed between forward and backward.
         slices: the communication of the slices that ranks hold in between, if any.
         frees: whether that frees memory: the gathered leaves take some besides the shard's.
@@ -219,7 +219,7 @@ class Unshard:
             shard, handles = shard.take(self)
         gathered = self.open(shard, handles)
         try:
-            return gathered.run(self, *args, **kwargs)
+            return self.run(gathered, args, kwargs)
         finally:
             gathered.close()
 
@@ -248,41 +248,6 @@ class Unshard:
             _reducer=current_reducer.get(),
         )
 
-    @unseen
-    def gather(
-        self,
-        shard: UnitShard,
-        handles: Handles | None = None,
-        post_backward: Callable[[], None] | None = None,
-    ) -> Leaves:
-        """Gather the unit's buffers, differentiably, and return the leaves of each.
-
-        Arguments:
-            shard: this rank's shard of the unit.
-            handles: the handles of the unit's all-gathers, if these have started.
-            post_backward: called when backward has computed the gradients of the leaves.
-        """
-        reducer = current_reducer.get()
-        gathered: list[tuple[torch.Tensor, ...]] = []
-        # Without handles, the Function starts each gather itself, so that transforms see it.
-        for comm, handle in zip(self.comms, handles or itertools.repeat(None), strict=False):
-            local_shard = shard[comm.buffer]
-            for use in shard_uses.get():
-                use.note(local_shard, comm)
-            # per_sample_grad differentiates by leaves that it gathered itself.
-            leaves: Any = reducer and reducer.note_gather(local_shard, comm)
-            if leaves is None:
-                # A frozen buffer has no autograd node, so that backward does not reduce it.
-                if not comm.plan.trainable:
-                    local_shard = local_shard.detach()
-                leaves = ShardToLeaves.apply(
-                    local_shard, comm, post_backward, handle, transforms_active()
-                )
-                if reducer is not None:
-                    reducer.expect(local_shard, leaves[0])
-            gathered.append(tuple(leaves))
-        return tuple(gathered)
-
     def stay_gathered(
         self, shard: UnitShard, handles: Handles | None, *, needed: bool
     ) -> Handles | None:
@@ -301,77 +266,108 @@ class Unshard:
             reducer.keep(self.unit, self.comms, shard, handles)
         return kept_handles or handles
 
+    @unseen
     def open(
         self, shard: UnitShard, handles: Handles | None = None, prefetcher: Prefetcher | None = None
     ) -> Gathered:
-        """Gather the unit for one or more runs of its modules.
+        """Gather the unit, differentiably, for one or more runs of its modules.
 
         Arguments:
             shard: this rank's shard of the unit.
             handles: the handles of the unit's all-gathers, if these have started.
             prefetcher: that of the call of a sharded function; ``None`` outside of one.
         """
-        if handles is None:
-            check_shard(self.unit, shard, self.mesh)
-        saved: SavedUnit | None = None
         has_started = handles is not None
+        if not has_started:
+            check_shard(self.unit, shard, self.mesh)
+        reducer, gathered, post_backward = current_reducer.get(), Gathered(self), None
         if torch.is_grad_enabled() and hooks_allowed():
-            reducer, recomputing_saved = current_reducer.get(), recomputing_unit.get()
             # Why not without a started gather: the prefetcher does not know a unit that gathered
             # for itself.
-            saved = SavedUnit(self, shard, prefetcher if self.frees and has_started else None)
+            asked_prefetcher = prefetcher if self.frees and has_started else None
+            post_backward = gathered.save(shard, self.slices, asked_prefetcher)
             # The unit stays gathered, so a recomputation in backward may find the same buffers.
             if has_started and not self.frees and reducer is not None:
-                saved.kept = functools.partial(reducer.find_kept, self.comms, shard)
+                gathered.kept = functools.partial(reducer.find_kept, self.comms, shard)
             # A checkpoint around the unit calls it again in backward, where its buffers are
             # gathered.
-            if self.frees and not has_started and recomputing_saved is not None:
-                handles = recomputing_saved.handles_for(self.unit, shard)
-        leaves = self.gather(shard, handles, None if saved is None else saved.post_backward())
-        if saved is not None and self.frees:
-            saved.watch(leaves)
-        return Gathered(
-            leaves=leaves,
-            saved=saved,
-            shared=handles is not None or bool(transforms_active()),
-        )
+            recomputing = recomputing_unit.get()
+            if self.frees and not has_started and recomputing is not None:
+                handles = recomputing.handles_for(self.unit, shard)
+        gathered.shared = handles is not None or bool(transforms_active())
+        gathered_leaves: list[Sequence[torch.Tensor]] = []
+        # Without handles, the Function starts each gather itself, so that transforms see it.
+        for comm, handle in zip(self.comms, handles or itertools.repeat(None), strict=False):
+            local_shard = shard[comm.buffer]
+            for use in shard_uses.get():
+                use.note(local_shard, comm)
+            # per_sample_grad differentiates by leaves that it gathered itself.
+            leaves: Any = reducer and reducer.note_gather(local_shard, comm)
+            if leaves is None:
+                # A frozen buffer has no autograd node, so that backward does not reduce it.
+                if not comm.plan.trainable:
+                    local_shard = local_shard.detach()
+                leaves = ShardToLeaves.apply(
+                    local_shard, comm, post_backward, handle, transforms_active()
+                )
+                if reducer is not None:
+                    reducer.expect(local_shard, leaves[0])
+            gathered_leaves.append(tuple(leaves))
+        gathered.leaves = gathered_leaves
+        if self.frees and gathered.source is not None:
+            gathered.watch(gathered.source, gathered_leaves)
+        return gathered
 
-    def run(self, gathered: Leaves, /, *args: Any, **kwargs: Any) -> Any:
-        """Call ``apply`` with the leaves from ``gather``; cast as the precision says."""
-        hidden_views: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    def run(self, gathered: Gathered, args: Any, kwargs: Any, *, hooked: bool = True) -> Any:
+        """Call ``apply`` with the unit's leaves; cast as the precision says.
+
+        Arguments:
+            gathered: what ``open`` returned. After ``close`` its unit is gathered again.
+            args: further positional arguments of ``apply``.
+            kwargs: arguments by name.
+            hooked: whether autograd saves positions in place of views, if the leaves are freed.
+        """
+        leaves = gathered.leaves
+        if leaves is None:
+            leaves = gathered.gathered_again()
+        hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        hidden_views = hooks
+        if hooked and self.frees and gathered.source is not None:
+            # Autograd calls these for each tensor that it saves while the forward runs.
+            hooks = saved_tensors_hooks(inside_hooks(gathered.pack), _unpack)
         if dispatch_modes() and in_selective_checkpoint() and not transforms_active():
-            hidden_views = UnseenViews({storage_id(leaves[0]) for leaves in gathered})
-        leaf_tensors = [leaf for leaves in gathered for leaf in leaves]
-        if self.dtensors is not None:
-            leaf_tensors = as_dtensors(leaf_tensors, self.dtensors)
+            hidden_views = UnseenViews({storage_id(first_leaf) for first_leaf, *_ in leaves})
+        leaf_tensors = gathered.as_used(leaves)
         # Why a list if possible: building the tree takes a part of a small unit's time.
-        leaf_tree = leaf_tensors if self.listed else tree.build(self.unit.structure, leaf_tensors)
-        versions_before = _versions(gathered)
+        if self.listed:
+            apply = functools.partial(self.apply, leaf_tensors, gathered)
+        else:
+            apply = functools.partial(self.apply, tree.build(self.unit.structure, leaf_tensors))
+        versions_before = _versions(leaves)
         is_logging = _log.isEnabledFor(logging.DEBUG)
         if is_logging:
             _log.debug("pre_forward of unit %r", self.unit.title)
         try:
-            with hidden_views:
+            with hooks, hidden_views:
                 if self.unit.full_precision:
-                    apply = functools.partial(self.apply, leaf_tree)
                     result = run_in_full_precision(self.dtype, apply, args, kwargs)
                 else:
                     precision = self.unit.precision
                     args, kwargs = cast_inputs(precision, self.unit.name == "", args, kwargs)
-                    result = cast_outputs(precision, self.apply(leaf_tree, *args, **kwargs))
+                    result = cast_outputs(precision, apply(*args, **kwargs))
         except RuntimeError as error:
             # Why first: after a write that torch did not prevent, torch also raises for the nodes.
-            self._check_unwritten(gathered, versions_before)
-            if _is_refused_write(str(error), gathered):
+            self._check_unwritten(leaves, versions_before)
+            if _is_refused_write(str(error), leaves):
                 raise RuntimeError(
                     f"the forward of unit {self.unit.title!r} modified a leaf in place; "
                     f"{_READ_ONLY}"
                 ) from error
             raise
-        self._check_unwritten(gathered, versions_before)
+        self._check_unwritten(leaves, versions_before)
         if is_logging:
             _log.debug("post_forward of unit %r", self.unit.title)
-        return result
+        return copy_aliased_outputs(result, leaves) if gathered.shared else result
 
     def _check_unwritten(self, gathered: Leaves, versions: Sequence[int]) -> None:
         """Raise ``RuntimeError`` if a leaf was written to since ``_versions``."""
@@ -455,69 +451,6 @@ class UnshardHandle:
         return self.shard, started_handles
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Gathered:
-    """One gather of a unit, from its first to its last use in forward.
-
-    The modules of a group share a gather: one autograd node, whose backward runs once.
-
-    Attributes:
-        leaves: the leaves of each buffer.
-        saved: the state that the unit keeps for backward, if there is any.
-        shared: whether other code or ranks hold the buffers too, so that outputs must not lie in
-            them.
-    """
-
-    leaves: Leaves
-    saved: SavedUnit | None
-    shared: bool
-
-    def run(self, f: Unshard, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a function of the unit's leaves."""
-        if f.frees and self.saved is not None:
-            # Autograd calls these for each tensor that it saves while the forward runs.
-            with saved_tensors_hooks(*self.saved.hooks()):
-                result = f.run(self.leaves, *args, **kwargs)
-        else:
-            result = f.run(self.leaves, *args, **kwargs)
-        return copy_aliased_outputs(result, self.leaves) if self.shared else result
-
-    def run_recomputed(
-        self,
-        f: Unshard,
-        /,
-        saved: SavedUnit | None,
-        module: Any,
-        forward: Any,
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
-        """Run a module, which backward computes again from the module's inputs."""
-        if saved is None or not torch.is_grad_enabled():
-            return self.run(f, saved, module, forward, args, kwargs)
-        # Backward computes the module again if any gradient passes through it.
-        if f.trainable or any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
-            saved.note_needed()
-        # Why a list: what backward runs must not hold the leaves that forward gathered.
-        first = [self.leaves]
-
-        def run(args: Any, kwargs: Any) -> Any:
-            leaves = first.pop() if first else saved.gathered_again()
-            try:
-                result = f.run(leaves, saved, module, forward, args, kwargs)
-                return copy_aliased_outputs(result, leaves)
-            finally:
-                # They have no graph in forward, and another one in backward.
-                forget_parametrized(module)
-
-        return remat(run)(args, kwargs)
-
-    def close(self) -> None:
-        """End the unit's forward: keep no more than slices for backward."""
-        if self.saved is not None and self.saved.needed and self.saved.source.slice_comms:
-            self.saved.source.cut(self.leaves)
-
-
 def start_unit(f: Unshard, shard: UnitShard) -> Handles:
     """Start the all-gathers of a unit, unless the running call keeps it gathered."""
     reducer = current_reducer.get()
@@ -533,23 +466,23 @@ class RecomputeParams(dict[str, Any]):
 
     Arguments:
         table: the placeholders by name.
-        saved: the unit.
+        gathered: the unit.
         numbers: the number of each leaf of the unit, by name.
     """
 
-    __slots__ = ("numbers", "saved")
+    __slots__ = ("gathered", "numbers")
 
-    saved: SavedUnit
+    gathered: Gathered
     numbers: dict[str, int]
 
     @classmethod
     def of(
-        cls, table: Mapping[str, Any], saved: SavedUnit, numbers: dict[str, int]
+        cls, table: Mapping[str, Any], gathered: Gathered, numbers: dict[str, int]
     ) -> RecomputeParams:
         """Return the parameters of a unit."""
         # Why no ``__init__``: it takes half of the time.
         params = cls(table)
-        params.saved, params.numbers = saved, numbers
+        params.gathered, params.numbers = gathered, numbers
         return params
 
     def __getitem__(self, name: str) -> Any:
@@ -559,7 +492,7 @@ class RecomputeParams(dict[str, Any]):
             return super().__getitem__(name)
         # Note: ``torch.utils.checkpoint`` inside the unit calls a part of its forward again, from
         # backward.
-        return self.saved.leaves()[leaf_index]
+        return self.gathered.as_used(self.gathered.gathered_again())[leaf_index]
 
 
 def cast_inputs(
@@ -608,6 +541,9 @@ _READ_ONLY = (
 )
 
 
+_unpack = operator.methodcaller("unpack")
+
+
 def _versions(gathered: Leaves) -> list[int]:
     """Return how often each gathered buffer has been written to; zeros in inference mode."""
     first_leaves = [leaves[0] for leaves in gathered]
@@ -647,7 +583,7 @@ class UnseenViews(TorchDispatchMode):
     other moments, so gathers run unseen, and so do views of gathered leaves:
 
     - A view that is kept would keep the whole gathered buffer in memory until backward.
-    - ``SavedUnit.pack`` would not know a view of the buffer of the first gather, and backward would
+    - ``Gathered.pack`` would not know a view of the buffer of the first gather, and backward would
       get other tensors than it needs.
 
     Arguments:

@@ -25,6 +25,7 @@ from funcshard._utils.torch_modules import forget_parametrized
 from funcshard._utils.torch_private import (
     address,
     graph_task_id,
+    hooks_allowed,
     is_transformed,
     no_torch_function,
     transform_level,
@@ -39,11 +40,9 @@ from funcshard.core import (
     Gathered,
     Prefetcher,
     RecomputeParams,
-    SavedUnit,
     ScheduleLearner,
     Shards,
     Unshard,
-    hooks_allowed,
     slice_comms,
     start_unit,
 )
@@ -212,8 +211,7 @@ class UnitCall:
             gathered = self._gather(member.f, needed=torch.is_grad_enabled())
             self.groups[unit_name] = gathered, waiting_modules, mode
         try:
-            run_member = gathered.run_recomputed if member.remat else gathered.run
-            return run_member(member.f, gathered.saved, *inputs)
+            return _run_member(member, gathered, inputs)
         finally:
             waiting_modules.discard(member.index)
             # Note: the module may have called others of the group, which closed it, or gathered it
@@ -231,7 +229,7 @@ class UnitCall:
         )
         gathered = self._gather(member.f, needed=needs_leaves)
         try:
-            return gathered.run(member.f, gathered.saved, *inputs)
+            return member.f.run(gathered, inputs, {})
         finally:
             gathered.close()
 
@@ -297,6 +295,25 @@ class UnitCall:
         out, buffers = rematerialised(run)(shards_below, _get_buffers(owners), args, kwargs)
         _set_buffers(owners, buffers)
         return out
+
+
+def _run_member(member: UnitModule, gathered: Gathered, inputs: Inputs) -> Any:
+    """Run one module of a group; if backward computes it again, it does so from its inputs."""
+    f, (module, forward, args, kwargs) = member.f, inputs
+    if not member.remat or gathered.source is None or not torch.is_grad_enabled():
+        return f.run(gathered, inputs, {})
+    # Backward computes the module again if any gradient passes through it.
+    if f.trainable or any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
+        gathered.note_needed()
+
+    def run(args: Args, kwargs: Kwargs) -> Any:
+        try:
+            return f.run(gathered, (module, forward, args, kwargs), {}, hooked=False)
+        finally:
+            # They have no graph in forward, and another one in backward.
+            forget_parametrized(module)
+
+    return rematerialised(run)(args, kwargs)
 
 
 Buffers = list[Tensors]  # of modules, by key
@@ -422,15 +439,14 @@ def table_entries(unit: UnitPlan, skeleton: Skeleton) -> dict[str, TableEntries]
 def forward_with_leaves(
     tables: TableEntries,
     leaves: list[torch.Tensor],
-    saved_unit: SavedUnit | None,
+    gathered: Gathered,
     module: nn.Module,
     forward: Callable[[Any, Any], Any],
     args: Args,
     kwargs: Kwargs,
 ) -> Any:
     """Run ``forward`` while the tables below ``module`` hold the gathered ``leaves``."""
-    if not torch.is_grad_enabled():
-        saved_unit = None
+    recomputes = torch.is_grad_enabled() and gathered.source is not None
     # Dictionary, key, and the value that the dictionary holds after forward.
     afterwards: list[tuple[dict[str, Any], str, Any]] = []
     try:
@@ -443,9 +459,7 @@ def forward_with_leaves(
             # again from backward, and then has to read the leaves, gathered again. All other code
             # has to read the placeholders. Why another one during forward: the table that is there
             # may be such a one, which would answer in backward with leaves that it gathers itself.
-            later_table = (
-                table if saved_unit is None else RecomputeParams.of(table, saved_unit, entries)
-            )
+            later_table = RecomputeParams.of(table, gathered, entries) if recomputes else table
             afterwards.append((owner.__dict__, "_parameters", later_table))
             table = owner.__dict__["_parameters"] = dict(table)
             for key, leaf_index in entries.items():
