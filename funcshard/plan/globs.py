@@ -39,10 +39,8 @@ def matches(glob: str, path: str) -> bool:
     return matcher(glob)(path) is not None
 
 
-def match(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str) -> dict[str, str]:
-    """Return the nodes of a tree that paths or globs name, and for each the one that counts.
-
-    A path counts before a glob, and a later glob before an earlier one.
+def match(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str) -> list[str]:
+    """Return the nodes of a tree that paths or globs name.
 
     Arguments:
         globs: paths or globs.
@@ -56,17 +54,14 @@ def match(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str) -> d
     listed_globs = list_of_globs(globs, f"{noun}s")
     # Why so: most calls have no globs, and the nodes of a large tree take long.
     tree_nodes = dict.fromkeys(nodes_of(tuple(uses)) if listed_globs else ())
-    # By node: the glob that counts so far; a node that is written out keeps itself.
-    chosen: dict[str, str] = {}
-    for glob in listed_globs:
-        for node_path in found_by(glob, tree_nodes, noun):
-            if chosen.get(node_path) != node_path:
-                chosen[node_path] = glob
-    return chosen
+    return [node for glob in listed_globs for node in found_by(glob, tree_nodes, noun)]
 
 
 def last_match(globs: Collection[str], names: Collection[str]) -> str | None:
-    """Return the path or glob that counts by the rule of ``match``, for what has these names."""
+    """Return the path or glob that counts for what has these names, if any.
+
+    A path counts before a glob, and a later glob before an earlier one.
+    """
     matching_globs = [glob for glob in globs if glob in names] or [
         glob for glob in globs if any(matches(glob, name) for name in names)
     ]

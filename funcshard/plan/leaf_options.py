@@ -13,7 +13,7 @@ import torch
 
 from funcshard._utils import tree
 from funcshard._utils.tensors import dtype_of, is_dtensor
-from funcshard.plan.globs import last_match, match
+from funcshard.plan.globs import last_match, list_of_globs, match
 from funcshard.plan.leaves import Leaf
 from funcshard.plan.mesh_axes import AXES
 from funcshard.plan.storage import Encode, Packing, Storage, built_in
@@ -29,12 +29,11 @@ def with_local_axes(leaves: list[Leaf], local: Any, mesh_axes: Mapping[str, int]
     Raises:
         ValueError: the mesh has no such axis, or a leaf has no dimension to cut.
     """
-    nodes = match(local, [leaf.paths for leaf in leaves], "local node")
-    axis_options: dict[str, dict[str, int | None]] = {}
-    for glob in nodes.values():
-        axis_option = local[glob] if isinstance(local, Mapping) else tuple(mesh_axes)
-        axis_options[glob] = _read_axes(glob, axis_option, mesh_axes)
-    return [_with_axes(leaf, axis_options, mesh_axes) for leaf in leaves] if nodes else leaves
+    globs = list_of_globs(local, "local nodes")
+    match(globs, [leaf.paths for leaf in leaves], "local node")
+    options = local if isinstance(local, Mapping) else dict.fromkeys(globs, tuple(mesh_axes))
+    axis_options = {glob: _read_axes(glob, options[glob], mesh_axes) for glob in globs}
+    return [_with_axes(leaf, axis_options, mesh_axes) for leaf in leaves]
 
 
 def _with_axes(

@@ -143,10 +143,7 @@ def leaves_under(plan: Plan, globs: Iterable[str], kind: str) -> list[str]:
     leaf_uses = [
         (leaf.path, *leaf.aliases) for leaf in sorted(plan.leaves, key=lambda leaf: leaf.index)
     ]
-    if isinstance(globs, str | torch.Tensor) or not isinstance(globs, Iterable):
-        match(globs, leaf_uses, kind)  # raises the error that says to pass a list
-    # Each glob is matched by itself, because two globs of one group may match nodes of one leaf.
-    nodes = {node for glob in globs for node in match([glob], leaf_uses, kind)}
+    nodes = {*match(globs, leaf_uses, kind)}
     return [
         uses[0]
         for uses in leaf_uses
