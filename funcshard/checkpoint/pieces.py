@@ -141,7 +141,7 @@ def check_pieces(
     part = buffer.part(leaf, mesh.shard.rank)
     # Note: pieces may overlap, come in any order, or count in other slices. So they are copied
     # like values, and what is marked at the end is covered.
-    covered_marks = torch.zeros(part.numel, dtype=torch.bool, device="cpu")
+    covered_marks = torch.zeros(part.end - part.begin, dtype=torch.bool, device="cpu")
     marked_pieces = [
         piece._replace(tensor=torch.ones(piece.tensor.shape, dtype=torch.bool, device="cpu"))
         for piece in pieces

@@ -55,9 +55,9 @@ def whole_run(shape: Sequence[int]) -> Run:
 def run_in_shard(buffer: BufferPlan, leaf: LeafSpec, position: ByAxis) -> tuple[slice, Run]:
     """Return the run of a leaf at a rank's ``position``, and its place in the shard."""
     # Note: a buffer that isn't sharded has all of the leaf, whatever the index.
-    part = buffer.part(leaf, position.get("shard", 0))
+    begin, end, in_shard = buffer.part(leaf, position.get("shard", 0))
     within = Box(slice_offsets(leaf.shape, leaf.cuts, position), leaf.shape)
-    return part.in_shard, Run(part.begin, part.numel, within)
+    return in_shard, Run(begin, end - begin, within)
 
 
 def as_leaf(buffer: BufferPlan) -> LeafSpec:

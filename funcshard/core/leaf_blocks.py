@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from funcshard.comm import Mesh
-from funcshard.plan import BufferPlan, LeafSpec, boxes, slice_offsets
+from funcshard.plan import Box, BufferPlan, LeafSpec, slice_offsets
 
 # Why not more: on up to this many elements torch's CPU kernels run on one thread, so the last bits
 # do not depend on the number of threads.
@@ -64,18 +64,19 @@ class LeafBlocks:
 
     def put(self, shard: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> None:
         """Write the elements of a leaf that lie in this rank's shard; of none that is packed."""
-        leaf_part = buffer.part(spec, mesh.shard.rank)
-        shard_elements = shard[leaf_part.in_shard]
-        if not spec.cuts:
-            self.write(shard_elements, leaf_part.begin)
+        begin, end, in_shard = buffer.part(spec, mesh.shard.rank)
+        if begin == end:
             return
-        # Note: a box of the slice is no run of the whole tensor, but lies in some of its rows.
+        if not spec.cuts:
+            self.write(shard[in_shard], begin)
+            return
+        # Note: a slice is no run of the whole tensor, but lies in some of its rows.
         slice_origin = slice_offsets(spec.shape, spec.cuts, mesh.position)
-        row_shape = self.shape[1:]
-        for box in boxes(spec.shape, leaf_part.begin, leaf_part.end):
-            row_range, *other_dims = box.moved(slice_origin).slices
-            row_count = row_range.stop - row_range.start
-            row_values = torch.empty((row_count, *row_shape), dtype=self.dtype, device=self.device)
-            self.write(row_values.view(-1), row_range.start * math.prod(row_shape))
-            shard_elements[: box.numel].view(box.sizes).copy_(row_values[:, *other_dims])
-            shard_elements = shard_elements[box.numel :]
+        row_numel = math.prod(spec.shape[1:])
+        first_row, row_count = begin // row_numel, -(-end // row_numel) - begin // row_numel
+        whole_rows = torch.empty((row_count, *self.shape[1:]), dtype=self.dtype, device=self.device)
+        first_of_whole = (slice_origin[0] + first_row) * math.prod(self.shape[1:])
+        self.write(whole_rows.view(-1), first_of_whole)
+        slice_box = Box((0, *slice_origin[1:]), (row_count, *spec.shape[1:]))
+        slice_values = whole_rows[slice_box.slices].reshape(-1)[begin - first_row * row_numel :]
+        shard[in_shard].copy_(slice_values[: end - begin])

@@ -23,11 +23,11 @@ from funcshard.core.dtensor_leaves import part_as_planned
 from funcshard.core.flat_buffer import ravel
 from funcshard.core.unit import Unshard, unit_comms
 from funcshard.plan import (
+    Box,
     BufferPlan,
     LeafSpec,
     Plan,
     UnitPlan,
-    boxes,
     dtype_of,
     position_of,
     slice_offsets,
@@ -307,30 +307,28 @@ def put(
     shard: torch.Tensor, leaf: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, mesh: Mesh
 ) -> None:
     """Copy what a full leaf has in this rank's shard of ``buffer`` into ``shard``."""
-    leaf_part = buffer.part(spec, mesh.shard.rank)
-    if leaf_part.numel:
-        in_leaf = leaf_part.in_leaf
-        if (packing := buffer.packing) is not None:
-            in_leaf = slice(packing.numel_of(leaf_part.begin), packing.numel_of(leaf_part.end))
-        with torch.no_grad():
-            leaf_values = leaf.reshape(-1)[in_leaf]
-            if packing is not None:
-                leaf_values = packing.pack(leaf_values.to(shard.device))
-            shard[leaf_part.in_shard].copy_(leaf_values)
+    begin, end, in_shard = buffer.part(spec, mesh.shard.rank)
+    if begin == end:
+        return
+    packing = buffer.packing
+    if packing is not None:
+        begin, end = packing.numel_of(begin), packing.numel_of(end)
+    with torch.no_grad():
+        # Why by rows: of a slice, only these are copied.
+        row_numel = leaf[0].numel() if leaf.ndim else 1
+        first_row = begin // row_numel
+        leaf_rows = leaf[first_row : -(-end // row_numel)] if leaf.ndim else leaf
+        leaf_values = leaf_rows.reshape(-1)[begin - first_row * row_numel :][: end - begin]
+        if packing is not None:
+            leaf_values = packing.pack(leaf_values.to(shard.device))
+        shard[in_shard].copy_(leaf_values)
 
 
 def put_whole(
     shard: torch.Tensor, whole: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, mesh: Mesh
 ) -> None:
     """Copy what the whole tensor of a leaf has in this rank's shard into ``shard``."""
-    if not spec.cuts:
-        put(shard, whole, spec, buffer, mesh)
-        return
-    leaf_part = buffer.part(spec, mesh.shard.rank)
-    slice_origin = slice_offsets(spec.shape, spec.cuts, mesh.position)
-    rest_shard = shard[leaf_part.in_shard]
-    with torch.no_grad():
-        # A run of elements of the raveled slice is a few boxes of the whole tensor.
-        for box in boxes(spec.shape, leaf_part.begin, leaf_part.end):
-            rest_shard[: box.numel].view(box.sizes).copy_(whole[box.moved(slice_origin).slices])
-            rest_shard = rest_shard[box.numel :]
+    if spec.cuts:
+        slice_origin = slice_offsets(spec.shape, spec.cuts, mesh.position)
+        whole = whole[Box(slice_origin, spec.shape).slices]
+    put(shard, whole, spec, buffer, mesh)

@@ -385,8 +385,8 @@ def _elements(by_path: dict[str, torch.Tensor], buffer: BufferPlan, mesh: Mesh) 
     """Return the elements of whole leaves in this rank's shard of ``buffer``."""
     leaf_pieces = []
     for leaf in buffer.leaves:
-        leaf_part = buffer.part(leaf, mesh.shard.rank)
-        leaf_pieces.append(_expanded(by_path[leaf.path], leaf).reshape(-1)[leaf_part.in_leaf])
+        begin, end, _ = buffer.part(leaf, mesh.shard.rank)
+        leaf_pieces.append(_expanded(by_path[leaf.path], leaf).reshape(-1)[begin:end])
     padding_numel = buffer.shard_numel - sum(piece.numel() for piece in leaf_pieces)
     return torch.cat([*leaf_pieces, leaf_pieces[0].new_zeros(padding_numel)])
 

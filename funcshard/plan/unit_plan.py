@@ -106,27 +106,12 @@ class LeafPart(NamedTuple):
     Attributes:
         begin: index of the first of them in the raveled leaf.
         end: index after the last of them in the raveled leaf.
-        shard_begin: index of the first of them in the shard.
+        in_shard: indices of the elements in the shard.
     """
 
     begin: int
     end: int
-    shard_begin: int
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.end - self.begin
-
-    @property
-    def in_leaf(self) -> slice:
-        """Indices of the elements in the raveled leaf."""
-        return slice(self.begin, self.end)
-
-    @property
-    def in_shard(self) -> slice:
-        """Indices of the elements in the shard."""
-        return slice(self.shard_begin, self.shard_begin + self.numel)
+    in_shard: slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,17 +190,13 @@ class BufferPlan:
     def part(self, leaf: LeafSpec, rank: int) -> LeafPart:
         """Return the part of ``leaf`` in the shard at index ``rank`` of the shard axis."""
         if self.shards == 1:
-            return LeafPart(0, leaf.numel, leaf.offset)
+            return LeafPart(0, leaf.numel, slice(leaf.offset, leaf.offset + leaf.numel))
         # The shard's first and last element as indices into the leaf, cut to those that it has.
-        shard_numel, numel = self.shard_numel, leaf.numel
-        first_element = rank * shard_numel - leaf.offset
-        begin_element = min(max(first_element, 0), numel)
-        end_element = max(min(first_element + shard_numel, numel), begin_element)
-        return LeafPart(begin_element, end_element, begin_element - first_element)
-
-    def parts(self, rank: int) -> list[LeafPart]:
-        """Return ``part`` of every leaf."""
-        return [self.part(leaf, rank) for leaf in self.leaves]
+        first_element = rank * self.shard_numel - leaf.offset
+        begin = min(max(first_element, 0), leaf.numel)
+        end = max(min(first_element + self.shard_numel, leaf.numel), begin)
+        # Note: the slice is empty, and negative, in a shard that holds nothing but padding.
+        return LeafPart(begin, end, slice(begin - first_element, end - first_element))
 
 
 @dataclass(frozen=True, slots=True)

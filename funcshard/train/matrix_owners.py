@@ -226,8 +226,8 @@ class Matrix:
     def part(self, stage: Stage, index: int, peer: int) -> Part:
         """Return the part of the rank at ``index`` along the axis, to swap with ``peer``."""
         if stage is None:
-            flat = self.buffer.part(self.leaf, index)
-            return Part(self, peer, 0, flat.begin, (flat.numel,))
+            begin, end, _ = self.buffer.part(self.leaf, index)
+            return Part(self, peer, 0, begin, (end - begin,))
         shape = self.shape(stage)
         dim = next(cut.dim for cut in self.leaf.cuts if cut.axis == stage)
         return Part(self, peer, dim, index * shape[dim], shape)

@@ -413,7 +413,7 @@ def transport_of(owners: Owners, mesh: Mesh) -> MatrixTransport:
         mesh=mesh,
         # The owners are the ranks at the place where all stages of a matrix have met.
         owned=[m for m in owners.matrices if m.place().items() <= position.items()],
-        slices={path: part.in_shard for path, part in shard_parts.items() if part.numel},
+        slices={path: part.in_shard for path, part in shard_parts.items() if part.end > part.begin},
         there=[owners.all_to_all(stage, position, back=False) for stage in stages],
         back=[owners.all_to_all(stage, position, back=True) for stage in reversed(stages)],
     )

@@ -56,9 +56,9 @@ class ParamGroupLayout:
         group_ranges: list[GroupRange] = []
         for leaf in buffer.leaves:
             group = self.group_of.get(leaf.path)
-            part = buffer.part(leaf, self.shard_rank)
-            start = max(part.shard_begin, 0)  # negative in a shard that holds nothing but padding
-            stop = start + part.numel
+            begin, end, in_shard = buffer.part(leaf, self.shard_rank)
+            start = max(in_shard.start, 0)  # negative in a shard that holds nothing but padding
+            stop = start + end - begin
             if leaf is buffer.leaves[-1]:
                 # Note: the padding belongs to the group of the last leaf.
                 stop = buffer.shard_numel

@@ -172,7 +172,7 @@ class Setup:
                 for leaf in buffer.leaves if grad is not None else ():
                     part = buffer.part(leaf, self.at["shard"])
                     whole = own_part(leaf.path, wanted[leaf.path], self.at, self.sizes)
-                    close(grad[part.in_shard], whole.flatten()[part.in_leaf])
+                    close(grad[part.in_shard], whole.flatten()[part.begin : part.end])
 
 
 def close(found: Any, wanted: Any) -> None:
