@@ -31,7 +31,7 @@ from funcshard.checkpoint.state_nodes import (
 )
 from funcshard.checkpoint.stored_state import each_leaf, first_of, fits_shard, join, name_in
 from funcshard.comm import Mesh
-from funcshard.core import LeafChecksums, check_mesh, check_source, on_every_rank, zero_shard
+from funcshard.core import LeafChecksums, check_mesh, check_source, empty_shard, on_every_rank
 from funcshard.plan import BufferPlan, Plan, UnitPlan, dtype_name, own_axes
 from funcshard.train import (
     MuonStep,
@@ -204,7 +204,7 @@ class _Loading:
     def zero_shards(self) -> dict[str, dict[str, torch.Tensor]]:
         shards: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self.plan.units}
         for unit, buffer in trainable_buffers(self.plan):
-            shards[unit.name][buffer.key] = zero_shard(unit, buffer, self.mesh)
+            shards[unit.name][buffer.key] = empty_shard(unit, buffer, self.mesh).zero_()
         return shards
 
     def shard_values(

@@ -26,13 +26,13 @@ from funcshard.core import (
     check_source,
     check_tie,
     cut_from_rank,
+    empty_shard,
     join_slices,
     on_every_rank,
     put_whole,
     slice_from_rank,
     start_gather_flat,
     views,
-    zero_shard,
 )
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, own_axes
 
@@ -342,7 +342,7 @@ def shard_from_leaves(
             )
         return cut_from_rank(src, unit, buffer, sliced_leaves, mesh)
     # Note: zeros, because optimizer state may lack leaves.
-    shard = zero_shard(unit, buffer, mesh)
+    shard = empty_shard(unit, buffer, mesh).zero_()
     for leaf in buffer.leaves:
         if leaf.path not in leaves:
             continue

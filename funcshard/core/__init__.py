@@ -107,7 +107,6 @@ from funcshard.core.sharding import (
     gather,
     put_whole,
     shard,
-    zero_shard,
 )
 from funcshard.core.unit import (
     RecomputeParams,
@@ -138,5 +137,5 @@ __all__ = [
     "ppermute", "psum", "psum_scatter", "psum_world", "put_whole", "raise_on_every_rank", "randn_like", "remat", "reshard",
     "run_in_full_precision", "shard", "slice_comms", "slice_from_rank", "start_gather",
     "start_gather_flat", "start_reduce", "start_unit", "unit_comms", "unshard",
-    "value_and_grad", "vdot", "views", "vjp", "zero_shard",
+    "value_and_grad", "vdot", "views", "vjp",
 ]  # fmt: skip

@@ -43,8 +43,10 @@ def check_fits(plan: Plan, mesh: Mesh) -> None:
 
 def same_axes(planned: Mapping[str, int], mesh: Mesh) -> bool:
     """Return whether a mesh has the planned axes in their order; axes of one rank do not count."""
-    planned_axes = [(axis, size) for axis, size in planned.items() if size > 1]
-    return planned_axes == [(axis, size) for axis, size in mesh.shape.items() if size > 1]
+    planned_axes, mesh_axes = (
+        [(axis, size) for axis, size in axes.items() if size > 1] for axes in (planned, mesh.shape)
+    )
+    return planned_axes == mesh_axes
 
 
 def check_shards(

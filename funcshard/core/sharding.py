@@ -298,11 +298,6 @@ def empty_shard(unit: UnitPlan, buffer: BufferPlan, mesh: Mesh) -> torch.Tensor:
     return shard
 
 
-def zero_shard(unit: UnitPlan, buffer: BufferPlan, mesh: Mesh) -> torch.Tensor:
-    """Return zeros in the shape of one buffer's shard, where some leaves may be lacking."""
-    return empty_shard(unit, buffer, mesh).zero_()
-
-
 def put(
     shard: torch.Tensor, leaf: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, mesh: Mesh
 ) -> None:

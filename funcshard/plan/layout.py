@@ -72,15 +72,15 @@ def _laid_out(
     path_owners = owners_of(paths)
     unit_leaves: dict[str, list[Leaf]] = {unit_name: [] for unit_name in paths}
     for leaf in leaves:
-        units_around = (
+        units_around = [
             path_owners[node] for node in tree.upwards(leaf.paths[0]) if node in path_owners
-        )
-        unit_owner = next(units_around)
+        ]
         # A tied leaf belongs to the innermost unit that holds all of its uses. The root does.
-        while not all(
-            tree.is_under_any(leaf_path, paths[unit_owner]) for leaf_path in leaf.paths[1:]
-        ):
-            unit_owner = next(units_around)
+        unit_owner = next(
+            unit_name
+            for unit_name in units_around
+            if all(tree.is_under_any(path, paths[unit_name]) for path in leaf.paths[1:])
+        )
         unit_leaves[unit_owner].append(leaf)
     # Why one cutter: it searches the structure once for all units.
     cut = cutter(structure, itertools.chain(*paths.values()))
@@ -112,29 +112,25 @@ def _laid_out(
 
 
 def _buffers(leaves: Sequence[Leaf]) -> tuple[BufferPlan, ...]:
+    """Return the flat buffers of a unit's leaves, which aren't cut into shards."""
     leaf_groups: dict[tuple[tuple[str, ...], bool, str, str], list[Leaf]] = {}
     for leaf in leaves:
-        packing_name = f"{leaf.packing.name}_{leaf.packing.block}" if leaf.packing else ""
-        buffer_key = leaf.local, not leaf.trainable, leaf.dtype, packing_name
-        leaf_groups.setdefault(buffer_key, []).append(leaf)
+        packing_name = f".{leaf.packing.name}_{leaf.packing.block}" if leaf.packing else ""
+        group_key = leaf.local, not leaf.trainable, leaf.dtype, packing_name
+        leaf_groups.setdefault(group_key, []).append(leaf)
+    buffers = []
     # Why sorted: the order of buffers must not depend on that of leaves. Shared leaves come first,
     # and trainable ones before frozen ones.
-    return tuple(
-        _buffer(*buffer_key, leaf_groups[buffer_key]) for buffer_key in sorted(leaf_groups)
-    )
-
-
-def _buffer(
-    local: tuple[str, ...], frozen: bool, dtype: str, packing_name: str, leaves: Sequence[Leaf]
-) -> BufferPlan:
-    leaf_specs: list[LeafSpec] = []
-    offset, packing = 0, leaves[0].packing
-    for leaf in leaves:
-        leaf_shape = leaf.shape
-        if packing is not None:
-            leaf_shape = (packing.bytes_of(math.prod(leaf.shape)),)
-        leaf_specs.append(
-            LeafSpec(
+    for group_key in sorted(leaf_groups):
+        local, frozen, dtype, packing_name = group_key
+        packing = leaf_groups[group_key][0].packing
+        leaf_specs: list[LeafSpec] = []
+        offset = 0
+        for leaf in leaf_groups[group_key]:
+            leaf_shape = leaf.shape
+            if packing is not None:
+                leaf_shape = (packing.bytes_of(math.prod(leaf.shape)),)
+            leaf_spec = LeafSpec(
                 path=leaf.paths[0],
                 shape=leaf_shape,
                 offset=offset,
@@ -144,20 +140,19 @@ def _buffer(
                 placements=leaf.placements,
                 unpacked=leaf.shape if packing else None,
             )
+            leaf_specs.append(leaf_spec)
+            offset += leaf_spec.numel
+        local_name = ".local" if local == AXES else f".local_{'_'.join(local)}"
+        buffer = BufferPlan(
+            # Note: plans on disk hold these keys, and fingerprints depend on them, so they may not
+            # change.
+            key=f"{dtype}{'.frozen' * frozen}{local_name * bool(local)}{packing_name}",
+            dtype=dtype if packing is None else "uint8",
+            trainable=not frozen,
+            leaves=tuple(leaf_specs),
+            shards=1,
+            local=local,
+            packing=packing,
         )
-        offset += math.prod(leaf_shape)
-    # Note: plans on disk hold these keys, and fingerprints depend on them, so they may not change.
-    buffer_key = dtype + ".frozen" * frozen
-    if local:
-        buffer_key += ".local" if local == AXES else f".local_{'_'.join(local)}"
-    if packing is not None:
-        buffer_key += f".{packing_name}"
-    return BufferPlan(
-        key=buffer_key,
-        dtype=dtype if packing is None else "uint8",
-        trainable=not frozen,
-        leaves=tuple(leaf_specs),
-        shards=1,
-        local=local,
-        packing=packing,
-    )
+        buffers.append(buffer)
+    return tuple(buffers)

@@ -60,9 +60,7 @@ def read_leaves(params: Any) -> tuple[tree.Structure, list[Leaf], list[torch.Ten
         )
         leaf_tensors = list({id(leaf_tensor): leaf_tensor for leaf_tensor in leaf_tensors}.values())
     for leaf_tensor, use_paths in zip(leaf_tensors, tensor_uses.values(), strict=True):
-        for leaf_path in use_paths:
-            _check_path(leaf_path)
-        _check_leaf(leaf_tensor, next(iter(use_paths)))
+        _check_leaf(leaf_tensor, [*use_paths])
     leaves = [
         Leaf(
             index,
@@ -127,23 +125,31 @@ def _renumbered(structure: tree.Structure, numbers: Sequence[int]) -> tree.Struc
 def _trainable(tensors: Sequence[torch.Tensor]) -> list[bool]:
     # Why not one rule for all: a module whose parameters are all frozen says so by requires_grad,
     # and plain tensors, as in JAX, say nothing by it unless one of them requires a gradient.
-    plain_tensors = [
-        leaf_tensor
+    is_plain = [
+        not (module_classes(leaf_tensor) or isinstance(leaf_tensor, torch.nn.Parameter))
         for leaf_tensor in tensors
-        if not hasattr(leaf_tensor, "funcshard_modules")
-        and not isinstance(leaf_tensor, torch.nn.Parameter)
     ]
-    silent_ids: set[int] = set()
-    if not any(leaf_tensor.requires_grad for leaf_tensor in plain_tensors):
-        numeric = [t for t in plain_tensors if is_continuous(t)]
-        silent_ids = {id(leaf_tensor) for leaf_tensor in numeric}
-    return [leaf_tensor.requires_grad or id(leaf_tensor) in silent_ids for leaf_tensor in tensors]
+    if any(t.requires_grad and plain for t, plain in zip(tensors, is_plain, strict=True)):
+        return [leaf_tensor.requires_grad for leaf_tensor in tensors]
+    return [
+        leaf_tensor.requires_grad or (plain and is_continuous(leaf_tensor))
+        for leaf_tensor, plain in zip(tensors, is_plain, strict=True)
+    ]
 
 
 # --- what a plan cannot hold ----------------------------------------------------------------------
 
 
-def _check_leaf(leaf: Any, path: str) -> None:
+def _check_leaf(leaf: Any, paths: Sequence[str]) -> None:
+    for path in paths:
+        if path.count(".") >= tree.DEEPEST:
+            raise ValueError(tree.too_deep(path, "keys in one path"))
+        if ".." in f".{path}." and path:
+            raise ValueError(
+                f"the leaf at {path!r} has an empty key in its path; a path joins keys with dots, "
+                "and no key may be empty or begin or end with a dot: rename the key"
+            )
+    path = paths[0]
     if not isinstance(leaf, torch.Tensor):
         remedy = module_remedy(leaf, "params") or "move it out of params, or make it a tensor"
         if isinstance(leaf, Iterator):
@@ -196,16 +202,6 @@ def _check_container(kind: str, meta: Any, entries: Sequence[Any], path: str) ->
     if any(type(entry) is str and not entry for entry in entries):
         raise ValueError(
             f"a key of the container {where} is empty; a path joins keys with dots: name the key"
-        )
-
-
-def _check_path(path: str) -> None:
-    if path.count(".") >= tree.DEEPEST:
-        raise ValueError(tree.too_deep(path, "keys in one path"))
-    if ".." in f".{path}." and path:
-        raise ValueError(
-            f"the leaf at {path!r} has an empty key in its path; a path joins keys with dots, "
-            "and no key may be empty or begin or end with a dot: rename the key"
         )
 
 

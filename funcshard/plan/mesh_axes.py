@@ -89,15 +89,10 @@ def axes_text(axes: Mapping[str, int], *, ones: Iterable[str] = AXES) -> str:
 
 def mesh_text(mesh_axes: Mapping[str, int]) -> str:
     """Return the ranks of a mesh as text, such as ``8 ranks = 2 replicate × 4 shard``."""
-    world_size = world_size_of(mesh_axes)
+    world_size = math.prod(mesh_axes.values())
     ranks_text = f"{world_size} rank{'s' * (world_size > 1)}"
     # A mesh of the shard axis alone is nothing but its ranks.
     if world_size == mesh_axes["shard"]:
         return ranks_text
     ones = AXES if mesh_axes["replicate"] > 1 else ()
     return f"{ranks_text} = {axes_text(mesh_axes, ones=ones)}"
-
-
-def world_size_of(axes: Mapping[str, int]) -> int:
-    """Return the number of ranks."""
-    return math.prod(axes.values())

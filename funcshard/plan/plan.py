@@ -19,7 +19,7 @@ from funcshard.plan.equal_units import plan_table
 from funcshard.plan.layout import plan_units
 from funcshard.plan.leaf_options import read_storages
 from funcshard.plan.leaves import Leaf
-from funcshard.plan.mesh_axes import AXES, Axes, mesh_axes_of, world_size_of
+from funcshard.plan.mesh_axes import AXES, Axes, mesh_axes_of
 from funcshard.plan.precision import MixedPrecision
 from funcshard.plan.unit_plan import (
     STRATEGIES,
@@ -105,7 +105,7 @@ class Plan(Shown):
     @property
     def world_size(self) -> int:
         """Number of ranks of the mesh."""
-        return world_size_of(self.mesh_axes)
+        return math.prod(self.mesh_axes.values())
 
     @property
     def ordered_structure(self) -> tree.Structure:
@@ -267,7 +267,7 @@ def _check_layout(plan: Plan) -> None:
         or check_structure(plan.structure) != len(leaves)
         or [leaf.leaf_index for leaf in leaves] != list(range(len(leaves)))
         or not {unit.strategy for unit in units} <= {*STRATEGIES}
-        or world_size_of(mesh_axes) > _MOST_RANKS
+        or plan.world_size > _MOST_RANKS
     ):
         raise ValueError("its units must be those of make_plan for its leaves and its mesh")
 

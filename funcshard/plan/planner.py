@@ -195,23 +195,20 @@ def make_plan(
             options.setdefault(unit_name, {**inner_options, **overrides.get(unit_name, {})})
         root_precision = options[""]["precision"]
         full_precision = _full_precision_modules(leaves, tensors, options, paths)
-        paths = {"": ("",), **_with_modules(paths, full_precision, leaf_uses)}
+        if full_precision:
+            paths = _with_modules(paths, full_precision, leaf_uses)
+        paths = {"": ("",), **paths}
+        module_around = innermost_in({path: (path,) for path in full_precision})
         for unit_name, unit_paths in paths.items():
             # A module that has become a unit has no options of its own.
             unit_options = options.setdefault(unit_name, {**options[""], **reshard_options})
             unit_options["full_precision"] = unit_name in full_precision
-            modules_around = [
-                node for node in tree.upwards(unit_paths[0]) if node in full_precision
-            ]
-            is_inside = any(
-                all(tree.is_under(path, module_path) for path in unit_paths)
-                for module_path in modules_around
-            )
             # Note: a unit inside a module of full precision has no precision either, unless the
             # user gave it one.
-            if (
-                is_inside and "precision" not in overrides.get(unit_name, {})
-            ) or unit_name in full_precision:
+            modules_around = {module_around(path) for path in unit_paths}
+            is_inside = len(modules_around) == 1 and None not in modules_around
+            has_precision = "precision" in overrides.get(unit_name, {})
+            if unit_name in full_precision or (is_inside and not has_precision):
                 unit_options["precision"] = None
         unit_plans = plan_units(structure, leaves, paths, options, axes, mesh_axes)
         undecided_units = [
@@ -355,8 +352,6 @@ def _with_modules(
     units: Mapping[str, tuple[str, ...]], modules: Collection[str], uses: Sequence[tuple[str, ...]]
 ) -> dict[str, tuple[str, ...]]:
     """Return the paths of ``units`` with those of ``modules`` in the order of leaves."""
-    if not modules:
-        return dict(units)
     # Why the order of leaves: most models call their modules in it, and it is the schedule's
     # default.
     first_leaves: dict[str, int] = {}  # by node
@@ -418,7 +413,7 @@ def small_groups(
         For the names of each group, whether it stays gathered until backward although its strategy
         frees it.
     """
-    if limit == 0:
+    if limit == 0 or (limit is None and len(units) < _LEAST_UNITS):
         return {}
     # Note: gathered bytes, with padding and in the dtype that travels.
     unit_bytes = [
@@ -426,27 +421,25 @@ def small_groups(
         for unit in units
     ]
     unit_keys = [_key(unit, undecided) for unit in units]
-    if limit is not None:
-        return dict.fromkeys(_filled(units, unit_bytes, unit_keys, limit), False)
-    for i, unit in enumerate(units):
-        # Why only modules: programs by hand look their units up by name.
-        if unit_bytes[i] > _SMALL_UNIT or any(leaf.index not in modules for leaf in unit.leaves):
-            unit_keys[i] = None
-    key_runs = [list(run) for _, run in itertools.groupby(unit_keys)]
-    # Why a least number: the names of a few units are worth more than the microseconds.
-    unit_keys = [
-        unit_key if len(run) >= _LEAST_UNITS else None for run in key_runs for unit_key in run
-    ]
-    total_bytes = sum(
-        unit_size
-        for unit_size, unit_key in zip(unit_bytes, unit_keys, strict=True)
-        if unit_key is not None
-    )
-    freed_units = {unit.name for unit in units if unit.reshard_after_forward}
-    return {
-        names: total_bytes <= _GROUP_BYTES and names[0] in freed_units.intersection(undecided)
-        for names in _filled(units, unit_bytes, unit_keys, _GROUP_BYTES)
-    }
+    kept_units: set[str] = set()
+    if limit is None:
+        limit = _GROUP_BYTES
+        for i, unit in enumerate(units):
+            # Why only modules: programs by hand look their units up by name.
+            if unit_bytes[i] > _SMALL_UNIT or any(x.index not in modules for x in unit.leaves):
+                unit_keys[i] = None
+        key_runs = [list(run) for _, run in itertools.groupby(unit_keys)]
+        # Why a least number: the names of a few units are worth more than the microseconds.
+        unit_keys = [key if len(run) >= _LEAST_UNITS else None for run in key_runs for key in run]
+        small_bytes = [
+            unit_size
+            for unit_size, unit_key in zip(unit_bytes, unit_keys, strict=True)
+            if unit_key is not None
+        ]
+        if sum(small_bytes) <= limit:
+            freed_units = {unit.name for unit in units if unit.reshard_after_forward}
+            kept_units = freed_units.intersection(undecided)
+    return {names: names[0] in kept_units for names in _filled(units, unit_bytes, unit_keys, limit)}
 
 
 def _key(unit: UnitPlan, undecided: Collection[str]) -> tuple[Any, ...] | None:
