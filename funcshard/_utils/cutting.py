@@ -5,7 +5,7 @@ If keys of dictionaries have dots, several nodes can lie at one path. They becom
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence
 
 from funcshard._utils import tree
 from funcshard._utils.tree import Structure
@@ -13,9 +13,7 @@ from funcshard._utils.tree import Structure
 _DICTS = ("dict", "ordered_dict")
 
 
-def cutter(
-    structure: Structure, paths: Iterable[str]
-) -> Callable[[str | Sequence[str], dict[int, int]], Structure]:
+def cutter(structure: Structure) -> Callable[[str | Sequence[str], dict[int, int]], Structure]:
     """Return a function that cuts units out of a structure.
 
     Returns:
@@ -26,49 +24,40 @@ def cutter(
         For several paths, it returns a dictionary from path to part, without paths that only have
         tied leaves.
     """
-    nodes_at = _nodes_at(structure, {*paths})
+    children_of: dict[str, dict[str, list[Structure]]] = {}  # by path: the nodes below, by key
+
+    def nodes_at(path: str) -> list[Structure]:
+        nodes, path_above = [structure], ""
+        for key in path.split(".") if path else ():
+            # Why kept: units lie side by side, and a node may have thousands of children.
+            if path_above not in children_of:
+                children_of[path_above] = _children(nodes)
+            nodes = children_of[path_above].get(key, [])
+            path_above += f".{key}"
+        return nodes
 
     def cut(path: str | Sequence[str], keep: dict[int, int]) -> Structure:
         if isinstance(path, str):
-            return _prune(_merged(nodes_at[path], path), keep)
-        present_paths = [unit_path for unit_path in sorted(path) if nodes_at[unit_path]]
-        pruned_parts = [
-            _prune(_merged(nodes_at[unit_path], unit_path), keep) for unit_path in present_paths
-        ]
-        return ("dict", tuple(present_paths), tuple(pruned_parts))
+            return _prune(_merged(nodes_at(path), path), keep)
+        parts = {p: _prune(_merged(nodes_at(p), p), keep) for p in sorted(path) if nodes_at(p)}
+        return ("dict", (*parts,), (*parts.values(),))
 
     return cut
 
 
-def _nodes_at(structure: Structure, paths: Set[str]) -> dict[str, list[Structure]]:
-    """Return the nodes at each path: several if keys have dots, or are one text, as 1 and "1"."""
-    nodes: dict[str, list[Structure]] = {path: [] for path in paths}
-    paths_above = {node for path in paths for node in tree.upwards(path.rpartition(".")[0])}
-    to_visit = [(structure, "")]
-    while to_visit:
-        node, path = to_visit.pop()
-        if path in nodes:
-            nodes[path].append(node)
-        if path not in paths_above or not isinstance(node, tuple):
-            continue
-        child_nodes = []
-        for key, child in zip(_keys_of(node), node[2], strict=True):
-            # A key with dots is a path of nested dictionaries, each of which has one key. At the
-            # root a dot in front is no end of a path, because the path "" is the root itself.
-            dot = key.find(".", int(not path))
-            if dot >= 0:
-                key, child = key[:dot], ("dict", (key[dot + 1 :],), (child,))
-            child_nodes.append((child, f"{path}.{key}" if path else key))
-        to_visit += reversed(child_nodes)
-    return nodes
-
-
-def _keys_of(node: Structure) -> list[str]:
-    kind, meta, children = node
-    if kind in _DICTS:
-        return [str(key) for key in meta]
-    entries = tree.entries_of(node) if kind == "custom" else range(len(children))
-    return [str(entry) for entry in entries]
+def _children(nodes: Sequence[Structure]) -> dict[str, list[Structure]]:
+    """Return the nodes below, by key: several if keys have dots, or are one text, as 1 and "1"."""
+    nodes_by_key: dict[str, list[Structure]] = {}
+    for kind, meta, children in [node for node in nodes if isinstance(node, tuple)]:
+        keys = meta if kind in _DICTS else range(len(children))
+        if kind == "custom":
+            keys = tree.entries_of((kind, meta, children))
+        for key, child in zip(map(str, keys), children, strict=True):
+            # A key with dots is a path of nested dictionaries, each of which has one key.
+            first_key, dot, later_keys = key.partition(".")
+            inner_node = ("dict", (later_keys,), (child,)) if dot else child
+            nodes_by_key.setdefault(first_key, []).append(inner_node)
+    return nodes_by_key
 
 
 def _merged(nodes: Sequence[Structure], path: str) -> Structure:

@@ -275,17 +275,15 @@ def upwards(path: str) -> Iterator[str]:
     yield ""
 
 
-def natural_key(path: str) -> tuple[Any, ...]:
-    """Return a sort key that puts ``blocks.2`` before ``blocks.10``."""
-    if "." not in path:
-        return _component_key(path)
-    return tuple([part for component in path.split(".") for part in _component_key(component)])
-
-
 @functools.lru_cache(maxsize=4096)
-def _component_key(component: str) -> tuple[tuple[int, int, str], ...]:
+def natural_key(path: str) -> tuple[tuple[int, int, str], ...]:
+    """Return a sort key that puts ``blocks.2`` before ``blocks.10``."""
     return tuple(
-        (0, int(p), "") if p.isdecimal() else (1, 0, p) for p in re.split(r"(\d+)", component) if p
+        [
+            (0, int(part), "") if part.isdecimal() else (1, 0, part)
+            for part in re.split(r"(\d+)|\.", path)
+            if part
+        ]
     )
 
 

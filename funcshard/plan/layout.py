@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -83,7 +82,7 @@ def _laid_out(
         )
         unit_leaves[unit_owner].append(leaf)
     # Why one cutter: it searches the structure once for all units.
-    cut = cutter(structure, itertools.chain(*paths.values()))
+    cut = cutter(structure)
     unit_layouts = []
     for unit_name, owned_leaves in unit_leaves.items():
         if not owned_leaves:
