@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,7 +142,11 @@ def _differences(own_sums: _Sums, mesh: Mesh) -> _Differences:
     leaf_differences: _Differences = {}
     local_axes = {leaf_name: local for sums in rank_sums for leaf_name, (local, _) in sums.items()}
     for leaf_name, local in local_axes.items():
-        for ranks in _sharing(local, mesh):
+        sharing_ranks: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(mesh.world_size):
+            position = position_of(rank, mesh.shape)
+            sharing_ranks.setdefault(tuple(position[axis] for axis in local), []).append(rank)
+        for ranks in sharing_ranks.values():
             # Ranks that hold the same values are one group.
             ranks_by_value: dict[int, list[int]] = {}
             for rank in ranks:
@@ -198,15 +202,10 @@ def checksum(values: torch.Tensor) -> torch.Tensor:
         # Why wide elements are folded: the sum is taken modulo 2**64, so the upper bits of a word
         # count for little. Of several narrow elements in a word, the lower ones count in full.
         if values.dtype.itemsize >= 8:
-            words = _folded(words)
+            words = words ^ (words >> 32)
         block_sums.append((words.sum(0) * weights).sum())
-    weights = _weights(len(block_sums), values.device)
-    return (_folded(torch.stack(block_sums)) * weights).sum()
-
-
-def _folded(words: torch.Tensor) -> torch.Tensor:
-    # Note: the lower half now depends on the upper one too.
-    return words ^ (words >> 32)
+    weights, words = _weights(len(block_sums), values.device), torch.stack(block_sums)
+    return ((words ^ (words >> 32)) * weights).sum()
 
 
 def _weights(count: int, device: torch.device) -> torch.Tensor:
@@ -215,14 +214,6 @@ def _weights(count: int, device: torch.device) -> torch.Tensor:
     words = (words ^ (words >> 29)) * -4658895280553007687
     # Why odd: a change of one word then always changes the sum, modulo 2**64.
     return (words ^ (words >> 32)) | 1
-
-
-def _sharing(local: Iterable[str], mesh: Mesh) -> list[list[int]]:
-    rank_sets: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(mesh.world_size):
-        position = position_of(rank, mesh.shape)
-        rank_sets.setdefault(tuple(position[axis] for axis in local), []).append(rank)
-    return list(rank_sets.values())
 
 
 def _named(ranks: list[int]) -> str:

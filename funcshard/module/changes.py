@@ -130,45 +130,34 @@ class DiscardedChanges:
         if recording_or_transforming() or torch.is_inference_mode_enabled():
             return
         self.compared.add(training)
-        self._look_at_buffers(first_call, modules, call_buffers, caller_buffers)
-        # Note: a function of the module is the place where state may last.
-        if first_call and self.watches_attributes and not callable(method):
-            self._look_at_attributes(modules)
-
-    def _look_at_buffers(
-        self,
-        first_call: bool,
-        modules: Sequence[nn.Module],
-        call_buffers: NamedTensors,
-        caller_buffers: NamedTensors,
-    ) -> None:
-        changed_names = []
+        changed_buffers = []
         for index, key, buffer_name in self.buffers:
             after, before = modules[index]._buffers.get(key), call_buffers[buffer_name]
             # Why all values once: F.batch_norm changes its statistics without counting it in their
             # versions. BatchNorm also counts its batches, which the versions show.
             suspicious = first_call or after is not before or version(before) != 0
             if suspicious and _differ(after, caller_buffers[buffer_name], before.dtype):
-                changed_names.append(buffer_name)
-        if changed_names:
+                changed_buffers.append(buffer_name)
+        if changed_buffers:
             self.buffers = []
             self._warn(
-                f"changed buffers of the module ({some(changed_names)}), and the call threw the "
+                f"changed buffers of the module ({some(changed_buffers)}), and the call threw the "
                 "changes away: use make_functional(module, mutable=True), whose calls return the "
                 "new buffers, or apply.eval() if the module should not change them"
             )
-
-    def _look_at_attributes(self, modules: Sequence[nn.Module]) -> None:
-        changed_names = [
+        # Note: a function of the module is the place where state may last.
+        if not first_call or not self.watches_attributes or callable(method):
+            return
+        set_attributes = [
             f"{spec.path}.{name}".removeprefix(".")
             for spec, module in zip(self.skeleton.specs, modules, strict=True)
             for name, value in module.__dict__.items()
             if name not in TORCH_ATTRIBUTES and _was_set(spec, name, value)
         ]
-        if changed_names:
+        if set_attributes:
             self.watches_attributes = False
             self._warn(
-                f"set attributes of the module ({some(changed_names)}), and the call threw them "
+                f"set attributes of the module ({some(set_attributes)}), and the call threw them "
                 "away: the next call begins with the attributes that the module had in "
                 "make_functional. Run what shares them in one call, with apply.method(function), "
                 "or keep them in buffers, with mutable=True"

@@ -245,26 +245,27 @@ def _reset_module(
         unit, buffer, leaf = locations[name]
         shard, local_axes = new_shards[unit.name][buffer.key], own_axes(buffer.local, leaf.cuts)
         drawn_leaf = drawn_values(value)
-        # Why not packed: such a leaf is frozen, and its blocks are not those of the storage.
-        if drawn_leaf is not None and drawn_leaf.steps and buffer.packing is None:
-            check_leaf(value, leaf, buffer, _WHAT, whole=True)
+        # Note: an operation needed all values, so every rank has made them; and blocks are not
+        # those of the storage of packed leaves.
+        if drawn_leaf is not None and (drawn_leaf.whole is not None or buffer.packing is not None):
+            value = blank = drawn_leaf.make_whole() if drawn_leaf.steps else drawn_leaf.whole
+            drawn_leaf = None
+        is_drawn = drawn_leaf is not None and bool(drawn_leaf.steps)
+        is_assigned = drawn_leaf is None and value is not placeholders[leaf.path]
+        if not is_drawn and not (is_assigned and was_written(value, blank, name)):
+            return
+        # Note: a tied parameter, or one of a shared module, is reset once for each path.
+        later_puts.pop(leaf.path, None)
+        written_paths.add(leaf.path)
+        check_leaf(value, leaf, buffer, _WHAT, whole=True)
+        if drawn_leaf is None:
+            put_whole(shard, value, leaf, buffer, mesh)
+        else:
             later_puts[leaf.path] = functools.partial(
                 drawn_leaf.blocks.put, shard, leaf, buffer, mesh
             )
-            checksums.add(leaf.path, drawn_leaf.digest(), local_axes)
-            return
-        # Note: an operation needed all values, so every rank has made them.
-        if drawn_leaf is not None:
-            if drawn_leaf.steps:
-                drawn_leaf.make_whole()
-            value = blank = drawn_leaf.whole
-        if value is not placeholders[leaf.path] and was_written(value, blank, name):
-            # Note: a tied parameter, or one of a shared module, is reset once for each path.
-            later_puts.pop(leaf.path, None)
-            check_leaf(value, leaf, buffer, _WHAT, whole=True)
-            put_whole(shard, value, leaf, buffer, mesh)
-            checksums.add(leaf.path, value, local_axes)
-            written_paths.add(leaf.path)
+            value = drawn_leaf.digest()
+        checksums.add(leaf.path, value, local_axes)
 
     def reset_together(unit_modules: list[tuple[str, nn.Module]]) -> None:
         """Allocate parameters of one unit's modules, reset these, and keep this rank's slices."""
@@ -305,7 +306,6 @@ def _reset_module(
                     f"while parameter {path!r} was drawn in blocks, as its module's reset had asked"
                 )
                 raise
-    written_paths |= later_puts.keys()
     unwritten_paths = [leaf.path for leaf in plan.leaves if leaf.path not in written_paths]
     check_written([*unwritten_paths, *unwritten_buffers(new_module, blank_buffers)])
     return new_shards, dict(new_module.named_buffers())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -195,10 +195,11 @@ def make_plan(
             options.setdefault(unit_name, {**inner_options, **overrides.get(unit_name, {})})
         root_precision = options[""]["precision"]
         full_precision = _full_precision_modules(leaves, tensors, options, paths)
+        module_around: Callable[[str], str | None] = {}.get
         if full_precision:
             paths = _with_modules(paths, full_precision, leaf_uses)
+            module_around = innermost_in({path: (path,) for path in full_precision})
         paths = {"": ("",), **paths}
-        module_around = innermost_in({path: (path,) for path in full_precision})
         for unit_name, unit_paths in paths.items():
             # A module that has become a unit has no options of its own.
             unit_options = options.setdefault(unit_name, {**options[""], **reshard_options})
@@ -221,8 +222,16 @@ def make_plan(
         }
         # Why planned twice: sizes decide which units join, and they follow from the layout.
         unit_groups = small_groups(unit_plans, group_bytes, undecided_units, from_modules)
+        for names, stays_gathered in unit_groups.items():
+            group_name = free_name(f"{names[0]}{_TO}{names[-1]}", nodes_of(leaf_uses), paths)
+            # The group takes the place of its first unit, whose options are those of all.
+            options[group_name] = dict(options[names[0]])
+            if stays_gathered:
+                options[group_name]["reshard_after_forward"] = False
+            joined = {**dict.fromkeys(names), names[0]: (group_name, names)}
+            placed = [joined.get(name, (name, paths[name])) for name in paths]
+            paths = dict(filter(None, placed))
         if unit_groups:
-            paths = _with_groups(paths, unit_groups, options, nodes_of(leaf_uses))
             unit_plans = plan_units(structure, leaves, paths, options, axes, mesh_axes)
         plan = Plan(
             mesh_shape=(mesh_axes["replicate"], mesh_axes["shard"]),
@@ -271,30 +280,6 @@ def _warn_of_one_large_unit(plan: Plan) -> None:
 
 
 # --- units that the planner makes itself ----------------------------------------------------------
-
-
-def _with_groups(
-    paths: Mapping[str, tuple[str, ...]],
-    groups: Mapping[tuple[str, ...], bool],
-    options: dict[str, dict[str, Any]],
-    nodes: Collection[str],
-) -> dict[str, tuple[str, ...]]:
-    """Return the paths of all units, small ones as groups; add the options of the groups."""
-    # Of the units of a group, only the first one has a place in the plan.
-    group_of = {unit_name: group_names for group_names in groups for unit_name in group_names}
-    joined: dict[str, tuple[str, ...]] = {}
-    for unit_name, unit_paths in paths.items():
-        group_names = group_of.get(unit_name)
-        if group_names is None:
-            joined[unit_name] = unit_paths
-        elif unit_name == group_names[0]:
-            # The group takes the place of its first unit, whose options are those of all.
-            group_name = free_name(f"{group_names[0]}{_TO}{group_names[-1]}", nodes, paths)
-            joined[group_name] = group_names
-            options[group_name] = dict(options[unit_name])
-            if groups[group_names]:
-                options[group_name]["reshard_after_forward"] = False
-    return joined
 
 
 def _full_precision_modules(

@@ -102,8 +102,8 @@ def _changed(name: str, params: Any, path: str, change: Callable[[Any, str], Any
     """Return ``params`` with ``change(node, path)`` in place of the node at a path."""
     if not isinstance(path, str):
         raise TypeError(f"{name} takes the dotted path of a node, such as 'blocks'; found {path!r}")
-    containers_above = []  # the containers around the node, with the key that leads to it
     node = params
+    containers_above = []  # the containers around the node, with the key that leads to it
     # Why no function that calls itself: it would refer to itself, and keep the tensors of the tree
     # in memory until Python looks for such garbage.
     for key in path.split(".") if path else ():

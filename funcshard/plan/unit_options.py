@@ -48,21 +48,20 @@ def read_units(
     entries = list_of_globs(units, "units")
     nodes = dict.fromkeys(nodes_of(uses))
     matched_paths = [_matched_paths(unit_entry, nodes) for unit_entry in entries]
-    # Note: a path that an entry writes out counts before one that a glob matches.
-    written_paths = [
-        {unit_entry} if isinstance(unit_entry, str) else {*unit_entry} for unit_entry in entries
-    ]
     entry_owners: dict[str, int] = {}  # by path: the index of the entry that counts
-    for entry_index, entry_paths in enumerate(matched_paths):
-        for node_path in entry_paths:
-            earlier_index = entry_owners.get(node_path)
-            if earlier_index is None or node_path not in written_paths[earlier_index]:
-                entry_owners[node_path] = entry_index
-            elif node_path in written_paths[entry_index]:
+    written_paths: dict[str, int] = {}
+    for entry_index, unit_entry in enumerate(entries):
+        entry_owners.update(dict.fromkeys(matched_paths[entry_index], entry_index))
+        for node_path in [unit_entry] if isinstance(unit_entry, str) else unit_entry:
+            if node_path in written_paths:
                 raise ValueError(
-                    f"units name {node_path!r} twice, in {entries[earlier_index]!r} and in "
-                    f"{entries[entry_index]!r}; remove one of the two"
+                    f"units name {node_path!r} twice, in {entries[written_paths[node_path]]!r} and "
+                    f"in {unit_entry!r}; remove one of the two"
                 )
+            if node_path in nodes:
+                written_paths[node_path] = entry_index
+    # Note: a path that an entry writes out counts before one that a glob matches.
+    entry_owners |= written_paths
     paths: dict[str, tuple[str, ...]] = {}
     names: dict[Any, list[str]] = {"": [""]}  # the units that each entry names
     for entry_index, unit_entry in enumerate(entries):
