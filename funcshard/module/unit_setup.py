@@ -8,6 +8,7 @@ from reading placeholders. ``call_precision`` has the casts that no unit does.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -152,7 +153,9 @@ def compile_units(
     specs = apply.skeleton.specs
     # Note: a call enters full-precision modules as it enters units.
     barriers = {*units, *[specs[index].path for index in full_precision]}
-    compiled_methods: dict[Any, Method] = {}
+    # Note: units of one class share a compiled forward, whose graph is that of a plain module with
+    # the leaves as arguments.
+    compile_once = functools.cache(functools.partial(_compile_forward, compiler=compiler))
     forwards_by_index: dict[int, Method] = {}
     for unit_path, index in units.items():
         method_name = "forward" if unit_path else apply.method_name
@@ -165,11 +168,7 @@ def compile_units(
         )
         # Why not around units: collectives would break the graph.
         if isinstance(class_method, types.FunctionType) and not contains_unit:
-            # Note: units of one class share a compiled forward, whose graph is that of a plain
-            # module with the leaves as arguments.
-            if class_method not in compiled_methods:
-                compiled_methods[class_method] = _compile_forward(class_method, compiler)
-            forwards_by_index[index] = compiled_methods[class_method]
+            forwards_by_index[index] = compile_once(class_method)
     return forwards_by_index
 
 

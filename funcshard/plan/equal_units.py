@@ -33,9 +33,6 @@ class UnitGroup:
     title: str
     units: tuple[UnitPlan, ...]
 
-    def __post_init__(self) -> None:
-        assert self.units, f"group {self.title!r} has no unit"
-
     @property
     def first(self) -> UnitPlan:
         """The unit that represents all."""

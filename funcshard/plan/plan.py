@@ -21,6 +21,7 @@ from funcshard.plan.leaf_options import read_storages
 from funcshard.plan.leaves import Leaf
 from funcshard.plan.mesh_axes import AXES, Axes, mesh_axes_of
 from funcshard.plan.precision import MixedPrecision
+from funcshard.plan.unit_options import OPTIONS
 from funcshard.plan.unit_plan import (
     STRATEGIES,
     BufferPlan,
@@ -32,14 +33,6 @@ from funcshard.plan.unit_plan import (
 _FORMAT = "funcshard.plan/1"
 _MOST_RANKS = 2**31 - 1
 _MOST_ELEMENTS = file_data.MOST // 16  # the largest elements have 16 bytes
-_OPTIONS = (
-    "strategy",
-    "offload",
-    "precision",
-    "full_precision",
-    "reshard_after_forward",
-    "reshard_after_backward",
-)
 
 # Note: JSON keeps the names of the first plans (see "key" and "later" of fields), so that stored
 # plans and fingerprints stay valid.
@@ -254,7 +247,10 @@ def _check_layout(plan: Plan) -> None:
         plan.structure,
         leaves,
         {unit.name: unit.paths for unit in plan.unit_list},
-        {unit.name: {name: getattr(unit, name) for name in _OPTIONS} for unit in plan.unit_list},
+        {
+            unit.name: {name: getattr(unit, name) for name in (*OPTIONS, "full_precision")}
+            for unit in plan.unit_list
+        },
         plan.axes,
         mesh_axes,
     )

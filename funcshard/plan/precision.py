@@ -7,21 +7,12 @@ outputs in core's ``unit``, of buffers in module's ``unit_setup``.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
 from funcshard._utils.options import check_flag
-
-_DTYPES = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
-_FLAGS = (
-    "keep_low_precision_grads",
-    "cast_forward_inputs",
-    "cast_root_forward_inputs",
-    "full_precision_in_eval",
-    "divide_before_reduce",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +69,19 @@ class MixedPrecision:
     divide_before_reduce: bool = field(default=False, metadata={"later": True})
 
     def __post_init__(self) -> None:
-        for name in _DTYPES:
-            dtype = getattr(self, name)
-            if dtype is not None and not (
-                isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if isinstance(option.default, bool):
+                check_flag(option.name, value)
+            elif (
+                option.default is None
+                and value is not None
+                and not (isinstance(value, torch.dtype) and value.is_floating_point)
             ):
                 raise ValueError(
-                    f"{name} must be a floating-point torch.dtype, or None for no cast; found "
-                    f"{dtype!r}"
+                    f"{option.name} must be a floating-point torch.dtype, or None for no cast; "
+                    f"found {value!r}"
                 )
-        for flag in _FLAGS:
-            check_flag(flag, getattr(self, flag))
         given_classes: Any = self.ignored_classes
         if not isinstance(given_classes, Iterable) or isinstance(given_classes, str):
             raise TypeError(

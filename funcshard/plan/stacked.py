@@ -6,7 +6,7 @@ can be L units.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -103,41 +103,25 @@ def _changed(name: str, params: Any, path: str, change: Callable[[Any, str], Any
     if not isinstance(path, str):
         raise TypeError(f"{name} takes the dotted path of a node, such as 'blocks'; found {path!r}")
     node = params
-    containers_above = []  # the containers around the node, with the key that leads to it
-    # Why no function that calls itself: it would refer to itself, and keep the tensors of the tree
-    # in memory until Python looks for such garbage.
     for key in path.split(".") if path else ():
         children = _children(node)
         if key not in children:
             raise ValueError(
                 f"{name} found no node {path!r} in the tree: {key!r} is none of "
-                f"{[child_key for child_key, _ in children.values()][:6]}"
+                f"{list(children)[:6]}"
             )
-        child_key, child = children[key]
-        containers_above.append((node, child_key))
-        node = child
+        node = children[key]
     new_node = change(node, path)
-    for container, child_key in reversed(containers_above):
-        new_node = _with_child(container, child_key, new_node)
-    return new_node
+    return tree.map_with_path(
+        # Why by path too: a tied node is at several places.
+        lambda leaf_path, leaf: new_node if leaf_path == path else leaf,
+        params,
+        is_leaf=lambda inner: inner is node,
+    )
 
 
-def _children(node: Any) -> dict[str, tuple[Any, Any]]:
-    """Return key and value of each child of a container by its component of a path."""
-    pairs: Iterable[tuple[Any, Any]] = ()
-    if isinstance(node, Mapping):
-        pairs = node.items()
-    elif isinstance(node, (list, tuple)):
-        pairs = zip(getattr(node, "_fields", range(len(node))), node, strict=True)
-    return {str(child_key): (child_key, value) for child_key, value in pairs}
-
-
-def _with_child(container: Any, entry: Any, child: Any) -> Any:
-    if isinstance(container, Mapping):
-        new = {**container, entry: child}
-        # Why not always: a subclass may take other arguments, but the usual ones take a dictionary.
-        return new if type(container) is dict else type(container)(new)  # type: ignore[call-arg]
-    if isinstance(entry, str):
-        return container._replace(**{entry: child})
-    items = [*container[:entry], child, *container[entry + 1 :]]
-    return items if isinstance(container, list) else tuple(items)
+def _children(node: Any) -> dict[str, Any]:
+    """Return the children of a container by component of a path."""
+    if isinstance(node, (list, tuple)):
+        node = dict(zip(getattr(node, "_fields", range(len(node))), node, strict=True))
+    return {str(key): child for key, child in node.items()} if isinstance(node, Mapping) else {}

@@ -16,7 +16,7 @@ from funcshard.plan.wrap import Units
 UnitNames = Iterable[str | Sequence[str]] | Mapping[str | tuple[str, ...], Mapping[str, Any]]
 
 # The options that a unit can override.
-_OPTIONS = ("strategy", "offload", "precision", "reshard_after_forward", "reshard_after_backward")
+OPTIONS = ("strategy", "offload", "precision", "reshard_after_forward", "reshard_after_backward")
 
 _GRID = "pass a mesh of two axes, as in init_mesh({'replicate': R, 'shard': S}), and"
 # The names that strategies have in other libraries, such as those of FSDP1's ShardingStrategy.
@@ -155,11 +155,11 @@ def _read_overrides(
 
 def check_options(options: Mapping[str, Any], strategy: str, unit: str | None = None) -> None:
     """Raise unless the options of ``make_plan``, or those that a unit overrides, are valid."""
-    unknown = sorted(options.keys() - set(_OPTIONS))
+    unknown = sorted(options.keys() - set(OPTIONS))
     if unknown:
         raise ValueError(
             f"unit {unit!r} overrides {unknown[0]!r}; a unit can override "
-            f"{', '.join(map(repr, _OPTIONS))}"
+            f"{', '.join(map(repr, OPTIONS))}"
         )
     strategy = options.get("strategy", strategy)
     check_choice("strategy", strategy, STRATEGIES, _USUAL_STRATEGIES)

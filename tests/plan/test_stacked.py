@@ -62,7 +62,7 @@ def test_frozen_gradients_stay_none() -> None:
 
 
 SAID: dict[str, tuple[Any, type[Exception], str]] = {
-    "no such index": (lambda: fs.stack({"a": [1]}, "a.1"), ValueError, "node 'a.1' in the tree: '1' is none of [0]"),
+    "no such index": (lambda: fs.stack({"a": [1]}, "a.1"), ValueError, "node 'a.1' in the tree: '1' is none of ['0']"),
     "other numbers of layers": (
         lambda: fs.unstack({"a": {"w": torch.ones(2, 3), "b": torch.ones(3)}}, "a"), ValueError,
         "must be tensors of one first dimension, of the size of the number of layers; found [(2,), (3,)]",
