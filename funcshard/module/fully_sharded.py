@@ -153,8 +153,6 @@ def fully_shard(
         )
     if compiler is not None:
         check_compiler(compiler)
-    if methods is None:
-        methods = {}
     if isinstance(remat, str):
         remat = [remat]
     with without_collection():
@@ -164,7 +162,7 @@ def fully_shard(
             "remat": text_of(remat_names if isinstance(remat_names, bool) else sorted(remat_names)),
             "cast": text_of(cast),
             "compiler": text_of(compiler),
-            "methods": text_of(methods),
+            "methods": text_of(methods or {}),
         }
         # Why before anything else: ranks with other options would wait for each other.
         check_mesh(plan, mesh, option_texts, "fully_shard")
@@ -190,7 +188,9 @@ def fully_shard(
             for path in unit.paths
             if path in skeleton.indices
         }
-        method_names = read_methods(methods, skeleton, module_indices)
+        method_names: dict[int, tuple[str, ...]] = {}
+        if methods is not None:
+            method_names = read_methods(methods, skeleton, module_indices)
         precision = call_precision(plan, apply)
         units: dict[str, tuple[UnitModule, ...]] = {}
         outside_tensors: Tensors = {}

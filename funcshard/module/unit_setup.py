@@ -115,25 +115,19 @@ def read_methods(
     for path in unit_paths:
         # Note: the last entry that matches counts, as in other options.
         entry = last_match(methods, [path])
-        if entry is not None:
-            module_index = units[path]
-            names_by_index[module_index] = tuple(dict.fromkeys(methods[entry]))
-            _check_names(path, skeleton.specs[module_index].cls, names_by_index[module_index])
+        if entry is None:
+            continue
+        cls = skeleton.specs[units[path]].cls
+        names_by_index[units[path]] = tuple(dict.fromkeys(methods[entry]))
+        for name in names_by_index[units[path]]:
+            method = inspect.getattr_static(cls, name, None)
+            is_special = name.startswith("__") and name.endswith("__")
+            if not isinstance(method, types.FunctionType) or name == "forward" or is_special:
+                raise ValueError(
+                    f"methods of {path!r} must be methods that the class {cls.__name__} defines, "
+                    f"besides forward and those that Python calls; found {name!r}: leave it out"
+                )
     return names_by_index
-
-
-def _check_names(path: str, cls: type[nn.Module], names: Sequence[str]) -> None:
-    for name in names:
-        method = inspect.getattr_static(cls, name, None)
-        if (
-            not isinstance(method, types.FunctionType)
-            or name == "forward"
-            or (name.startswith("__") and name.endswith("__"))
-        ):
-            raise ValueError(
-                f"methods of {path!r} must be methods that the class {cls.__name__} defines, "
-                f"besides forward and those that Python calls; found {name!r}: leave it out"
-            )
 
 
 # --- compiled forwards ----------------------------------------------------------------------------

@@ -201,7 +201,7 @@ def with_packing(leaves: list[Leaf], storage: Any) -> list[Leaf]:
         is_frozen = not leaf.trainable and dtype_of(leaf.dtype).is_floating_point
         leaf_nodes = {node for path in leaf.paths for node in tree.upwards(path)}
         glob = last_match(storages, leaf_nodes) if is_frozen else None
-        leaf_storage = storages.get(glob or "")
+        leaf_storage = None if glob is None else storages[glob]
         if leaf_storage is None:
             packed_leaves.append(leaf)
             continue

@@ -277,23 +277,12 @@ def any_of(*policies: Policy) -> Policy:
             )
 
     def policy(module: nn.Module) -> Units:
-        chosen_units = [choose(module) for choose in policies]
-        module_names = {name for units in chosen_units for name in units if isinstance(name, str)}
-        unit_groups = dict.fromkeys(
-            tuple(unit_group)
-            for units in chosen_units
-            for unit_group in units
-            if not isinstance(unit_group, str)
-        )
-        overrides: dict[str, Mapping[str, Any]] = {}
-        # The overrides of the first policy hold, so they are written last.
-        for units in reversed(chosen_units):
-            # A policy of the user's may return a plain list.
-            overrides.update(getattr(units, "overrides", {}))
-        return Units(
-            [*(name for name, _ in _named_modules(module) if name in module_names), *unit_groups],
-            overrides,
-        )
+        # Note: a policy of the user's may return a plain list.
+        chosen_units = sum([choose(module) for choose in policies], start=Units())
+        entries = dict.fromkeys(x if isinstance(x, str) else tuple(x) for x in chosen_units)
+        module_names = [name for name, _ in _named_modules(module) if name in entries]
+        unit_groups = [unit_entry for unit_entry in entries if not isinstance(unit_entry, str)]
+        return Units([*module_names, *unit_groups], chosen_units.overrides)
 
     return policy
 

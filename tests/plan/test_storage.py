@@ -119,3 +119,9 @@ def test_a_path_counts_before_a_glob_and_a_later_entry_before_an_earlier_one() -
     }
     for (w, norm), storage in of_base.items():
         assert counted(storage) == {"base.w": w, "base.norm": norm, "adapter": "float32"}
+
+
+def test_an_entry_for_the_root_packs_its_frozen_leaves_alone() -> None:
+    params = {"a": torch.nn.Parameter(torch.ones(64)), "b": torch.nn.Parameter(torch.ones(64), requires_grad=False)}
+    (unit,) = fs.make_plan(params, 1, storage={"": fs.nf4()}).unit_list
+    assert [buffer.key for buffer in unit.buffers] == ["float32", "float32.frozen.nf4_64"]
