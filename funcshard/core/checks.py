@@ -116,55 +116,44 @@ def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh | None, *, gradients: boo
         )
     for buffer in unit.buffers:
         local = shard[buffer.key]
-        if mesh is None:
-            # Stacks of shards have more dims, of which the last is the shard's.
-            is_right = getattr(local, "shape", ())[-1:] == (buffer.shard_numel,)
-        else:
-            is_right = (
-                isinstance(local, torch.Tensor)
-                and local.shape == (buffer.shard_numel,)
-                and (
-                    local.dtype == dtype_of(buffer.dtype)
-                    or (gradients and local.dtype == unit.grad_dtype(buffer))
-                )
-                and local.device.type == ("cpu" if unit.offload else mesh.device.type)
-            )
         may_be_none = mesh is None or (gradients and not buffer.trainable)
-        if not is_right and not (local is None and may_be_none):
-            raise _wrong_shard(unit, buffer, local, mesh)
-
-
-def _wrong_shard(unit: UnitPlan, buffer: BufferPlan, local: Any, mesh: Mesh | None) -> ValueError:
-    """Return the error for a shard that does not fit; of a stack of shards without ``mesh``."""
-    if not isinstance(local, torch.Tensor):
-        rule = f"be a tensor; found {type(local).__name__}"
-        remedy = (
-            "a tree of gradients holds None for frozen shards alone; put zeros there to compute "
-            "with it"
-        )
-    elif mesh is None or local.shape != (buffer.shard_numel,):
-        rule = (
-            f"have shape {(buffer.shard_numel,)}, one of {buffer.shards} shards; found "
-            f"{tuple(local.shape)}"
-        )
-        # A step empties the tensors that it was given.
-        donated_text = "donated to a training step, or " * (tuple(local.shape) == (0,))
-        remedy = (
-            f"it was {donated_text}cut by another plan, for another number of ranks, or not at "
-            "all; make it with shard(params, plan, mesh)"
-        )
-    elif local.dtype != dtype_of(buffer.dtype):
-        rule = f"have dtype {buffer.dtype}; found {local.dtype}"
-        remedy = (
-            "a plan fixes the dtypes of its leaves; make a new plan from params of other dtypes"
-        )
-    elif unit.offload:
-        rule = f"be on the CPU, because the plan offloads the unit; found {local.device}"
-        remedy = "make it with shard(params, plan, mesh), or make a plan without offload"
-    else:
-        rule = f"be on the mesh's device, {mesh.device}; found {local.device}"
-        remedy = "move the shards with .to(mesh.device), or build the mesh on that device"
-    return ValueError(f"shard {buffer.key!r} of unit {unit.title!r} must {rule}: {remedy}")
+        # Stacks of shards have more dims, of which the last is the shard's.
+        fits_stack = mesh is None and getattr(local, "shape", ())[-1:] == (buffer.shard_numel,)
+        if fits_stack or (local is None and may_be_none):
+            continue
+        if not isinstance(local, torch.Tensor):
+            rule = f"be a tensor; found {type(local).__name__}"
+            remedy = (
+                "a tree of gradients holds None for frozen shards alone; put zeros there to "
+                "compute with it"
+            )
+        elif mesh is None or local.shape != (buffer.shard_numel,):
+            rule = (
+                f"have shape {(buffer.shard_numel,)}, one of {buffer.shards} shards; found "
+                f"{tuple(local.shape)}"
+            )
+            # A step empties the tensors that it was given.
+            donated_text = "donated to a training step, or " * (tuple(local.shape) == (0,))
+            remedy = (
+                f"it was {donated_text}cut by another plan, for another number of ranks, or not at "
+                "all; make it with shard(params, plan, mesh)"
+            )
+        elif local.dtype != dtype_of(buffer.dtype) and not (
+            gradients and local.dtype == unit.grad_dtype(buffer)
+        ):
+            rule = f"have dtype {buffer.dtype}; found {local.dtype}"
+            remedy = (
+                "a plan fixes the dtypes of its leaves; make a new plan from params of other dtypes"
+            )
+        elif local.device.type == ("cpu" if unit.offload else mesh.device.type):
+            continue
+        elif unit.offload:
+            rule = f"be on the CPU, because the plan offloads the unit; found {local.device}"
+            remedy = "make it with shard(params, plan, mesh), or make a plan without offload"
+        else:
+            rule = f"be on the mesh's device, {mesh.device}; found {local.device}"
+            remedy = "move the shards with .to(mesh.device), or build the mesh on that device"
+        raise ValueError(f"shard {buffer.key!r} of unit {unit.title!r} must {rule}: {remedy}")
 
 
 def check_leaf(

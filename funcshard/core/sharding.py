@@ -112,23 +112,6 @@ def check_source(src: int, mesh: Mesh) -> None:
         )
 
 
-def _by_path(params: Any, plan: Plan) -> dict[str, Any]:
-    _, leaves, paths = tree.describe(params)
-    by_path: dict[str, Any] = dict(zip(paths, leaves, strict=True))
-    if difference := other_leaves(by_path, plan):
-        # The usual mistakes are a module and shards.
-        remedy = module_remedy(params, "params") or "make the plan from these params"
-        if isinstance(params, Mapping) and params.keys() == plan.units.keys():
-            remedy = (
-                "these are shards already; gather(shards, plan, mesh) returns full parameters, to "
-                "cut by another plan"
-            )
-        raise ValueError(
-            f"params must be the tree that the plan was made for; {difference}: {remedy}"
-        )
-    return by_path
-
-
 def _checked_leaves(
     params: Any,
     plan: Plan,
@@ -145,7 +128,19 @@ def _checked_leaves(
         src: the rank that broadcasts its values, if one does.
         checksums: where to add the checksum of each leaf, if anywhere.
     """
-    by_path = _by_path(params, plan)
+    _, leaves, paths = tree.describe(params)
+    by_path: dict[str, Any] = dict(zip(paths, leaves, strict=True))
+    if difference := other_leaves(by_path, plan):
+        # The usual mistakes are a module and shards.
+        remedy = module_remedy(params, "params") or "make the plan from these params"
+        if isinstance(params, Mapping) and params.keys() == plan.units.keys():
+            remedy = (
+                "these are shards already; gather(shards, plan, mesh) returns full parameters, to "
+                "cut by another plan"
+            )
+        raise ValueError(
+            f"params must be the tree that the plan was made for; {difference}: {remedy}"
+        )
     for buffer in [buffer for unit in plan.unit_list for buffer in unit.buffers]:
         # Other ranks' values are replaced, so they need none.
         meta = src is not None and not _is_source(src, buffer, mesh)

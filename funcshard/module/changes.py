@@ -243,8 +243,7 @@ def _state(module: nn.Module) -> dict[str, list[int]]:
     parameters = list(module.parameters())
     # Why no hooks: modules of Hugging Face install some in their calls.
     return {
-        # Note: tensors of inference mode have no version.
-        _WRITTEN: [version(tensor) for tensor in parameters if not tensor.is_inference()],
+        _WRITTEN: _versions(parameters),
         "parameters were frozen or unfrozen": [tensor.requires_grad for tensor in parameters],
         _TRAINING: [m.training for m in module.modules()],
     }

@@ -175,7 +175,6 @@ def fully_shard(
             if ignored_globs and last_match(ignored_globs, [*tree.upwards(name)]) is not None
         }
         _check_plan(skeleton, plan, ignored)
-        _warn_of_unfrozen(skeleton, plan)
         if apply.late_changes is not None:
             apply.late_changes.look()
         recomputed_paths = frozenset(recomputed_modules(plan, remat_names))
@@ -409,27 +408,8 @@ def _check_buffers_on_meta(buffers: NamedTensors, shards: Shards) -> None:
     )
 
 
-def _warn_of_unfrozen(skeleton: Skeleton, plan: Plan) -> None:
-    """Warn if the plan trains every parameter although some were frozen."""
-    trainable_buffers = [
-        buffer for unit in plan.unit_list for buffer in unit.buffers if buffer.trainable
-    ]
-    trained_names = {leaf.path for buffer in trainable_buffers for leaf in buffer.leaves}
-    frozen_names = sorted(skeleton.frozen & trained_names)
-    # Note: a plan that freezes others was made on purpose.
-    if frozen_names and trained_names == skeleton.shapes.keys():
-        warnings.warn(
-            f"the plan trains every parameter, but {len(frozen_names)} of them, such as "
-            f"{frozen_names[0]!r}, "
-            "required no gradient when make_functional copied the module; .to(dtype) and "
-            ".detach() make tensors that do not say so: cast the module before make_functional "
-            "and give make_plan its params, or call module.requires_grad_() before it to train "
-            "all",
-            stacklevel=callers_level(),
-        )
-
-
 def _check_plan(skeleton: Skeleton, plan: Plan, ignored: Mapping[str, Any]) -> None:
+    """Raise unless the plan is for these parameters; warn if it trains all, also frozen ones."""
     planned_names = {name for leaf in plan.leaves for name in (leaf.path, *leaf.aliases)}
     common_name = next((name for name in ignored if name in planned_names), None)
     if common_name is not None:
@@ -456,3 +436,18 @@ def _check_plan(skeleton: Skeleton, plan: Plan, ignored: Mapping[str, Any]) -> N
                     f"{unit.title!r} that owns it: pass make_plan the params that make_functional "
                     "returned"
                 )
+    trainable_buffers = [
+        buffer for unit in plan.unit_list for buffer in unit.buffers if buffer.trainable
+    ]
+    trained_names = {leaf.path for buffer in trainable_buffers for leaf in buffer.leaves}
+    frozen_names = sorted(skeleton.frozen & trained_names)
+    # Note: a plan that freezes others was made on purpose.
+    if frozen_names and trained_names == skeleton.shapes.keys():
+        warnings.warn(
+            f"the plan trains every parameter, but {len(frozen_names)} of them, such as "
+            f"{frozen_names[0]!r}, required no gradient when make_functional copied the module; "
+            ".to(dtype) and .detach() make tensors that do not say so: cast the module before "
+            "make_functional and give make_plan its params, or call module.requires_grad_() before "
+            "it to train all",
+            stacklevel=callers_level(),
+        )

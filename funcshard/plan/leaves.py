@@ -50,8 +50,14 @@ def read_leaves(params: Any) -> tuple[tree.Structure, list[Leaf], list[torch.Ten
     tensor_uses: dict[int, dict[str, None]] = {}  # the paths of each tensor by its id
     for leaf_tensor, leaf_path in zip(leaf_tensors, paths, strict=True):
         # Why a dictionary: it keeps the order, and a tied path comes from several sides.
-        tensor_paths = leaf_path, *_marked_ties(leaf_tensor, leaf_path)
-        tensor_uses.setdefault(id(leaf_tensor), {}).update(dict.fromkeys(tensor_paths))
+        use_paths = tensor_uses.setdefault(id(leaf_tensor), {})
+        use_paths[leaf_path] = None
+        # Note: a parameter that make_functional marked as tied has several names, in the module,
+        # whose parameters may be a subtree of this tree.
+        names = [*module_classes(leaf_tensor)]
+        path_prefix = prefix_of(leaf_path, names[0]) if len(names) > 1 else None
+        if path_prefix is not None:
+            use_paths.update(dict.fromkeys(path_prefix + name for name in names))
     # Tied tensors: the structure names one leaf at several places.
     if len(tensor_uses) < len(leaf_tensors):
         new_indices = {identity: number for number, identity in enumerate(tensor_uses)}
@@ -100,16 +106,6 @@ def names_in_order(params: Any, leaves: Sequence[Leaf]) -> tuple[str, ...]:
         names[leaf_path] = None
     names.update(dict.fromkeys(leaf_path for leaf in leaves for leaf_path in leaf.paths))
     return tuple(names)
-
-
-def _marked_ties(leaf: Any, path: str) -> list[str]:
-    """Return the other paths of a parameter that ``make_functional`` marked as tied."""
-    names = list(module_classes(leaf))
-    if len(names) < 2:
-        return []
-    # The marks are paths in the module, whose parameters may be a subtree of this tree.
-    path_prefix = prefix_of(path, names[0])
-    return [] if path_prefix is None else [path_prefix + state_name for state_name in names[1:]]
 
 
 def _renumbered(structure: tree.Structure, numbers: Sequence[int]) -> tree.Structure:

@@ -194,7 +194,9 @@ def make_plan(
             inner_options = {**defaults, "precision": inner_precision}
             options.setdefault(unit_name, {**inner_options, **overrides.get(unit_name, {})})
         root_precision = options[""]["precision"]
-        full_precision = _full_precision_modules(leaves, tensors, options, paths)
+        full_precision: dict[str, str] = {}
+        if any(unit_options["precision"] for unit_options in options.values()):
+            full_precision = _full_precision_modules(leaves, tensors, options, paths)
         module_around: Callable[[str], str | None] = {}.get
         if full_precision:
             paths = _with_modules(paths, full_precision, leaf_uses)
@@ -295,8 +297,6 @@ def _full_precision_modules(
         if unit_options["precision"]
     }
     all_ignored = {name for class_names in ignored.values() for name in class_names}
-    if not all_ignored:
-        return {}
     # Why first: most models have no module of these classes, and few classes.
     class_chains = {
         chain for leaf_tensor in tensors for chain in module_classes(leaf_tensor).values()
