@@ -145,7 +145,8 @@ class DesyncDetector:
         self,
         kind: str,
         label: str,
-        tensor: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        numel: int = 0,
         *,
         self_checking: bool = False,
         needs: Sequence[int] | None = None,
@@ -155,14 +156,14 @@ class DesyncDetector:
         Arguments:
             kind: of collective.
             label: its purpose, for errors.
-            tensor: gives the dtype and the number of elements to record.
+            dtype, numel: of the whole tensor.
             self_checking: whether the collective's own messages carry ``history``.
             needs: positions of the ranks whose part this rank needs; by default all.
 
         Raises:
             RuntimeError: the ranks issue different collectives.
         """
-        kind_code, new_size = self._append(kind, label, tensor, needs)
+        kind_code, new_size = self._append((kind, label, dtype, numel), needs)
         if self.control is None or self_checking:
             return self.number
         # Note: sizes are no part of a context, so a batch of another length is in a known one.
@@ -180,7 +181,7 @@ class DesyncDetector:
     def all_gather_text(self, text: str, label: str = "") -> list[str]:
         """Return every rank's ``text``, in order of ranks; waits, and compares histories."""
         # Why not dist.all_gather_object: it unpickles, and needs NumPy.
-        self._append("all_gather_text", label, None)
+        self._append(("all_gather_text", label, None, 0))
         text_bytes = text.encode()
         text_hash = int.from_bytes(hashlib.sha256(text_bytes).digest()[:8], "big") & MASK
         longest_text, highest, lowest = self._compare_now(len(text_bytes), text_hash, -text_hash)
@@ -269,21 +270,10 @@ class DesyncDetector:
             )
         return True
 
-    def _append(
-        self,
-        kind: str,
-        label: str,
-        tensor: torch.Tensor | None,
-        needs: Sequence[int] | None = None,
-    ) -> tuple[int, bool]:
+    def _append(self, entry: Entry, needs: Sequence[int] | None = None) -> tuple[int, bool]:
         """Record a collective; return its hash without the size, and whether the size is new."""
         # Why before a collective: gloo's waits never end in a process without gloo's threads.
         check_process(self._process, self.ranks[self.rank])
-        entry = (
-            (kind, label, None, 0)
-            if tensor is None
-            else (kind, label, tensor.dtype, tensor.numel())
-        )
         entry_hashes, new_size = self._codes.get(entry), False
         if entry_hashes is None:
             if len(self._codes) >= MOST_CONTEXTS:

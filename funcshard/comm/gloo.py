@@ -64,7 +64,7 @@ class Gloo:
         return self._work(works, number)
 
     def reduce_scatter(self, op: Op, number: int) -> Work:
-        out, full_tensor = op.out.view(-1), op.data
+        out, full_tensor = op.out.view(-1), op.data[0]
         # Why the first and the last rank leave out their own slice: it lies at an end of ``full``,
         # so the rest is contiguous, and they need not send the slice to themselves.
         ends = (slice(len(out), None), slice(None, -len(out)))

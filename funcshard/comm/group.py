@@ -36,7 +36,7 @@ class Op(NamedTuple):
     Attributes:
         kind: name of the method.
         label: the purpose of the collective.
-        out: the tensor that gets the result; ``None`` for texts.
+        out: the tensor that gets the result; ``None`` if ``wait`` returns it.
         data: what is sent: a tensor, a text, or the parts of a reduce-scatter; ``None`` if it is
             ``out``.
         src: the rank that sends, of a broadcast.
@@ -110,7 +110,13 @@ class Group:
 
         Ranks may share that memory, so none may write to it.
         """
+        if self.shares(shard):
+            return self.start(Op("all_gather_shared", label, None, shard))
         return all_gather_last(self, shard, label=label)
+
+    def shares(self, shard: torch.Tensor) -> bool:
+        """Return whether ``start`` gathers shards like ``shard`` into memory of all ranks."""
+        return False
 
     def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
         """Return every rank's ``text``, in order of ranks; waits for all of them."""
@@ -271,8 +277,8 @@ class WrappedGroup(Group):
     def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         return self.inner.empty(numel, like)
 
-    def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
-        return self.inner.all_gather_shared(shard, label=label)
+    def shares(self, shard: torch.Tensor) -> bool:
+        return self.inner.shares(shard)
 
 
 def concatenate(parts: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:

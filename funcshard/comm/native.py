@@ -37,7 +37,7 @@ class Native:
 
     def reduce_scatter(self, op: Op, number: int) -> Work:
         return _StreamWork(
-            scatter_single(op.out.view(-1), op.data, group=self.reductions, async_op=True)
+            scatter_single(op.out.view(-1), op.data[0], group=self.reductions, async_op=True)
         )
 
     def all_reduce(self, op: Op, number: int) -> Work:

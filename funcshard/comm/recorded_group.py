@@ -16,15 +16,7 @@ from typing import Any
 
 import torch
 
-from funcshard.comm.group import (
-    AllGatherWork,
-    DeferredWork,
-    Group,
-    Op,
-    Work,
-    WrappedGroup,
-    all_gather_last,
-)
+from funcshard.comm.group import DeferredWork, Group, Op, Work, WrappedGroup
 from funcshard.comm.mesh import Mesh
 from funcshard.comm.step_recording import current_recording
 from funcshard.comm.user_collectives import CustomGroup
@@ -153,6 +145,10 @@ class RecordedGroup(WrappedGroup):
             pending = operations.all_reduce(out, *where)
         elif op.kind == "broadcast":
             pending = operations.broadcast(out, op.src, *where)
+        elif op.kind == "all_gather_shared":
+            # Whether memory is shared is decided when the graph runs.
+            pending = operations.all_gather(op.data, True, *where)
+            return DeferredWork(lambda: operations.wait(pending))
         else:
             pending = operations.all_to_all(op.data, list(op.out_sizes), list(op.sizes), *where)
 
@@ -162,12 +158,8 @@ class RecordedGroup(WrappedGroup):
 
         return DeferredWork(finish)
 
-    def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
-        if shard.ndim > 1:  # the operation gathers along dim 0
-            return all_gather_last(self, shard, label=label)
-        # Whether memory is shared is decided when the graph runs.
-        pending = torch.ops.funcshard.all_gather(shard, True, *self._where(label))
-        return DeferredWork(lambda: torch.ops.funcshard.wait(pending))
+    def shares(self, shard: torch.Tensor) -> bool:
+        return shard.ndim == 1  # the operation gathers along dim 0
 
     def _where(self, label: str) -> tuple[str | None, str, str, int, str]:
         recording = current_recording()

@@ -11,17 +11,17 @@ import contextlib
 import contextvars
 import math
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
 from funcshard._utils.options import check_count, check_device, check_flag
 from funcshard._utils.random_state import RandomState
+from funcshard._utils.tensors import dtype_name
 from funcshard._utils.torch_private import one_forward_level, transforms_active
-from funcshard.comm.attempts import AttemptLog, Entry
+from funcshard.comm.attempts import AGREEMENT
 from funcshard.comm.group import (
     DONE,
     DeferredWork,
@@ -123,7 +123,7 @@ def simulate(
 
     def mesh_of(rank: int) -> Mesh:
         groups: dict[str, Group] = {
-            axis: _SimulatedGroup.of(world, line_ranks, rank, axis)
+            axis: _SimulatedGroup(world, tuple(line_ranks), line_ranks.index(rank), axis)
             if len(line_ranks) > 1
             else LocalGroup()
             for axis, line_ranks in lines_through(rank, axis_sizes).items()
@@ -208,20 +208,13 @@ class _World:
         self._turn: int | None = 0  # the rank that runs
         self._left: set[int] = set()  # the ranks that have returned or failed
         # what each waiting rank waits for
-        self._waits: dict[int, _Collective | _Progress] = {}
+        self._waits: dict[int, _Collective] = {}
         self._random = [RandomState.take(python=True) for _ in range(size)]
         # how many collectives each rank has joined, by the ranks of the group and its position
         # there
         self._counts: dict[tuple[tuple[int, ...], int], int] = {}
-        # the attempts that ranks run, and how many each has begun
-        self.attempts: dict[int, _Attempt] = {}
-        self.attempt_counts: dict[tuple[int, tuple[int, ...]], int] = {}
-        # the groups of each rank, by rank and number
-        self.groups: weakref.WeakValueDictionary[tuple[int, int], _SimulatedGroup] = (
-            weakref.WeakValueDictionary()
-        )
-        self.group_counts: dict[int, int] = {}
-        self.broken = False  # whether ranks have issued different collectives
+        self.attempts: dict[int, _Attempt] = {}  # those that ranks run
+        self.broken = False  # whether a rank has failed inside a collective
         # collectives that some ranks have not joined, by the ranks of the group and the number
         self._open: dict[tuple[tuple[int, ...], int], _Collective] = {}
 
@@ -252,21 +245,24 @@ class _World:
             self._left.add(rank)
             self._pass_turn(rank)
 
-    def join(self, ranks: tuple[int, ...], position: int, joined: _Collective) -> _Collective:
+    def join(self, position: int, joined: _Collective) -> _Collective:
         """Join the next collective of a group, and return it; the last rank to join runs it.
 
         Arguments:
-            ranks: the ranks of the group.
             position: of the joining rank in the group.
             joined: the collective as the rank issues it; the first one is that of all ranks.
 
         Raises:
             RuntimeError: another rank has issued something else.
         """
-        number = self._counts[ranks, position] = self._counts.get((ranks, position), 0) + 1
+        ranks, number = joined.ranks, 0
+        # Why not counted: a rank that has failed comes there before all others.
+        if joined.arguments[position].label != AGREEMENT:
+            number = self._counts[ranks, position] = self._counts.get((ranks, position), 0) + 1
         collective = self._open.setdefault((ranks, number), joined)
+        # Why until the end: other ranks wait in a collective that raises.
+        self.broken = True
         if collective.title != joined.title:
-            self.broken = True
             first_position = next(iter(collective.arguments))
             (low, low_title), (high, high_title) = sorted(
                 [(ranks[first_position], collective.title), (ranks[position], joined.title)]
@@ -278,11 +274,33 @@ class _World:
             )
         collective.number = number
         collective.arguments |= joined.arguments
-        if len(collective.arguments) == len(ranks):
-            del self._open[ranks, number]
-            # The last rank to join runs it for all: the others wait, so nothing is computed twice.
-            collective.run_once()
+        self._run_if_complete(collective)
+        self.broken = False
         return collective
+
+    def _run_if_complete(self, collective: _Collective) -> None:
+        """Run a collective that all ranks have joined, except for those that have failed."""
+        ranks, parts, number = collective.ranks, collective.arguments, collective.number
+        missing = [position for position in range(len(ranks)) if position not in parts]
+        is_in_attempt = number and all(rank in self.attempts for rank in ranks)
+        if missing and not (is_in_attempt and all(self.attempts[ranks[i]].failed for i in missing)):
+            return
+        parts |= {position: _zero_part(position, parts) for position in missing}
+        self._counts |= {(ranks, position): number for position in missing}
+        del self._open[ranks, number]
+        # The last rank to join runs it for all: the others wait, so nothing is computed twice.
+        with torch.no_grad():
+            collective.run([parts[position] for position in range(len(ranks))])
+        collective.done = True
+        # The tensors of ranks that are done must not stay alive.
+        parts.clear()
+
+    def fail_attempt(self, rank: int) -> None:
+        """Let a rank take part in all collectives of its attempt that others issue, with zeros."""
+        self.attempts[rank].failed = True
+        for collective in [*self._open.values()]:
+            if rank in collective.ranks:
+                self._run_if_complete(collective)
 
     def check_used_by(self, rank: int) -> None:
         """Raise ``RuntimeError`` unless this context may use the mesh of ``rank``."""
@@ -305,7 +323,7 @@ class _World:
                 "what that function made with it"
             )
 
-    def wait(self, rank: int, collective: _Collective | _Progress) -> None:
+    def wait(self, rank: int, collective: _Collective) -> None:
         """Let the other ranks run until ``collective`` is done."""
         if self.failure is not None:
             raise _EndedError
@@ -362,24 +380,17 @@ class _Collective:
         ranks: the ranks of the group.
         run: runs the collective with the arguments of every rank.
         arguments: those of each rank that has joined, by position.
-        number: of the collective, in the group.
+        number: of the collective, in the group; 0 at the end of an attempt.
         done: whether it has run.
     """
 
     title: str
     axis: str
     ranks: tuple[int, ...]
-    run: Callable[[list[Any]], None]
-    arguments: dict[int, Any]
+    run: Callable[[list[Op]], None]
+    arguments: dict[int, Op]
     number: int = 0
     done: bool = False
-
-    def run_once(self) -> None:
-        with torch.no_grad():
-            self.run([self.arguments[position] for position in range(len(self.ranks))])
-        self.done = True
-        # The tensors of ranks that are done must not stay alive.
-        self.arguments.clear()
 
     def describe(self) -> str:
         joined_text = ", ".join(str(self.ranks[position]) for position in sorted(self.arguments))
@@ -389,7 +400,7 @@ class _Collective:
         )
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
+@dataclass(frozen=True, slots=True)
 class _SimulatedGroup(Group):
     """A group of simulated ranks.
 
@@ -398,37 +409,18 @@ class _SimulatedGroup(Group):
         ranks: the ranks of the group.
         rank: position of this rank in the group.
         axis: name of the mesh axis.
-        number: of this group among those of the rank.
     """
 
     world: _World
     ranks: tuple[int, ...]
     rank: int
     axis: str
-    number: int = field(default=0, compare=False)
 
-    @classmethod
-    def of(cls, world: _World, ranks: Sequence[int], rank: int, axis: str) -> _SimulatedGroup:
-        """Return the group of ``ranks`` for one of them, all by their numbers in the simulation."""
-        number = world.group_counts[rank] = world.group_counts.get(rank, 0) + 1
-        group = cls(world, tuple(ranks), ranks.index(rank), axis, number)
-        world.groups[rank, number] = group
-        return group
-
-    @property
-    def attempt(self) -> AttemptLog | None:
-        """The log of the attempt that this rank runs; ``None`` for none."""
-        return self.world.attempts.get(self.global_rank)
-
-    def open_attempt(self, ranks: Sequence[int]) -> AttemptLog:
+    def open_attempt(self, ranks: Sequence[int]) -> _Attempt:
         """Begin an attempt of some ranks of the simulation."""
-        attempt = _Attempt(self.world, self.global_rank, tuple(ranks))
+        attempt = _Attempt(self.world, self.global_rank)
         self.world.attempts[self.global_rank] = attempt
         return attempt
-
-    def close_attempt(self) -> None:
-        """End the attempt that this rank runs."""
-        del self.world.attempts[self.global_rank]
 
     @property
     def size(self) -> int:
@@ -439,21 +431,22 @@ class _SimulatedGroup(Group):
         return self.ranks[self.rank]
 
     def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
-        return _SimulatedGroup.of(self.world, global_ranks, self.global_rank, axis)
+        position = global_ranks.index(self.global_rank)
+        return _SimulatedGroup(self.world, tuple(global_ranks), position, axis)
 
     def start(self, op: Op) -> Work:
         # Why asked first: without attempts, a step makes no further call for them.
-        if self.world.attempts and (log := self.attempt) is not None and not log.inside:
-            return log.start(self, op)
+        if self.world.attempts and (attempt := self.world.attempts.get(self.global_rank)):
+            attempt.position += 1
         title, tensors = op.kind, [op.out, op.data]
         # A rank's part may be empty here, and it takes part all the same.
         if op.kind == "all_gather_text":
             texts: list[str] = []
             op = op._replace(out=texts)
-            work = self._join("all_gather_text of text", _all_gather_text, op, op.label)
+            work = self._join("all_gather_text of text", _all_gather_text, op)
             return DeferredWork(lambda: work.wait() or texts)
         if op.kind == "all_to_all":  # its shapes differ between ranks
-            return self._join(f"all_to_all of {_dtype(op.out)}", _all_to_all, op, op.label)
+            return self._join(f"all_to_all of {dtype_name(op.out.dtype)}", _all_to_all, op)
         if not op.out.numel():
             return DONE
         if op.kind == "reduce_scatter":
@@ -462,91 +455,69 @@ class _SimulatedGroup(Group):
         elif op.kind == "broadcast":
             title = f"broadcast from rank {op.src}"
         tensor_shapes = [
-            f"{_dtype(tensor)}{list(tensor.shape)}" for tensor in tensors if tensor is not None
+            f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+            for tensor in tensors
+            if tensor is not None
         ]
-        return self._join(f"{title} of {', '.join(tensor_shapes)}", _RUN[op.kind], op, op.label)
+        return self._join(f"{title} of {', '.join(tensor_shapes)}", _RUN[op.kind], op)
 
-    def _join(
-        self, title: str, run: Callable[[list[Any]], None], arguments: Any, label: str
-    ) -> Work:
-        """Join the group's next collective; ``run`` takes the arguments of all ranks."""
+    def _join(self, title: str, run: Callable[[list[Op]], None], op: Op) -> Work:
+        """Join the group's next collective; ``run`` takes the parts of all ranks."""
         self.world.check_used_by(self.global_rank)
         joined = _Collective(
-            title=f"{title} of {label}" if label else title,
+            title=f"{title} of {op.label}" if op.label else title,
             axis=self.axis,
             ranks=self.ranks,
             run=run,
-            arguments={self.rank: arguments},
+            arguments={self.rank: op},
         )
-        collective = self.world.join(self.ranks, self.rank, joined)
+        collective = self.world.join(self.rank, joined)
         return DeferredWork(lambda: self.world.wait(self.global_rank, collective))
 
 
-class _Attempt(AttemptLog):
-    """The log of a simulated rank, which others read where it lies."""
+@dataclass(slots=True)
+class _Attempt:
+    """The part of a rank in an attempt: what ``AttemptLog`` is for a process.
 
-    def __init__(self, world: _World, rank: int, ranks: tuple[int, ...]) -> None:
-        super().__init__(ranks, rank, lambda number: world.groups[rank, number])
-        self._world = world
-        count = world.attempt_counts.get((rank, ranks), 0) + 1
-        world.attempt_counts[rank, ranks] = self.number = count
-        self.failed_after: int | None = None  # number of entries before this rank failed
+    Attributes:
+        world, rank: the simulation, and the rank.
+        position: how many collectives the rank has issued.
+        failed: whether it has failed. Others then go on as if it joined their collectives.
+    """
 
-    def fail(self) -> None:
-        self.failed_after = len(self.entries)
+    world: _World
+    rank: int
+    position: int = 0
+    failed: bool = False
 
-    def entry(self, index: int, rank: int | None = None) -> Entry | None:
-        progress = _Progress(self, index, self.ranks if rank is None else (rank,))
-        self._world.wait(self.rank, progress)
-        return progress.find()[1]
+    def check_usable(self, error: Exception) -> None:
+        if self.world.broken:
+            raise error
 
-    def of(self, rank: int) -> _Attempt | None:
-        """Return the part of another rank in the same attempt, if it has begun."""
-        other = self._world.attempts.get(rank)
-        if other is None or (other.ranks, other.number) != (self.ranks, self.number):
-            return None
-        return other
+    def join_rest(self, device: torch.device) -> None:
+        self.world.fail_attempt(self.rank)
+
+    def close(self) -> None:
+        del self.world.attempts[self.rank]
 
     def forget(self) -> None:
-        pass  # the world has forgotten it by then
-
-    def is_broken(self) -> bool:
-        return self._world.broken
-
-    def give_up(self, why: str) -> None:
-        pass  # the error that follows ends all ranks
+        pass  # nothing remains
 
 
-@dataclass(frozen=True, slots=True)
-class _Progress:
-    """What a rank that has failed waits for: an entry in the log of another one."""
-
-    attempt: _Attempt
-    index: int
-    ranks: Sequence[int]
-
-    def find(self) -> tuple[bool, Entry | None]:
-        """Return whether the wait is over, and the entry."""
-        others = [self.attempt.of(rank) for rank in self.ranks]
-        for other in others:
-            if other is None:
-                continue
-            # Why: what a failed rank issues after that is no part of its step.
-            entries = other.entries[: other.failed_after]
-            if len(entries) > self.index:
-                return True, entries[self.index]
-        return all(other is not None and other.failed_after is not None for other in others), None
-
-    @property
-    def done(self) -> bool:
-        return self.find()[0]
-
-    def describe(self) -> str:
-        return f"an attempt that has failed on this rank, for collective number {self.index + 1}"
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _zero_part(position: int, parts: Mapping[int, Op]) -> Op:
+    """Return the part of a rank that has failed in a collective that the others have joined."""
+    op = next(iter(parts.values()))
+    if op.kind == "all_gather_text":
+        # Why the text of another rank: a text of its own would be a difference.
+        return op._replace(out=[])
+    if op.kind == "all_to_all":
+        ranks = range(len(op.sizes))
+        sent_sizes = [parts[i].out_sizes[position] if i in parts else 0 for i in ranks]
+        received_sizes = [parts[i].sizes[position] if i in parts else 0 for i in ranks]
+        out, data = op.out.new_zeros(sum(received_sizes)), op.data.new_zeros(sum(sent_sizes))
+        return op._replace(out=out, data=data, out_sizes=received_sizes, sizes=sent_sizes)
+    data = None if op.data is None else torch.zeros_like(op.data)
+    return op._replace(out=torch.zeros_like(op.out), data=data)
 
 
 def _all_gather(ops: list[Op]) -> None:

@@ -20,19 +20,10 @@ import torch
 import torch.distributed as dist
 
 from funcshard._utils.torch_groups import default_store, group_timeout, new_group
-from funcshard.comm.attempts import AttemptLog, Entry, StoreAttempt, look_for_failures
+from funcshard.comm.attempts import AttemptLog
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.gloo import Gloo
-from funcshard.comm.group import (
-    DONE,
-    AllGatherWork,
-    DeferredWork,
-    Group,
-    Op,
-    Work,
-    all_gather_last,
-    concatenate,
-)
+from funcshard.comm.group import DONE, DeferredWork, Group, Op, Work, concatenate
 from funcshard.comm.meeting import name_of, watched
 from funcshard.comm.native import Native
 from funcshard.comm.shm import Exchange, Pool, SharedMemoryBackend, connect, private_block
@@ -184,78 +175,58 @@ class TorchGroup(Group):
         """The global numbers of the ranks."""
         return self.desync.ranks
 
-    @property
-    def attempt(self) -> AttemptLog | None:
-        """The log of the attempt that runs; ``None`` for none."""
-        watch = self.desync.watch
-        return None if watch is None else watch.attempt
-
     def open_attempt(self, ranks: Sequence[int]) -> AttemptLog:
         """Begin an attempt of some ranks of the job, by their global numbers."""
         watch, attempt_name = watch_of_job(), name_of("attempt", ranks)
         place = f"attempts/{attempt_name}/{watch.count(attempt_name)}"
-        watch.attempt = StoreAttempt(place, ranks, watch, self.desync.find_lost)
-        look_for_failures(watch)
-        return watch.attempt
+        return AttemptLog(place, ranks, watch, self.desync.limits.give_up)
 
-    def close_attempt(self) -> None:
-        """End the attempt that runs."""
-        watch_of_job().attempt = None
+    def shares(self, shard: torch.Tensor) -> bool:
+        # The choice depends only on facts that are the same on every rank, such as sizes.
+        is_on_cpu = self.shm is not None and shard.device.type == "cpu"
+        return is_on_cpu and shard.nbytes * self.size >= _POOLED
 
     def start(self, op: Op) -> Work:
-        recorded_kind, out, needed_ranks, full = op.kind, op.out, None, None
+        kind, out = op.kind, op.out
         # Why before the log: if this memory is lacking, the collective has not begun.
-        if recorded_kind == "reduce_scatter" and self.shm is None:
-            full = op.data[0]
-            # A single part is sent as it is, and not copied.
-            if len(op.data) > 1:
-                full = concatenate(op.data, self.empty(self.size * out.numel(), out))
+        # A single part is sent as it is, and not copied.
+        if kind == "reduce_scatter" and self.shm is None and len(op.data) > 1:
+            full_tensor = concatenate(op.data, self.empty(self.size * out.numel(), out))
+            op = op._replace(data=[full_tensor])
         watch = self.desync.watch
-        if watch is not None and (log := watch.attempt) is not None and not log.inside:
-            return log.start(self, op if full is None else op._replace(data=[full]))
-        if recorded_kind == "all_gather_text":
+        if watch is not None and (log := watch.pulse.attempt) is not None and not log.inside:
+            return log.start(self, op)
+        if kind == "all_gather_text":
             return DeferredWork(result=self.desync.all_gather_text(op.data, op.label))
         # Shared memory does all but the all-to-all.
         carrier: Gloo | Native | SharedMemoryBackend = self.shm or self.backend
-        recorded_tensor = out
-        if recorded_kind == "all_to_all":
+        # What is recorded is the whole buffer.
+        sized_tensor, factor, needed_ranks = out, 1, None
+        if kind == "all_to_all":
             # A rank that neither sends nor receives has to call this too. Sizes differ between
             # ranks, so they are not recorded.
-            carrier, recorded_tensor = self.backend, out[:0]
+            carrier, factor = self.backend, 0
             if not all(op.out_sizes):
                 needed_ranks = [rank for rank, size in enumerate(op.out_sizes) if size]
+        elif kind == "all_gather_shared":
+            kind, sized_tensor, factor = "all_gather", op.data, self.size
         elif not out.numel():
             return DONE
-        elif recorded_kind == "broadcast":
-            recorded_kind = f"broadcast from rank {op.src}"
+        elif kind == "broadcast":
+            kind = f"broadcast from rank {op.src}"
             needed_ranks = [op.src] if self.shm is None else None
-        elif recorded_kind == "reduce_scatter":
-            # What is recorded is the whole buffer, as of an all-gather; no memory is taken.
-            recorded_tensor = out.reshape(1, -1).expand(self.size, -1)
-        checks_itself = carrier is self.shm
+        elif kind == "reduce_scatter":
+            factor = self.size
         number = self.desync.record(
-            recorded_kind,
+            kind,
             op.label,
-            recorded_tensor,
-            self_checking=checks_itself,
+            sized_tensor.dtype,
+            sized_tensor.numel() * factor,
+            self_checking=carrier is self.shm,
             needs=needed_ranks,
         )
-        if full is not None:
-            op = Op(op.kind, op.label, out, full)
         start: Callable[[Op, int], Work] = getattr(carrier, op.kind)
         return start(op, number)
-
-    def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
-        # The choice depends only on facts that are the same on every rank, such as sizes.
-        if self.shm is None or shard.device.type != "cpu" or shard.nbytes * self.size < _POOLED:
-            return all_gather_last(self, shard, label=label)
-        recorded_tensor = shard.reshape(1, -1).expand(self.size, -1)
-        watch = self.desync.watch
-        if watch is not None and (log := watch.attempt) is not None and not log.inside:
-            entry = Entry.of(self.number, Op("all_gather_shared", label, shard, shard))
-            return log.note(entry, lambda: self.all_gather_shared(shard, label=label))
-        number = self.desync.record("all_gather", label, recorded_tensor, self_checking=True)
-        return self.shm.all_gather_shared(shard, number)
 
 
 # Why this dictionary: torch's groups take no attributes. It holds one watch for the default group

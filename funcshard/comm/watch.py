@@ -222,6 +222,8 @@ class _Pulse:
         clock: seconds that this process has lived with a watch, without pauses.
         questions: calls of the store for other threads, with a place for each answer; ``None``
             wakes the thread.
+        attempt: the log of the attempt that runs; ``None`` for none.
+        look_every: seconds between two looks whether it has failed on another rank.
         ended: whether the thread has to end.
         fault: why it has ended, if the process that holds the store has.
     """
@@ -236,6 +238,8 @@ class _Pulse:
     questions: queue.SimpleQueue[tuple[Callable[[Any], Any], Answer] | None] = field(
         default_factory=queue.SimpleQueue
     )
+    attempt: Any = None
+    look_every: float = math.inf
     ended: bool = False
     fault: str = ""
 
@@ -253,8 +257,6 @@ class Watch:
         unused: process groups of axes that are gone, each with the last comparison over it, if any;
             appended on any thread and in the middle of any code.
         groups: the groups of this rank by number, in the order in which it made them.
-        attempt: the log of the attempt that runs; ``None`` for none.
-        watcher: the thread that looks whether it has failed on another rank.
     """
 
     def __init__(self, rank: int, store: Any) -> None:
@@ -263,8 +265,6 @@ class Watch:
         self.pulse = _Pulse(store_for_thread(store), f"funcshard/{rank}", first_record)
         self.unused: list[tuple[Any, Comparison | None]] = []
         self.groups: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self.attempt: Any = None
-        self.watcher: threading.Thread | None = None
         self._detectors: weakref.WeakValueDictionary[str, Detector] = weakref.WeakValueDictionary()
         self._counts: dict[str, int] = {}
         # The record of each rank at the last look of this wait, and the clock when it was new.
@@ -317,7 +317,7 @@ class Watch:
     def set(self, name: object, text: str) -> None:
         """Write a text into the store."""
         key = f"funcshard/{name}"
-        self.ask(lambda store: _write(store, key, text))
+        self.ask(lambda store: write_text(store, key, text))
 
     def get(self, name: object) -> bytes | None:
         """Return a text of the store, or ``None``."""
@@ -395,7 +395,7 @@ class Watch:
                 or ""
             )
             if why:  # before it raises: ranks whose collectives fail by this read it here
-                self._show(why=why)
+                self.show(why=why)
         except SilentStoreError:
             if self._silence < give_up:
                 return ""
@@ -418,7 +418,7 @@ class Watch:
         record, _ = self._seen.get(rank, (None, 0.0))
         return None if record is None else record.counts.get(group)
 
-    def _show(self, **changes: Any) -> Record:
+    def show(self, **changes: Any) -> Record:
         """Write this rank's record with some changes, and return it."""
         return self.ask(functools.partial(_write_record, self.pulse, **changes))
 
@@ -437,7 +437,7 @@ class Watch:
         titles = {} if detector is None else detector.titles()
         own_record = self.pulse.record._replace(wait=wait)
         if wait.number:  # else another thread may wait in a collective, and show that
-            own_record = self._show(
+            own_record = self.show(
                 look=self._looks, wait=wait, counts=counts, titles=titles, why=""
             )
         records, followed = {self.rank: own_record}, [own_record]
@@ -640,7 +640,7 @@ def _beat(pulse: _Pulse) -> None:
     last_time, last_beat = time.monotonic(), -math.inf
     while not pulse.ended and not pulse.fault:
         question = None
-        seconds_left = last_beat + pulse.record.every - last_time
+        seconds_left = min(last_beat + pulse.record.every - last_time, pulse.look_every)
         with contextlib.suppress(queue.Empty):
             question = pulse.questions.get(timeout=max(0.0, seconds_left))
         current_time, every = time.monotonic(), pulse.record.every
@@ -652,6 +652,9 @@ def _beat(pulse: _Pulse) -> None:
             last_beat = current_time
         if question is not None:
             _answer(pulse, *question)
+        if (log := pulse.attempt) is not None:
+            _answer(pulse, log.look)
+        del log  # which keeps the watch
     _answer(pulse, functools.partial(_write_record, pulse, left=True))
     pulse.fault = pulse.fault or "the watch has ended"
     with contextlib.suppress(queue.Empty):
@@ -692,7 +695,8 @@ def _call(pulse: _Pulse, call: Callable[[Any], T]) -> T:
             raise SilentStoreError(str(next_error)) from None
 
 
-def _write(store: Any, key: str, text: str) -> None:
+def write_text(store: Any, key: str, text: str) -> None:
+    """Write a text into a store."""
     store.set(key, text)
     # Why: torch waits for no answer to a text, so a connection that is cut may lose it.
     store.check([key])
@@ -704,7 +708,7 @@ def _write_record(pulse: _Pulse, store: Any, **changes: Any) -> Record:
         axis, number, entry = pulse.latest
         latest = f"{title_of(entry)}, collective number {number} on mesh axis {axis!r}"
     pulse.record = record._replace(beat=record.beat + 1, latest=latest, **changes)
-    _write(store, pulse.key, json.dumps(pulse.record))
+    write_text(store, pulse.key, json.dumps(pulse.record))
     return pulse.record
 
 

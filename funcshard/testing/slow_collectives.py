@@ -7,13 +7,13 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from funcshard._utils.options import check_number
 from funcshard._utils.torch_private import cuda_sleep
 from funcshard.comm import (
-    AllGatherWork,
     CustomGroup,
     DeferredWork,
     Group,
@@ -100,35 +100,25 @@ class DelayedGroup(WrappedGroup):
         return DelayedGroup(self.inner.subgroup(global_ranks, axis), self.kind, self.seconds)
 
     def start(self, op: Op) -> Work:
-        if op.kind != self.kind:
-            return self.inner.start(op)
         out = op.out
-        with torch.no_grad():
-            # The slow collective writes here in place of ``out``, which may be its input too.
-            hidden = torch.empty_like(out) if op.data is not None else out.clone()
-            out.fill_(float("nan") if out.is_floating_point() or out.is_complex() else 0)
-        work = self.inner.start(op._replace(out=hidden))
-        sleep = _sleep(out.device, self.seconds)
-
-        def finish() -> None:
-            work.wait()
-            sleep()
+        if op.kind.removesuffix("_shared") != self.kind:
+            return self.inner.start(op)
+        hidden: torch.Tensor | None = None
+        if out is not None:  # else the caller gets a tensor only from ``wait``
             with torch.no_grad():
-                out.copy_(hidden)
+                # The slow collective writes here in place of ``out``, which may be its input too.
+                hidden = torch.empty_like(out) if op.data is not None else out.clone()
+                out.fill_(float("nan") if out.is_floating_point() or out.is_complex() else 0)
+        work = self.inner.start(op._replace(out=hidden))
+        sleep = _sleep((op.data if out is None else out).device, self.seconds)
 
-        return DeferredWork(finish)
-
-    def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
-        work = self.inner.all_gather_shared(shard, label=label)
-        if self.kind != "all_gather":
-            return work
-        # There is no output to fill with NaN: the caller gets a tensor only from ``wait``.
-        sleep = _sleep(shard.device, self.seconds)
-
-        def finish() -> torch.Tensor:
-            gathered = work.wait()
+        def finish() -> Any:
+            result = work.wait()
             sleep()
-            return gathered
+            if out is not None:
+                with torch.no_grad():
+                    out.copy_(hidden)
+            return result
 
         return DeferredWork(finish)
 

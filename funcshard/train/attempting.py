@@ -105,14 +105,15 @@ def _run_together(
         # Why here: the error is gone, and with it all memory that its frames held.
         own_row = None
         if fault is not None:
-            own_row = len(log.entries), mesh.rank, fault
+            own_row = log.position, mesh.rank, fault
             log.join_rest(mesh.device)
         rank_rows = map(json.loads, all_gather_texts(mesh, json.dumps(own_row), AGREEMENT))
     finally:
-        group.close_attempt()
+        log.close()
     # Why the earliest first: the others may be consequences of its zeros.
     failures = {rank: text for _, rank, text in sorted(filter(None, rank_rows))}
-    log.forget()
+    if failures:
+        log.forget()
     return result, failures
 
 

@@ -50,7 +50,7 @@ def test_a_forked_child_of_a_rank_is_told_that_it_cannot_take_part(tmp_path: Pat
     child = os.fork()
     if not child:
         try:
-            detector.record("all_reduce", "", torch.ones(2))
+            detector.record("all_reduce", "", torch.float32, 2)
         except RuntimeError as error:
             answer.write_text(str(error))
         finally:
@@ -121,8 +121,8 @@ def waits_of(sizes: Callable[[int], int], order: Callable[[int], list[str]] = la
     for step in range(1000):
         before = detector.waits
         for unit in order(step):
-            detector.record("all_gather", unit, torch.empty(100))
-        detector.record("all_reduce", "psum", torch.empty(sizes(step), device="meta"))
+            detector.record("all_gather", unit, torch.float32, 100)
+        detector.record("all_reduce", "psum", torch.float32, sizes(step))
         found.append(detector.waits - before)
     return found
 

@@ -409,7 +409,7 @@ def test_a_text_that_a_cut_connection_loses_is_an_error() -> None:
 
     cut: Any = SimpleNamespace(set=lambda key, text: None, check=answer)  # torch's set waits for no answer
     with pytest.raises(dist.DistNetworkError):
-        watches._write(cut, "rank", "text")
+        watches.write_text(cut, "rank", "text")
 
 
 def raises(store: Any) -> None:

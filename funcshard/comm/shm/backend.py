@@ -22,7 +22,6 @@ import torch
 
 from funcshard._utils.torch_private import recording_or_transforming
 from funcshard.comm import (
-    AllGatherWork,
     Op,
     Work,
     concatenate,
@@ -70,9 +69,9 @@ class SharedMemoryBackend:
 
         return _CollectiveWork(self, key, read)
 
-    def all_gather_shared(self, shard: torch.Tensor, number: int) -> AllGatherWork:
+    def all_gather_shared(self, op: Op, number: int) -> Work:
         """See ``Group``."""
-        key, shard, exchange = self._begin(number), shard.detach(), self.exchange
+        key, shard, exchange = self._begin(number), op.data.detach(), self.exchange
         shape, dtype = shard.shape, shard.dtype
         self._output_tensors[number] = 0
         if not self._rank:

@@ -46,32 +46,31 @@ class Rank:
         self.desync = DesyncDetector("shard", ranks, rank, limits=Limits(0.1), connections=tuple(connections.values()))
         self.backend = SharedMemoryBackend(Exchange(rank, connections, self.desync, timeout))
 
-    def record(self, kind: str, tensor: torch.Tensor) -> int:
-        return self.desync.record(kind, "", tensor, self_checking=True)
-
-    def start(self, kind: str, recorded: torch.Tensor, *args: Any) -> Any:
-        return getattr(self.backend, kind)(Op(kind, "", *args), self.record(kind, recorded))
+    def start(self, kind: str, numel: int, *args: Any) -> Any:
+        op = Op(kind, "", *args)
+        dtype = (op.data if op.out is None else op.out).dtype
+        number = self.desync.record(kind.removesuffix("_shared"), "", dtype, numel, self_checking=True)
+        return getattr(self.backend, kind)(op, number)
 
     def all_gather(self, shard: torch.Tensor) -> tuple[Any, torch.Tensor]:
         out = shard.detach().new_zeros((self.size * shard.shape[0], *shard.shape[1:]))
-        return self.start("all_gather", out, out, shard), out
+        return self.start("all_gather", out.numel(), out, shard), out
 
     def all_gather_shared(self, shard: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        number = self.record("all_gather", shard.detach().reshape(1, -1).expand(self.size, -1))
-        return self.backend.all_gather_shared(shard, number), torch.empty(0)
+        return self.start("all_gather_shared", shard.numel() * self.size, None, shard), torch.empty(0)
 
     def reduce_scatter(self, full: torch.Tensor) -> tuple[Any, torch.Tensor]:
         out = full.detach().new_zeros((full.shape[0] // self.size, *full.shape[1:]))
-        return self.start("reduce_scatter", full, out, [full.detach().reshape(-1)]), out
+        return self.start("reduce_scatter", full.numel(), out, [full.detach().reshape(-1)]), out
 
     def all_reduce(self, tensor: torch.Tensor) -> tuple[Any, torch.Tensor]:
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
-        return self.start("all_reduce", total, total), total
+        return self.start("all_reduce", total.numel(), total), total
 
     def broadcast(self, tensor: torch.Tensor) -> tuple[Any, torch.Tensor]:
         """Broadcast from the last rank."""
         out = tensor.detach().clone(memory_format=torch.contiguous_format)
-        return self.start("broadcast", out, out, None, self.size - 1), out
+        return self.start("broadcast", out.numel(), out, None, self.size - 1), out
 
 
 # The result of each collective on a rank, from the tensors of all ranks.
@@ -199,7 +198,7 @@ def test_parts_are_added_up_as_if_they_were_one(sizes, size) -> None:
         started = []
         for rank, full in zip(world, fulls, strict=True):
             out, parts = torch.empty(LARGE // size), list(full.clone().split([*sizes, LARGE - sum(sizes)]))
-            started.append((rank.start("reduce_scatter", full, out, parts), out))
+            started.append((rank.start("reduce_scatter", full.numel(), out, parts), out))
             for part in parts:
                 part.zero_()  # its owner may do so now
         assert torch.equal(torch.cat(finish(started)), sum_in_order(fulls))
@@ -266,7 +265,7 @@ DIVERGED = {
     "another collective": (lambda r: r.all_gather(some(0)), lambda r: r.all_reduce(some(1, 16))),
     "another size of a shared output": (lambda r: r.all_gather_shared(some(0)), lambda r: r.all_gather_shared(some(1, 9))),
     "a far larger one": (lambda r: r.all_gather_shared(some(0)), lambda r: r.all_gather_shared(some(1, LARGE))),
-    "another one before": (lambda r: r.all_gather(some(0)), lambda r: r.record("other", some(0)) and r.all_gather(some(1))),
+    "another one before": (lambda r: r.all_gather(some(0)), lambda r: r.desync.record("a", "") and r.all_gather(some(1))),
 }  # fmt: skip
 
 
