@@ -269,13 +269,13 @@ class AttemptLog:
             LostError: a rank is lost, or cannot communicate any more.
         """
         ranks, name = (self._ranks, str(index)) if rank is None else ([rank], f"{index}/{rank}")
-        watch, failed_names = self._watch, [f"{self._place}/failed/{other}" for other in ranks]
+        watch, failed_keys = self._watch, [self._key(f"failed/{other}") for other in ranks]
         next_look = time.monotonic() + _LOST
         while True:
             with contextlib.suppress(SilentStoreError):
                 # Why in this order: a rank writes its entries before it says that it has failed.
-                all_failed = watch.check(failed_names)
-                entry_text = watch.get(f"{self._place}/{name}")
+                all_failed = watch.check(failed_keys)
+                entry_text = watch.get(self._key(name))
                 if entry_text is not None:
                     group, dtype, op = json.loads(entry_text)
                     return Entry(group, dtype, Op(*op))

@@ -33,7 +33,7 @@ import socket
 import sys
 import time
 import zlib
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import get_ident
@@ -126,9 +126,7 @@ class DesyncDetector:
         self._process = os.getpid()
         # The latest collectives, each with the positions of the ranks that it needs, if not all.
         self._entries: deque[tuple[Entry, Sequence[int] | None]] = deque(maxlen=KEPT)
-        self._codes: dict[Entry, tuple[int, int]] = {}  # hashes with and without the size
-        # How many sizes a collective has had, by the second hash.
-        self._sizes: Counter[int] = Counter()
+        self._sizes = defaultdict[int, set[int]](set)  # the first ones of each kind of collective
         self._context = (0,) * CONTEXT_LENGTH
         self._agreed_contexts: set[tuple[int, ...]] = set()
         self._warned = False
@@ -274,20 +272,13 @@ class DesyncDetector:
         """Record a collective; return its hash without the size, and whether the size is new."""
         # Why before a collective: gloo's waits never end in a process without gloo's threads.
         check_process(self._process, self.ranks[self.rank])
-        entry_hashes, new_size = self._codes.get(entry), False
-        if entry_hashes is None:
-            if len(self._codes) >= MOST_CONTEXTS:
-                self._codes.clear()
-                if len(self._sizes) >= MOST_CONTEXTS:
-                    self._sizes.clear()
-            # Why not hash(): it differs between processes.
-            entry_hashes = self._codes[entry] = (
-                zlib.crc32(repr(entry).encode()),
-                zlib.crc32(repr(entry[:3]).encode()),
-            )
-            self._sizes[entry_hashes[1]] += 1
-            new_size = self._sizes[entry_hashes[1]] <= MOST_SIZES
-        entry_hash, kind_code = entry_hashes
+        entry_hash, kind_code = _codes_of(entry)
+        sizes = self._sizes[kind_code]
+        new_size = len(sizes) < MOST_SIZES and entry[3] not in sizes
+        if new_size:
+            sizes.add(entry[3])
+            if len(self._sizes) > MOST_CONTEXTS:
+                self._sizes.clear()
         self.number += 1
         self.thread = get_ident()
         self._entries.append((entry, needs))
@@ -417,6 +408,13 @@ class DesyncDetector:
 
     def _title(self, rank: int) -> str:
         return f"rank {self.ranks[rank]}"
+
+
+@functools.lru_cache(maxsize=MOST_CONTEXTS)
+def _codes_of(entry: Entry) -> tuple[int, int]:
+    """Return hashes of a collective with and without its size."""
+    # Why not hash(): it differs between processes.
+    return zlib.crc32(repr(entry).encode()), zlib.crc32(repr(entry[:3]).encode())
 
 
 def _has_come(work: Any, seconds: float) -> bool:

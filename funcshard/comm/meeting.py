@@ -18,8 +18,8 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from funcshard.comm.agreement import first_difference
 from funcshard.comm.watch import (
@@ -30,6 +30,7 @@ from funcshard.comm.watch import (
     SilentStoreError,
     Wait,
     Watch,
+    write_text,
 )
 
 T = TypeVar("T")
@@ -68,7 +69,8 @@ def meet(
     try:
         difference = meeting.wait(timeout, limits)
         # All ranks have come here, so all have read the answer of the meeting before.
-        meeting.forget_previous()
+        with contextlib.suppress(RuntimeError):
+            watch.ask(meeting.forget_previous)
     except LostError as late:
         raise RuntimeError(str(late)) from None
     except RuntimeError as error:
@@ -95,7 +97,6 @@ class _Meeting:
         group: name of the meetings of these ranks.
         number: of the meeting, among these.
         told: whether this rank has written its facts.
-        rows: the facts of the ranks, as far as the first rank has read them.
     """
 
     watch: Watch
@@ -105,10 +106,9 @@ class _Meeting:
     call: str
     facts: dict[str, str]
     told: bool = False
-    rows: list[dict[str, str]] = field(default_factory=list)
 
     def key(self, whose: object, before: int = 0) -> str:
-        return f"{self.group}/{self.number - before}/{whose}"
+        return f"funcshard/{self.group}/{self.number - before}/{whose}"
 
     def wait(self, timeout: float, limits: Limits) -> str:
         """Return the answer of the first rank, once all have come."""
@@ -118,7 +118,7 @@ class _Meeting:
         while True:
             # Why suppressed: the store may answer later, and a look says if it does not.
             with contextlib.suppress(SilentStoreError):
-                answer = self._ask()
+                answer = self.watch.ask(self.answer)
                 if answer is not None:
                     return answer
             if current_time >= begin_time + timeout:
@@ -140,32 +140,29 @@ class _Meeting:
             self.watch.close_connections()
             raise LostError(why)
 
-    def _ask(self) -> str | None:
-        """Return the answer; ``None`` if ranks have not come yet."""
-        watch, answer_key = self.watch, self.key("answer")
+    def answer(self, store: Any) -> str | None:
+        """Write this rank's facts, and return the answer; ``None`` if ranks have not come yet."""
+        answer_key = self.key("answer")
         if not self.told:
-            watch.set(self.key(watch.rank), json.dumps(self.facts))
+            write_text(store, self.key(self.watch.rank), json.dumps(self.facts))
             self.told = True
+        # The first rank finds its answer here too if that came too late.
+        if store.check([answer_key]):
+            return str(store.get(answer_key).decode())
+        fact_keys = [self.key(rank) for rank in self.ranks]
         # Why the first rank alone: each of a thousand would read a thousand texts.
-        if watch.rank != self.ranks[0]:
-            answer = watch.get(answer_key)
-            return None if answer is None else answer.decode()
-        if not self.rows and not watch.check(map(self.key, self.ranks)):
+        if self.watch.rank != self.ranks[0] or not store.check(fact_keys):
             return None
-        # Note: after an answer that came too late, it goes on where it was.
-        for rank in self.ranks[len(self.rows) :]:
-            self.rows.append(json.loads(watch.get(self.key(rank)) or "{}"))
-        difference = first_difference(self.rows, self.ranks)
-        watch.set(answer_key, difference)
+        difference = first_difference([json.loads(store.get(key)) for key in fact_keys], self.ranks)
+        write_text(store, answer_key, difference)
         return difference
 
-    def forget_previous(self) -> None:
+    def forget_previous(self, store: Any) -> None:
         """Delete what this rank wrote for the meeting before."""
-        with contextlib.suppress(RuntimeError):
-            if self.number > 1:
-                self.watch.delete(self.key(self.watch.rank, before=1))
-                if self.watch.rank == self.ranks[0]:
-                    self.watch.delete(self.key("answer", before=1))
+        if self.number > 1:
+            store.delete_key(self.key(self.watch.rank, before=1))
+            if self.watch.rank == self.ranks[0]:
+                store.delete_key(self.key("answer", before=1))
 
     def _is_away(self, rank: int) -> bool:
         """Return whether a rank has not come, or not told what it found out."""

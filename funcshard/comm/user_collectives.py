@@ -1,26 +1,26 @@
 """Collectives of the user's own, for the parameters and gradients of units.
 
 All methods of a ``CustomGroup`` run the plain collectives. Only where ``core`` gathers parameters
-or reduces gradients does it ask for the user's functions (``start_all_gather`` and so on).
+or reduces gradients does it ask for the user's functions (``start_own``).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from funcshard.comm.group import (
-    AllGatherWork,
     DeferredWork,
     Group,
     LocalGroup,
+    Op,
     Work,
     WrappedGroup,
     all_gather_private,
+    concatenate,
 )
 from funcshard.comm.group import PrivateAllGatherWork as Pending
 from funcshard.comm.mesh import Mesh, remade
@@ -73,22 +73,12 @@ class Collectives:
 
         The result has the parts that this rank receives, in order of ranks.
         """
-        self._rows(tensor)
+        part_sizes = [self._rows(tensor) * tensor[:1].numel()] * self.size
         tensor = tensor.contiguous()
         out = torch.empty_like(tensor)
-        # Why bytes: gloo does not know every dtype of one byte.
-        sent_bytes, received_bytes = (
-            flat_tensor.view(-1).view(torch.uint8)
-            if flat_tensor.itemsize == 1
-            else flat_tensor.view(-1)
-            for flat_tensor in (tensor, out)
-        )
-        part_sizes = [sent_bytes.numel() // self.size] * self.size
+        flat_tensors = out.view(-1), tensor.view(-1)
         return Pending(
-            out,
-            self.group.all_to_all(
-                received_bytes, sent_bytes, part_sizes, part_sizes, label=self.label
-            ),
+            out, self.group.all_to_all(*flat_tensors, part_sizes, part_sizes, label=self.label)
         )
 
     def _rows(self, tensor: torch.Tensor) -> int:
@@ -192,11 +182,10 @@ def with_collectives(
     if isinstance(axis_group, LocalGroup):
         return mesh  # one rank has nothing to communicate
     if not isinstance(axis_group, CustomGroup):
-        axis_group = CustomGroup(axis_group, axis)
-    group_changes: dict[str, Any] = {
-        f"own_{kind}": start for kind, start in user_functions.items() if start is not None
-    }
-    return remade(mesh, {**mesh.groups, axis: dataclasses.replace(axis_group, **group_changes)})
+        axis_group = CustomGroup(axis_group, axis, {})
+    functions = {kind: start for kind, start in user_functions.items() if start is not None}
+    custom_group = dataclasses.replace(axis_group, functions={**axis_group.functions, **functions})
+    return remade(mesh, {**mesh.groups, axis: custom_group})
 
 
 def without_collectives(mesh: Mesh) -> Mesh:
@@ -213,59 +202,40 @@ class CustomGroup(WrappedGroup):
 
     Attributes:
         axis: name of the axis, for errors.
-        own_all_gather, own_reduce_scatter, own_all_reduce: see ``with_collectives``.
+        functions: those of ``with_collectives``, by kind.
     """
 
     axis: str
-    own_all_gather: Start | None = None
-    own_reduce_scatter: Start | None = None
-    own_all_reduce: Start | None = None
+    functions: Mapping[str, Start] = field(hash=False)
 
-    def start_all_gather(self, shard: torch.Tensor, label: str) -> AllGatherWork:
-        """Start to gather a unit's shard ``[n]`` with the user's function."""
-        assert self.own_all_gather is not None, "core looks before it calls this"
-        numel = self.size * len(shard)
-        return DeferredWork(self._start("all_gather", self.own_all_gather, shard, numel, label))
+    def start_own(self, op: Op) -> Work:
+        """Start a collective of 1-D tensors for a unit, with the user's function if there is one.
 
-    def start_reduce_scatter(
-        self, out: torch.Tensor, parts: Sequence[torch.Tensor], label: str
-    ) -> Work:
-        """Start to reduce a unit's gradient, the concatenation of 1-D ``parts``, into ``out``."""
-        if self.own_reduce_scatter is None:
-            return self.inner.reduce_scatter(out, parts, label=label)
-        full_tensor = (
-            torch.cat([part.to(out.dtype) for part in parts]) if len(parts) > 1 else parts[0]
+        ``wait`` returns the result of an all-gather.
+        """
+        start, out, tensor = self.functions.get(op.kind), op.out, op.data
+        if start is None:
+            return self.inner.start(op)
+        if op.kind == "reduce_scatter":
+            tensor = concatenate([part.to(out.dtype) for part in op.data])
+        elif op.kind == "all_reduce":
+            tensor = out
+        numel, dtype = self.size * len(tensor) if out is None else len(out), tensor.dtype
+        call_text = (
+            f"{op.kind} of with_collectives along {self.axis!r}, for {op.label or 'a tensor'},"
         )
-        finish = self._start(
-            "reduce_scatter", self.own_reduce_scatter, full_tensor, len(out), label
-        )
-        return DeferredWork(lambda: _copy(out, finish()))
-
-    def start_all_reduce(self, tensor: torch.Tensor, label: str) -> Work:
-        """Start to replace a unit's gradient by the sum of every rank's."""
-        if self.own_all_reduce is None:
-            return self.inner.all_reduce(tensor, label=label)
-        finish = self._start("all_reduce", self.own_all_reduce, tensor, len(tensor), label)
-        return DeferredWork(lambda: _copy(tensor, finish()))
-
-    def _start(
-        self, kind: str, start: Start, tensor: torch.Tensor, numel: int, label: str
-    ) -> Callable[[], torch.Tensor]:
-        """Call a function of the user's; return a function that waits, and checks the result."""
-        call_text = f"{kind} of with_collectives along {self.axis!r}, for {label or 'a tensor'},"
         with torch.no_grad():
             # The unit's autograd Function has the gradient, so none is recorded here.
-            user_wait = start(tensor, Collectives(self.inner, label))
+            user_wait = start(tensor, Collectives(self.inner, op.label))
         if not callable(user_wait):
             raise TypeError(
                 f"{call_text} must return a function that waits and returns the result; found "
                 f"{type(user_wait).__name__}: return lambda: result"
             )
-        dtype = tensor.dtype
 
+        @torch.no_grad()
         def finish() -> torch.Tensor:
-            with torch.no_grad():
-                wait_result = user_wait()
+            wait_result = user_wait()
             if (
                 not isinstance(wait_result, torch.Tensor)
                 or wait_result.shape != (numel,)
@@ -278,11 +248,6 @@ class CustomGroup(WrappedGroup):
                     f"{call_text} must give a tensor of shape ({numel},) and {dtype}; found "
                     f"{result_text}: cast it back"
                 )
-            return wait_result
+            return wait_result if out is None else out.view(-1).copy_(wait_result)
 
-        return finish
-
-
-def _copy(out: torch.Tensor, found: torch.Tensor) -> None:
-    with torch.no_grad():
-        out.view(-1).copy_(found)
+        return DeferredWork(finish)

@@ -43,7 +43,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -54,6 +54,9 @@ from funcshard._utils.torch_groups import (
     store_for_thread,
     store_is_gone,
 )
+
+if TYPE_CHECKING:
+    from funcshard.comm.desync import DesyncDetector
 
 T = TypeVar("T")
 Answer = concurrent.futures.Future[Any]
@@ -194,22 +197,6 @@ class Comparison(NamedTuple):
     work: Any
 
 
-class Detector(Protocol):
-    """The part of a ``DesyncDetector`` that a watch uses."""
-
-    axis: str
-    limits: Limits
-    number: int
-    thread: int
-    closed: bool
-
-    def titles(self) -> Mapping[str, str]:
-        """Return the latest collectives as text, by number."""
-
-    def close_connections(self) -> None:
-        """Close this rank's connections on the axis."""
-
-
 @dataclass(slots=True)
 class _Pulse:
     """The state that a watch shares with its thread, which must not keep the watch alive.
@@ -218,6 +205,7 @@ class _Pulse:
         store: the store, for the thread.
         key: the key of the record.
         record: the record as it was written last, by the thread.
+        every: seconds between two beats.
         latest: axis, number and entry of the latest collective.
         clock: seconds that this process has lived with a watch, without pauses.
         questions: calls of the store for other threads, with a place for each answer; ``None``
@@ -231,6 +219,7 @@ class _Pulse:
     store: Any
     key: str
     record: Record
+    every: float = _LONGEST
     latest: tuple[str, int, Entry] | None = None
     clock: float = 0.0
     # Why a SimpleQueue: Python may collect a watch, and stop it, on any thread and between any two
@@ -265,7 +254,9 @@ class Watch:
         self.pulse = _Pulse(store_for_thread(store), f"funcshard/{rank}", first_record)
         self.unused: list[tuple[Any, Comparison | None]] = []
         self.groups: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._detectors: weakref.WeakValueDictionary[str, Detector] = weakref.WeakValueDictionary()
+        self._detectors: weakref.WeakValueDictionary[str, DesyncDetector] = (
+            weakref.WeakValueDictionary()
+        )
         self._counts: dict[str, int] = {}
         # The record of each rank at the last look of this wait, and the clock when it was new.
         self._seen: dict[int, tuple[Record, float]] = {}
@@ -314,34 +305,22 @@ class Watch:
             # would live on, after its rank has left, until Python looks for such garbage.
             del answer
 
-    def set(self, name: object, text: str) -> None:
-        """Write a text into the store."""
-        key = f"funcshard/{name}"
-        self.ask(lambda store: write_text(store, key, text))
-
-    def get(self, name: object) -> bytes | None:
+    def get(self, key: str) -> bytes | None:
         """Return a text of the store, or ``None``."""
-        key = f"funcshard/{name}"
         return self.ask(lambda store: store.get(key) if store.check([key]) else None)
 
-    def check(self, names: Iterable[object]) -> bool:
+    def check(self, keys: Sequence[str]) -> bool:
         """Return whether the store has all of these texts."""
-        keys = [f"funcshard/{name}" for name in names]
-        return self.ask(lambda store: store.check(keys))
-
-    def delete(self, name: object) -> None:
-        """Delete a text of the store."""
-        self.ask(lambda store: store.delete_key(f"funcshard/{name}"))
+        return self.ask(lambda store: store.check([*keys]))
 
     # --- what this rank does ----------------------------------------------------------------------
 
-    def add(self, group: str, detector: Detector) -> None:
+    def add(self, group: str, detector: DesyncDetector) -> None:
         """Add the detector of one axis, and beat often enough for its ``give_up``."""
         self._detectors[group] = detector
         # The shortest ``give_up`` of all meshes of this process decides.
-        every = min(self.pulse.record.every, detector.limits.give_up / _BEATS)
-        write = functools.partial(_write_record, self.pulse, every=every)
-        self.pulse.questions.put((write, concurrent.futures.Future()))
+        self.pulse.every = min(self.pulse.every, detector.limits.give_up / _BEATS)
+        self.pulse.questions.put(None)
 
     def count(self, group: str) -> int:
         """Count one more action of ``group`` that has no detector, and return its number."""
@@ -370,7 +349,7 @@ class Watch:
         self,
         wait: Wait,
         give_up: float,
-        detector: Detector | None = None,
+        detector: DesyncDetector | None = None,
         *,
         failed: bool = False,
         is_away: Callable[[int], bool] = lambda rank: False,
@@ -422,7 +401,7 @@ class Watch:
         """Write this rank's record with some changes, and return it."""
         return self.ask(functools.partial(_write_record, self.pulse, **changes))
 
-    def _look(self, wait: Wait, detector: Detector | None) -> dict[int, Record]:
+    def _look(self, wait: Wait, detector: DesyncDetector | None) -> dict[int, Record]:
         """Write this rank's record; return it and those of the ranks that it waits for.
 
         Those for which they wait in turn are among them, and so on.
@@ -448,7 +427,7 @@ class Watch:
             suspects = [rank for rank in self._suspects if rank in waited_ranks]
             some_ranks = some_of(waited_ranks, self._looks, suspects)
             for rank in some_ranks:
-                if rank in records or not (text := self.get(rank)):
+                if rank in records or not (text := self.get(f"funcshard/{rank}")):
                     continue
                 records[rank] = Record.of(text)
                 # Note: a rank that has joined may be slow, but it is not what that rank waits for.
@@ -640,10 +619,10 @@ def _beat(pulse: _Pulse) -> None:
     last_time, last_beat = time.monotonic(), -math.inf
     while not pulse.ended and not pulse.fault:
         question = None
-        seconds_left = min(last_beat + pulse.record.every - last_time, pulse.look_every)
+        seconds_left = min(last_beat + pulse.every - last_time, pulse.look_every)
         with contextlib.suppress(queue.Empty):
             question = pulse.questions.get(timeout=max(0.0, seconds_left))
-        current_time, every = time.monotonic(), pulse.record.every
+        current_time, every = time.monotonic(), pulse.every
         # Why the minimum: no time counts in which this process was suspended.
         pulse.clock += min(current_time - last_time, 2 * every)
         last_time = current_time
@@ -707,7 +686,8 @@ def _write_record(pulse: _Pulse, store: Any, **changes: Any) -> Record:
     if pulse.latest is not None:
         axis, number, entry = pulse.latest
         latest = f"{title_of(entry)}, collective number {number} on mesh axis {axis!r}"
-    pulse.record = record._replace(beat=record.beat + 1, latest=latest, **changes)
+    changes |= {"beat": record.beat + 1, "every": pulse.every, "latest": latest}
+    pulse.record = record._replace(**changes)
     write_text(store, pulse.key, json.dumps(pulse.record))
     return pulse.record
 

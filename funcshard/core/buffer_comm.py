@@ -17,6 +17,7 @@ from funcshard.comm import (
     CustomGroup,
     Group,
     Mesh,
+    Op,
     PrivateAllGatherWork,
     Topology,
     Work,
@@ -301,8 +302,8 @@ def start_gather(
     # A gradient of a gradient may have any layout; shards are contiguous already.
     sent_data = sent_data.contiguous()
     is_own = comm.own and sent_data.ndim == 1
-    if is_own and isinstance(group, CustomGroup) and group.own_all_gather is not None:
-        work: AllGatherWork = group.start_all_gather(sent_data, comm.label)
+    if is_own and isinstance(group, CustomGroup) and "all_gather" in group.functions:
+        work: AllGatherWork = group.start_own(Op("all_gather", comm.label, None, sent_data))
     # One block of shared memory serves all ranks of a machine.
     # Why not with a user's pair: it may write to what it gets.
     elif read_only and (dtypes.cast is None or comm.plan.packing is not None):
@@ -418,16 +419,15 @@ def start_scatter(
     full_numel = shard_sum.numel() * comm.mesh.shard.size
     group = recorded_group("reduce_scatter", comm, "shard", shard_sum, full_numel)
     if comm.own and isinstance(group, CustomGroup) and shard_sum.ndim == 1:
-        return ReduceHandle(
-            shard_sum, group.start_reduce_scatter(shard_sum, parts, comm.label), comm
-        )
+        scatter = Op("reduce_scatter", comm.label, shard_sum, parts)
+        return ReduceHandle(shard_sum, group.start_own(scatter), comm)
     return ReduceHandle(shard_sum, group.reduce_scatter(shard_sum, parts, label=comm.label), comm)
 
 
 def _start_all_reduce(tensor: torch.Tensor, comm: BufferComm, axis: str) -> Work:
     group = recorded_group("all_reduce", comm, axis, tensor, tensor.numel())
     if comm.own and isinstance(group, CustomGroup) and tensor.ndim == 1:
-        return group.start_all_reduce(tensor, comm.label)
+        return group.start_own(Op("all_reduce", comm.label, tensor))
     return group.all_reduce(tensor, label=comm.label)
 
 

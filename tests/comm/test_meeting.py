@@ -79,7 +79,7 @@ def test_of_a_thousand_ranks_all_but_the_first_ask_the_store_a_few_times_only() 
     watch = Watch(0, store)
     store.requests.clear()
     meet(watch, ranks, "init_mesh", FACTS, timeout=5.0, limits=Limits(1.0))
-    assert store.requests.total() == 2 * len(ranks) + 5
+    assert store.requests.total() == len(ranks) + 6
 
 
 def test_the_store_does_not_grow_with_the_number_of_meetings() -> None:

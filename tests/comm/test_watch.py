@@ -159,7 +159,7 @@ def test_records_that_are_cut_short_show_nothing() -> None:
     ranks = parted()
     for rank in ranks:
         rank.look()
-    ranks[0].watch.set("1", '[1, ["shard"')
+    ranks[0].watch.ask(lambda store: store.set("funcshard/1", '[1, ["shard"'))
     assert ranks[0].look() == ""
 
 
@@ -348,7 +348,7 @@ def test_a_call_that_fails_once_is_made_again() -> None:
     store = FailingStore()
     own = Watch(0, store)
     store.failures = 1
-    own.set("key", "text")
+    own.ask(lambda store: watches.write_text(store, "key", "text"))
     store.failures = 1
     assert own.get("key") == b"text"
 
@@ -389,8 +389,8 @@ def test_a_watch_connects_again_after_its_connection_was_cut_and_ends_with_the_p
     for file in connections_to(port) - before:
         with socket.socket(fileno=os.dup(file)) as connection:
             connection.shutdown(socket.SHUT_RDWR)
-    own.set("after", "the cut")
-    assert until(lambda: servers[0].check(["job/funcshard/after"]))
+    own.ask(lambda store: watches.write_text(store, "after", "the cut"))
+    assert until(lambda: servers[0].check(["job/after"]))
     beat = servers[0].get("job/funcshard/0")
     assert until(lambda: servers[0].get("job/funcshard/0") != beat)
     servers.clear()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -214,7 +215,7 @@ class SharedMemoryBackend:
 
     def finish(self, number: int) -> None:
         """Finish a collective that this rank has read or given up."""
-        self.exchange.finish(number, shared_output=number in self._output_tensors)
+        self.exchange.finish(number)
         self._release_output(number)
 
     def abandon(self, number: int) -> None:
@@ -292,72 +293,60 @@ class SharedMemoryBackend:
         ]
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _CollectiveWork:
     """A collective that has been started, and that reads the contributions when it is waited for.
 
-    Arguments:
+    Attributes:
         backend: the backend that started it.
         key: the key of its first phase.
-        read: reads the contributions.
+        read: reads the contributions; ``None`` once it has.
         adds_in_place: whether ``read`` must not run twice, because it adds to the output.
+        is_broken: whether it was interrupted while it did.
+        result: what ``read`` has returned.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_adds_in_place",
-        "_backend",
-        "_broken",
-        "_key",
-        "_read",
-        "_result",
-    )
-
-    def __init__(
-        self,
-        backend: SharedMemoryBackend,
-        key: int,
-        read: Callable[[], Any],
-        *,
-        adds_in_place: bool = False,
-    ) -> None:
-        self._backend, self._key, self._adds_in_place = backend, key, adds_in_place
-        self._read: Callable[[], Any] | None = read
-        self._broken, self._result = False, None
+    backend: SharedMemoryBackend
+    key: int
+    read: Callable[[], Any] | None
+    adds_in_place: bool = False
+    is_broken: bool = False
+    result: Any = None
 
     def wait(self) -> Any:
-        if self._read is not None:
-            self._backend.exchange.wait_for(self._key)
-            self._finish(self._read)
-        return self._result
+        if self.read is not None:
+            self.backend.exchange.wait_for(self.key)
+            self._finish(self.read)
+        return self.result
 
     def finish_if_arrived(self) -> bool:
         """Read if every rank has contributed; return whether there is nothing left to do."""
         if (
-            self._read is not None
-            and not self._broken
-            and self._backend.exchange.first_without(self._key) is None
+            self.read is not None
+            and not self.is_broken
+            and self.backend.exchange.first_without(self.key) is None
         ):
-            self._finish(self._read)
-        return self._read is None
+            self._finish(self.read)
+        return self.read is None
 
     def _finish(self, read: Callable[[], Any]) -> None:
-        if self._broken:
+        if self.is_broken:
             raise RuntimeError(
                 "a reduce-scatter was interrupted while it added up, so its output is not valid "
                 "and it cannot be waited for again; run the step again"
             )
         try:
-            self._result = read()
-            self._read = None
+            self.result = read()
+            self.read = None
         except BaseException:
             # Other reads only copy, and may run again.
-            self._broken = self._adds_in_place
+            self.is_broken = self.adds_in_place
             raise
-        self._backend.finish(self._key >> 1)
+        self.backend.finish(self.key >> 1)
 
     def __del__(self) -> None:
-        if self._read is not None:
-            self._backend.abandon(self._key >> 1)
+        if self.read is not None:
+            self.backend.abandon(self.key >> 1)
 
 
 def _slices(gathered: torch.Tensor, shape: torch.Size, size: int) -> torch.Tensor:

@@ -328,30 +328,18 @@ class Exchange:
         """Return the first ``numel`` elements of every rank's contribution, in order of ranks."""
         return [self.contribution(key, rank, numel, dtype) for rank in range(self.size)]
 
-    def finish(self, number: int, *, shared_output: bool = False) -> None:
-        """Finish a collective that this rank has read or given up: forget its messages, release it.
-
-        ``shared_output`` says whether it is an ``all_gather_shared``.
-        """
+    def finish(self, number: int) -> None:
+        """Finish a collective that this rank has read or given up: forget and release it."""
         if self.in_progress.pop(number, None) is None:
             return
         del self._ends[number]
-        keys = (2 * number, 2 * number + 1)
-        received_messages = {
-            peer.rank: peer.received.pop(key)
-            for peer in self.peers
-            for key in keys
-            if key in peer.received
-        }
-        # Whether the peers have large blocks in this collective. In most collectives their blocks
-        # are as large as this rank's. In an all_gather_shared only ranks ahead of rank 0 have one.
-        has_large = any(
-            len(self.contributions[key][0].memory) > SLAB_BYTES
-            for key in keys
-            if key in self.contributions
-        )
-        if shared_output:
-            has_large = any(message.block for rank, message in received_messages.items() if rank)
+        has_large = False
+        for peer in self.peers:
+            for key in (2 * number, 2 * number + 1):
+                message = peer.received.pop(key, None)
+                # Note: the shared output, which rank 0 announces, is released apart.
+                if message and message.block and (peer.rank or message.offset != IN_OUTPUT):
+                    has_large |= len(peer.blocks[message.block]) > SLAB_BYTES
         self.release(number)
         # Why at once: a peer that cannot use its large block again soon has to make another one.
         # Releases of small blocks go with the messages of the next collectives.

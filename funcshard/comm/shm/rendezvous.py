@@ -42,11 +42,8 @@ def connect(
         A socket to each other rank, by rank; none on every rank if the ranks are not all on one
         machine, one does not want to be connected, or the system does not let them.
     """
-    machine, name = _machine() if wanted else "", f"funcshard-{secrets.token_hex(16)}"
-    listener = _listen(name, size + _QUEUE) if machine else None
-    if listener is None:
-        machine = ""
-    own_token = secrets.token_hex(_TOKEN)
+    machine, name, own_token = "", f"funcshard-{secrets.token_hex(16)}", secrets.token_hex(_TOKEN)
+    listener: socket.socket | None = None
     sockets: dict[int, socket.socket] = {}
     is_connected = False
 
@@ -54,10 +51,17 @@ def connect(
         return all(json.loads(text) for text in all_gather_text(json.dumps(has_worked)))
 
     try:
+        with contextlib.suppress(OSError):  # the system does not let this rank
+            if wanted:
+                listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                listener.bind(f"\0{name}")  # the abstract namespace leaves no file behind
+                listener.listen(size + _QUEUE)
+                machine = _machine()
         rank_facts = [
             json.loads(text) for text in all_gather_text(json.dumps([machine, name, own_token]))
         ]
-        if listener is None or any(other_machine != machine for other_machine, _, _ in rank_facts):
+        is_apart = any(other_machine != machine for other_machine, _, _ in rank_facts)
+        if listener is None or not machine or is_apart:
             return {}
         # Why two exchanges: after the first one, the calls of all ranks wait to be taken.
         is_connected = all_worked(_call(rank, rank_facts[:rank], sockets)) and all_worked(
@@ -124,6 +128,9 @@ def _machine() -> str:
 
     Processes with one name can reach each other's abstract addresses and map each other's files. It
     is ``""`` if this process cannot share memory.
+
+    Raises:
+        OSError: the system does not let it.
     """
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return ""
@@ -133,29 +140,7 @@ def _machine() -> str:
     # would fail on one rank in the middle of a collective.
     if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
         return ""
-    try:
-        os.close(os.memfd_create("funcshard"))
-        spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "user")]
-        return " ".join(
-            [
-                Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-                *spaces,
-                str(os.geteuid()),
-            ]
-        )
-    except OSError:
-        return ""
-
-
-def _listen(name: str, queue: int) -> socket.socket | None:
-    """Return a socket that listens at an abstract address, if the system lets it."""
-    listener = None
-    try:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(f"\0{name}")  # the abstract namespace leaves no file behind
-        listener.listen(queue)
-    except OSError:
-        if listener is not None:
-            listener.close()
-        return None
-    return listener
+    os.close(os.memfd_create("funcshard"))
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("net", "user")]
+    return f"{boot_id} {' '.join(spaces)} {os.geteuid()}"
