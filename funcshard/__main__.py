@@ -14,6 +14,7 @@ import funcshard as fs
 from funcshard._utils import tree
 from funcshard.checkpoint import export_parameters, write_dcp
 from funcshard.demo.arguments import (
+    MOST_PROCESSES,
     add_mesh,
     add_number,
     add_sizes,
@@ -24,7 +25,6 @@ from funcshard.demo.arguments import (
 from funcshard.demo.calibrate_command import add_calibrate, calibrate_command
 from funcshard.demo.display import mebibytes
 from funcshard.demo.launch import launch, world_size
-from funcshard.demo.machine_limits import check_fits
 from funcshard.demo.plan_command import add_plan, plan_command
 from funcshard.demo.train import Settings, check, train
 
@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add_mesh(
         add_train,
         ranks="processes to start; under torchrun, this process joins torchrun's world instead",
+        most=MOST_PROCESSES,
     )
     add_number(add_train, "--steps", 120, "training steps", least=0)
     add_number(add_train, "--batch", 2, "sequences a rank and step", most=2**20)
@@ -159,13 +160,7 @@ def _train(options: argparse.Namespace) -> int:
         seed=options.seed, text=options.text, out=options.out or str(Path("runs", options.strategy)),
         save_every=options.save_every, resume=options.resume,
     )  # fmt: skip
-    starts_processes = world == options.ranks  # under torchrun they run already
-    if starts_processes:
-        check_fits(world)
-    plan = check(settings, world)
-    if starts_processes:
-        tokens = options.batch * options.context * options.layers * options.width
-        check_fits(world, sum(leaf.numel for leaf in plan.leaves), tokens)
+    check(settings, world)
     return launch(train, (settings,), ranks=options.ranks, replicate=options.replicate)
 
 

@@ -15,6 +15,7 @@ from funcshard.demo.gpt import GPTConfig
 from funcshard.plan import STRATEGIES
 
 MOST = 10**9
+MOST_PROCESSES = 1024
 
 
 def at_least(least: int, most: int = MOST) -> Callable[[str], int]:
@@ -58,17 +59,23 @@ def add_number(
 
 
 def add_mesh(
-    parser: argparse.ArgumentParser, ranks: str, units: str = "blocks.*", alias: str | None = None
+    parser: argparse.ArgumentParser,
+    ranks: str,
+    *,
+    most: int,
+    units: str = "blocks.*",
+    alias: str | None = None,
 ) -> None:
     """Add the arguments of a mesh and of its units.
 
     Arguments:
         parser: the parser.
         ranks: help for ``--ranks``.
+        most: the largest number of ranks.
         units: the default of ``--units``, as text.
         alias: another name of ``--ranks``.
     """
-    add_number(parser, "--ranks", 2, ranks, alias=alias)
+    add_number(parser, "--ranks", 2, ranks, most=most, alias=alias)
     add_number(parser, "--replicate", 1, "size of the replicate axis; divides the ranks")
     parser.add_argument(
         "--strategy",
@@ -110,29 +117,24 @@ def import_callable(option: str, spec: str) -> Callable[..., Any]:
     ``file.py:CALLABLE`` names a function in a file of any folder.
     """
     file_name, _, name = spec.rpartition(":")
+    function: Any
     if file_name.endswith(".py") and Path(file_name).is_file():
-        function: Callable[..., Any] = _of_file(option, Path(file_name), name)
-        return function
-    try:
-        function = pkgutil.resolve_name(spec)
-    except (AttributeError, ImportError, ValueError) as error:
-        raise ValueError(
-            f"{option} must be MODULE:CALLABLE, such as my_package.models:make_model; found "
-            f"{spec}: {error}"
-        ) from error
+        namespace = runpy.run_path(file_name, run_name=Path(file_name).stem)
+        function = namespace.get(name)
+        if function is None:
+            functions = [key for key, value in namespace.items() if callable(value)]
+            raise ValueError(
+                f"{option} must name a function of {file_name}; found {name!r}: "
+                + did_you_mean(name, functions, otherwise="write FILE.py:FUNCTION")
+            )
+    else:
+        try:
+            function = pkgutil.resolve_name(spec)
+        except (AttributeError, ImportError, ValueError) as error:
+            raise ValueError(
+                f"{option} must be MODULE:CALLABLE, such as my_package.models:make_model; found "
+                f"{spec}: {error}"
+            ) from error
     if not callable(function):
         raise ValueError(f"{option} {spec} must be callable; found {type(function).__name__}")
-    return function
-
-
-def _of_file(option: str, file: Path, name: str) -> Callable[..., Any]:
-    """Return a function of a Python file, which is run."""
-    namespace = runpy.run_path(str(file), run_name=file.stem)
-    if not callable(namespace.get(name)):
-        functions = [key for key, value in namespace.items() if callable(value)]
-        raise ValueError(
-            f"{option} must name a function of {file}; found {name!r}: "
-            + did_you_mean(name, functions, otherwise="write FILE.py:FUNCTION")
-        )
-    function: Callable[..., Any] = namespace[name]
     return function

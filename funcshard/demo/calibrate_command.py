@@ -6,8 +6,7 @@ import argparse
 
 from funcshard._utils import table
 from funcshard._utils.table import Table
-from funcshard.demo.arguments import at_least
-from funcshard.demo.machine_limits import check_fits
+from funcshard.demo.arguments import MOST_PROCESSES, at_least
 from funcshard.estimate import Hardware, calibrate
 
 
@@ -21,7 +20,11 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
         help="file to write (default: this-machine.json)",
     )
     parser.add_argument(
-        "--ranks", type=at_least(2), default=2, metavar="N", help="processes to measure with"
+        "--ranks",
+        type=at_least(2, MOST_PROCESSES),
+        default=2,
+        metavar="N",
+        help="processes to measure with",
     )
     parser.add_argument(
         "--gloo", action="store_true", help="communicate through gloo in place of shared memory"
@@ -30,7 +33,6 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
 
 def calibrate_command(options: argparse.Namespace) -> int:
     """Run the command, and return its exit code."""
-    check_fits(options.ranks)
     hardware = calibrate(options.path, ranks=options.ranks, shared_memory=not options.gloo)
     print(_summary(hardware))
     print(

@@ -1,17 +1,122 @@
-"""Decoder-only language models in plain PyTorch."""
+"""Decoder-only language models in plain PyTorch, and the sizes of well-known ones."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from funcshard.demo.decoder_configs import DECODERS, DecoderConfig
 from funcshard.demo.gpt import GPT, GPTConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSizes:
+    """Sizes of multi-head latent attention; the defaults are those of DeepSeek-V3.
+
+    Attributes:
+        key_value: size of the vector behind the keys and values of all heads.
+        rotary: size of the rotated part of a query or key, which heads share in keys; even.
+        plain: size of the other part of a head's query or key.
+    """
+
+    query: int = 1536
+    key_value: int = 512
+    rotary: int = 64
+    plain: int = 128
+    value: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """Sizes of a mixture of experts.
+
+    Attributes:
+        per_token: number of experts that compute each token.
+        shared: number of experts for every token, as one MLP that's so many times as wide.
+        dense_layers: number of blocks at the start with an ordinary MLP.
+        scores: ``"softmax"``, or ``"sigmoid"`` with a bias for each expert that only changes the
+            choice.
+    """
+
+    count: int
+    per_token: int
+    hidden: int
+    shared: int = 0
+    dense_layers: int = 0
+    scores: str = "softmax"
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """Sizes of a decoder with RMSNorm, rotary positions and SwiGLU; ``decoder`` builds the model.
+
+    Attributes:
+        dim: size of a token's vector.
+        heads: number of attention heads; divides ``dim``.
+        hidden: size of the hidden layer of an ordinary MLP.
+        kv_heads: number of heads of keys and values; divides ``heads``, its default.
+        context: number of positions in training; the model takes any.
+        tied: whether the head uses the weight of the token embedding.
+    """
+
+    dim: int
+    layers: int
+    heads: int
+    vocabulary: int
+    hidden: int
+    kv_heads: int | None = None
+    context: int = 4096
+    tied: bool = False
+    latent: LatentSizes | None = None
+    experts: ExpertSizes | None = None
+    rotary_base: float = 10_000.0
+    eps: float = 1e-5
+
+
+def _mpt(width: int, layers: int, heads: int) -> GPTConfig:
+    return GPTConfig(width, layers, heads, context=2048, vocabulary=50368)
+
+
+# Sizes as in the published config.json of each model at huggingface.co; llama3-1.8b is that of
+# github.com/foundation-model-stack/fms-fsdp, MPT is scripts/train/yamls/pretrain of
+# github.com/mosaicml/llm-foundry, and mingpt-175b is §5.4 of https://arxiv.org/abs/2304.11277.
+DECODERS: Mapping[str, DecoderConfig | GPTConfig] = MappingProxyType(
+    {
+        "llama2-7b": DecoderConfig(4096, 32, 32, 32000, 11008),
+        "llama2-13b": DecoderConfig(5120, 40, 40, 32000, 13824),
+        "llama2-34b": DecoderConfig(8192, 48, 64, 32000, 22016, 8, 16384, rotary_base=1e6),
+        "llama2-70b": DecoderConfig(8192, 80, 64, 32000, 28672, 8),
+        "llama3-1.8b": DecoderConfig(2048, 24, 16, 128256, 7168, 8, 8192, rotary_base=5e5),
+        "llama3-8b": DecoderConfig(4096, 32, 32, 128256, 14336, 8, 8192, rotary_base=5e5),
+        "llama3-70b": DecoderConfig(8192, 80, 64, 128256, 28672, 8, 8192, rotary_base=5e5),
+        "llama3-405b": DecoderConfig(16384, 126, 128, 128256, 53248, 8, 131072, rotary_base=5e5),
+        "llama3.2-3b": DecoderConfig(3072, 28, 24, 128256, 8192, 8, 131072, tied=True, rotary_base=5e5),
+        "mixtral-8x7b": DecoderConfig(
+            4096, 32, 32, 32000, 14336, 8, 32768, experts=ExpertSizes(8, 2, 14336), rotary_base=1e6
+        ),
+        "deepseek-v3": DecoderConfig(
+            7168, 61, 128, 129280, 18432, latent=LatentSizes(), eps=1e-6,
+            experts=ExpertSizes(256, 8, 2048, shared=1, dense_layers=3, scores="sigmoid"),
+        ),
+        "mpt-125m": _mpt(768, 12, 12),
+        "mpt-350m": _mpt(1024, 24, 16),
+        "mpt-760m": _mpt(1536, 24, 12),
+        "mpt-1b": _mpt(2048, 24, 16),
+        "mpt-3b": _mpt(2560, 32, 20),
+        "mpt-7b": _mpt(4096, 32, 32),
+        "mpt-13b": _mpt(5120, 40, 40),
+        "mpt-30b": _mpt(7168, 48, 56),
+        "mpt-70b": _mpt(8192, 80, 64),
+        "mingpt-175b": GPTConfig(12288, 96, 96, context=2048, vocabulary=50000, tied=False),
+    }
+)  # fmt: skip
 
 
 def decoder(config: str | DecoderConfig | GPTConfig, **changes: Any) -> Decoder | GPT:
@@ -33,7 +138,7 @@ def decoder(config: str | DecoderConfig | GPTConfig, **changes: Any) -> Decoder 
         vocabulary]``.
 
     Raises:
-        ValueError: no configuration has this name; the sizes contradict each other.
+        ValueError: no configuration has this name.
         TypeError: ``config`` is neither a name nor a configuration, or lacks an attribute.
 
     Example:
@@ -76,7 +181,7 @@ class Decoder(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         config = self.config
         x = self.embed(tokens)
-        rotary_size = config.latent.rotary if config.latent else config.head_dim
+        rotary_size = config.latent.rotary if config.latent else config.dim // config.heads
         # Computed once for all blocks, as torchtitan does.
         turns = rotations(tokens.shape[1], rotary_size, config.rotary_base, tokens.device)
         for block in self.blocks:
@@ -114,11 +219,12 @@ class GroupedAttention(nn.Module):
 
     def __init__(self, config: DecoderConfig, std: float) -> None:
         super().__init__()
-        self.head_dim, self.repeats = config.head_dim, config.heads // config.groups
-        self.wq = _Linear(config.dim, config.heads * config.head_dim)
-        self.wk = _Linear(config.dim, config.groups * config.head_dim)
-        self.wv = _Linear(config.dim, config.groups * config.head_dim)
-        self.wo = _Linear(config.heads * config.head_dim, config.dim, std=std)
+        kv_heads = config.kv_heads or config.heads
+        self.head_dim, self.repeats = config.dim // config.heads, config.heads // kv_heads
+        self.wq = _Linear(config.dim, config.dim)
+        self.wk = _Linear(config.dim, kv_heads * self.head_dim)
+        self.wv = _Linear(config.dim, kv_heads * self.head_dim)
+        self.wo = _Linear(config.dim, config.dim, std=std)
 
     def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))

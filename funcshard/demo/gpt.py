@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -30,24 +29,11 @@ class GPTConfig:
     tied: bool = True
 
     def __post_init__(self) -> None:
-        check_sizes(self, ("width", "layers", "heads", "context", "vocabulary"))
         if self.width % self.heads:
             raise ValueError(
                 f"width must be a multiple of heads; found width {self.width} and {self.heads} "
                 "heads"
             )
-
-    @property
-    def head_dim(self) -> int:
-        return self.width // self.heads
-
-
-def check_sizes(config: object, names: Iterable[str], least: int = 1) -> None:
-    """Raise ``ValueError`` unless these attributes, if set, are large enough."""
-    for name in names:
-        size = getattr(config, name)
-        if size is not None and size < least:
-            raise ValueError(f"{name} must be at least {least}; found {size}")
 
 
 class Attention(nn.Module):

@@ -8,7 +8,7 @@ import functools
 import importlib.util
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,7 @@ from funcshard.demo.arguments import (
     gpt_config,
     import_callable,
 )
-from funcshard.demo.decoder_configs import DECODERS
-from funcshard.demo.decoders import decoder
+from funcshard.demo.decoders import DECODERS, decoder
 from funcshard.demo.gpt import GPT
 from funcshard.estimate import (
     OPTIMIZERS,
@@ -52,9 +51,11 @@ from funcshard.planning import (
     write_answer,
 )
 
-# Options that a search chooses, with their defaults.
+# Options with their defaults: those that a search chooses, that an estimate needs, and that a plan
+# without a search takes.
 _CHOSEN = {"replicate": 1, "strategy": STRATEGIES[0], "bucket_bytes": "auto", "remat": False}
-_MOST_RANKS = 1_000_000
+_OF_ESTIMATE = {"budget": None, "compare": None, "auto": False}
+_WITHOUT_PATH = {**_CHOSEN, "auto": False, "model": None, "compare": None, "units": None}
 
 
 def _bucket_bytes(text: str) -> int | str:
@@ -79,6 +80,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add_mesh(
         parser,
         ranks="ranks to plan for",
+        most=1_000_000,
         units="blocks.*; for another --model, the modules in its outermost lists",
         alias="--gpus",
     )
@@ -161,7 +163,6 @@ def plan_command(options: argparse.Namespace) -> int:
     """Run the command, and return its exit code."""
     check_mesh(options.ranks, options.replicate)
     _check_together(options)
-    _check_files(options)
     if options.path is not None:
         return _whole_run(options)
     shown_items = _shown(options, _model(options.model, options))
@@ -216,62 +217,29 @@ def _answer(options: argparse.Namespace) -> Answer:
 
 
 def _check_together(options: argparse.Namespace) -> None:
-    if options.path is None:
-        _check_no_path(options)
-    else:
-        _check_path(options)
-
-
-def _check_path(options: argparse.Namespace) -> None:
-    """Raise for options of a plan beside PATH, which finds it."""
-    defaults = {**_CHOSEN, "auto": False, "model": None, "compare": None, "units": None}
-    for name, default in defaults.items():
-        if getattr(options, name) != default:
-            raise ValueError(
-                f"PATH finds the plan itself; found --{name.replace('_', '-')}: leave it out, or "
-                "pass --model in place of PATH"
-            )
-
-
-def _check_no_path(options: argparse.Namespace) -> None:
-    if options.precision == "bf16-params":
+    """Raise for options that have no effect beside others, or would fail after the work is done."""
+    rules: list[tuple[Any, Mapping[str, Any], str]] = [
+        (options.auto, _CHOSEN, "--auto chooses mesh, strategies and remat: leave out {}"),
+        (
+            not options.hardware,
+            _OF_ESTIMATE,
+            "{} belongs to an estimate: add --hardware, e.g. h100",
+        ),
+        (True, {"lora": None}, "{} belongs to a PATH: pass one"),
+    ]
+    if options.path is None and options.precision == "bf16-params":
         raise ValueError("--precision bf16-params belongs to a PATH: pass one")
-    if options.lora:
-        raise ValueError("--lora belongs to a PATH: pass one")
-    for name in ("budget", "compare", "auto"):
-        if getattr(options, name) and not options.hardware:
-            raise ValueError(
-                f"--{name} belongs to an estimate: add --hardware, such as --hardware h100"
-            )
-    for name, default in _CHOSEN.items():
-        if options.auto and getattr(options, name) != default:
-            raise ValueError(
-                f"--auto chooses mesh, strategies and remat: leave out --{name.replace('_', '-')}"
-            )
-
-
-def _check_files(options: argparse.Namespace) -> None:
-    """Raise for ranks or files that would fail after the work is done."""
-    if options.ranks > _MOST_RANKS:
+    if options.path is not None:
+        remedy = "leave it out, or pass --model in place of PATH"
+        rules = [(True, _WITHOUT_PATH, "PATH finds the plan itself; found {}: " + remedy)]
+    for applies, defaults, text in rules:
+        for name, default in defaults.items():
+            if applies and getattr(options, name) != default:
+                raise ValueError(text.format(f"--{name.replace('_', '-')}"))
+    if options.html and not Path(options.html).absolute().parent.is_dir():
         raise ValueError(
-            f"--ranks must be at most {_MOST_RANKS:,}; found {options.ranks:,}: no machine has "
-            "more, pass the ranks of yours"
-        )
-    # Read for the error only: the estimate takes a while.
-    if options.compare:
-        _read(options.compare)
-    if not options.html:
-        return
-    page_path = Path(options.html)
-    if page_path.is_dir():
-        raise ValueError(
-            f"--html must be a file; found the folder {page_path}: add a name, such as "
-            f"{page_path / 'plan.html'}"
-        )
-    if not page_path.parent.is_dir():
-        raise ValueError(
-            f"--html must be a file in a folder that exists; found {page_path}: make the folder "
-            f"{page_path.parent} first"
+            f"--html must be a file in a folder that exists; found {options.html}: make the folder "
+            "first"
         )
 
 

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -52,13 +51,13 @@ class Settings:
         return Path(self.out).resolve() / "checkpoints"
 
 
-def check(settings: Settings, world_size: int) -> fs.Plan:
-    """Return the plan; raise for settings that would fail on every rank."""
+def check(settings: Settings, world_size: int) -> None:
+    """Raise for settings that would fail on every rank."""
     with torch.device("meta"):
         params = fs.make_functional(GPT(settings.config))[1]
     mesh = {"replicate": settings.replicate, "shard": world_size // settings.replicate}
-    plan = fs.make_plan(params, mesh, units=settings.units, strategy=settings.strategy)
-    # For its errors: each rank reads the text again.
+    # For their errors: each rank makes its plan, and reads the text.
+    fs.make_plan(params, mesh, units=settings.units, strategy=settings.strategy)
     load_corpus(settings.text, settings.config.context)
     out = Path(settings.out)
     try:
@@ -67,7 +66,6 @@ def check(settings: Settings, world_size: int) -> fs.Plan:
         raise ValueError(f"cannot make the folder --out {out}: {error.strerror}") from error
     if not os.access(out, os.W_OK):
         raise ValueError(f"cannot write to the folder --out {out}")
-    return plan
 
 
 def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
@@ -125,9 +123,8 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
 
     loss_before = validate("before")
     training_began = time.perf_counter()
-    # The times of the last ten steps, for a rate that follows what the machine does now.
-    step_times: deque[float] = deque([training_began], maxlen=11)
-    tokens_per_step = settings.batch * config.context * mesh.world_size
+    tokens = settings.batch * config.context
+    meter = fs.make_meter(mesh, tokens=tokens, step=first_step)
 
     def save(wait: bool) -> fs.Saving:
         all_losses = torch.tensor(losses, dtype=torch.float64, device="cpu")
@@ -147,11 +144,12 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
                 context=config.context,
             )
             state, step_metrics = step(state, (inputs.to(mesh.device), targets.to(mesh.device)))
-            losses.append(step_metrics["loss"].item())
-            step_times.append(time.perf_counter())
-            recent_loss = sum(losses[-10:]) / len(losses[-10:])
-            token_rate = tokens_per_step * (len(step_times) - 1) / (step_times[-1] - step_times[0])
-            show(state.step, f"loss {recent_loss:.3f}  {token_rate:,.0f} tokens/s")
+            values = meter(state, step_metrics)
+            losses.append(values["loss"])
+            show(
+                state.step,
+                f"loss {values['loss']:.3f}  {values['tokens_per_second']:,.0f} tokens/s",
+            )
             if settings.save_every and state.step % settings.save_every == 0:
                 last_saving = save(wait=False)
     training_seconds = time.perf_counter() - training_began
@@ -177,7 +175,7 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
         )
     if not is_first:
         return
-    token_rate = tokens_per_step * (state.step - first_step) / training_seconds
+    token_rate = tokens * mesh.world_size * (state.step - first_step) / training_seconds
     summary = {
         "settings": asdict(settings),
         "mesh": mesh.shape,

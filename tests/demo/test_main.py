@@ -83,7 +83,7 @@ BAD = {
     "no ranks": ("plan --ranks 0", "argument --ranks/--gpus: must be a whole number, at least 1; found '0'"),
     "a long seed": (f"train --seed {2**64}", "argument --seed: must be a whole number of at most 64 bits; found '1844"),
     "width": ("train --width 999999999999", "argument --width: must be at most 1,048,576; found '999999999999'"),
-    "a model too large": ("train --width 1048576 --heads 1 --layers 1", "GiB: choose fewer --ranks, or a smaller model"),
+    "too many processes": ("train --ranks 1025", "argument --ranks: must be at most 1,024; found '1025'"),
     "no rate": ("train --lr -1", "argument --lr: must be a positive number; found '-1'"),
     "strategy": ("train --strategy zero", "argument --strategy: invalid choice: 'zero'"),
     "replicas": ("train --ranks 3 --replicate 2", "--replicate must divide the number of ranks; found 2 and 3"),
