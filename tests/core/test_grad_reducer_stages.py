@@ -240,3 +240,23 @@ def both_gradients(mesh: fs.Mesh) -> Any:
 def test_on_processes_the_bits_are_those_of_fsdp2_with_set_requires_all_reduce() -> None:
     for ours, theirs in run_ranks(both_gradients, 4, shape=GRID):
         same_bits(ours, theirs)
+
+
+@on_ranks(2)
+def test_a_forward_under_no_grad_delays_no_reduction(mesh: fs.Mesh) -> None:
+    _, _, shards, loss, mine = setup(mesh)
+
+    def with_target(shards: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            loss(shards, x)
+        return loss(shards, x)
+
+    def in_backward(loss_fn: Any) -> list[tuple[str, str]]:
+        evaluate = fs.accumulate(loss_fn, 1, reduce="once")
+        evaluate(shards, mine)  # from here on, the order of units is known
+        with fs.record_events() as events:
+            evaluate(shards, mine)
+        first = next(index for index, event in enumerate(events) if "reduce" in event.kind)
+        return [(event.kind, event.unit) for event in events[first:]]
+
+    assert in_backward(with_target) == in_backward(loss)

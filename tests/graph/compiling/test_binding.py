@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import funcshard as fs
 from funcshard._utils.torch_operators import operator_name
 from funcshard.graph import StepGraph, Traced
-from funcshard.graph.compiling.regions import Cut, region_text
+from funcshard.graph.compiling.regions import Cut, Region, region_text
 from funcshard.graph.step_graph import collective_of, starts_and_waits
 from tests.graph.test_memory import residual
 from tests.graph.test_traced import CASES, batch_of, made, same, steps
@@ -117,7 +117,7 @@ def deep(mesh: fs.Mesh, layers: int) -> tuple[Any, fs.TrainState, torch.Tensor]:
     plan = fs.make_plan(params, mesh, units=["blocks.*"])
     sharded = fs.fully_shard(apply, plan, mesh)
     optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
-    step = fs.make_train_step(lambda s, b, x: sharded(s, b, x).square().mean(), optimizer, plan, mesh)
+    step = fs.make_train_step(lambda s, b, x: sharded(s, b, x).square().mean(), optimizer, plan, mesh, donate=False)
     return step, step.init(fs.shard(params, plan, mesh), buffers), torch.ones(2, 4)
 
 
@@ -145,6 +145,21 @@ def test_a_result_in_out_is_read_by_later_regions() -> None:
     compiled = fs.trace(step, state, torch.rand(2, 3)).compile(backend="eager")
     batch = torch.rand(2, 3)
     assert same(compiled(state, batch), step(state, batch))
+
+
+def test_a_model_without_units_is_one_region_and_its_update_another() -> None:
+    apply, params, buffers = fs.make_functional(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+
+    def count(mesh: fs.Mesh) -> int:
+        plan = fs.make_plan(params, mesh)
+        sharded = fs.fully_shard(apply, plan, mesh)
+        optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
+        step = fs.make_train_step(lambda s, b, x: sharded(s, b, x).square().mean(), optimizer, plan, mesh, donate=False)
+        state = step.init(fs.shard(params, plan, mesh), buffers)
+        cut = Cut(fs.trace(step, state, torch.rand(2, 3)).graph.graph)
+        return sum(isinstance(region, Region) for region in cut.steps)
+
+    assert fs.simulate(count, 2) == [2, 2]
 
 
 def test_regions_whose_inputs_differ_are_compiled_apart() -> None:
