@@ -88,6 +88,23 @@ def test_no_category_of_memory_is_ever_negative_or_left(runtime, strategy, optio
     assert timeline[-1].memory == timeline[0].memory
 
 
+def test_casts_of_local_leaves_are_held_again_for_a_forward_that_runs_again():
+    block = lambda: torch.nn.Sequential(torch.nn.Linear(N, 1, bias=False), torch.nn.Linear(1, N, bias=False))  # noqa: E731
+
+    class Twice(torch.nn.Sequential):
+        def forward(self, x):
+            return checkpoint(lambda x: self[1](self[0](x)), x, use_reentrant=False)
+
+    apply, params, buffers = fs.make_functional(Twice(block(), block()))
+    precision = fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    plan = fs.make_plan(params, RANKS, units=["*"], local=["*.1"], precision=precision)
+    traced = profile(apply, params, buffers, torch.zeros(1, N), precision=plan)
+    gathered = [m.memory["gathered"] for m in estimate(traced, plan, optimizer=None).timeline if m.what == "gather"]
+    # Both blocks for the forward that runs again, and the second for its backward. Each holds the
+    # leaf that is cut, and the cast of the local one.
+    assert max(gathered) >= 3 * 2 * N * 2
+
+
 def test_streams_have_pools_of_their_own():
     together = report(Runtime(sent_lives=False))
     apart = report(Runtime(sent_lives=False, streams=True))
