@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from types import CodeType, FunctionType, MappingProxyType
+from types import CodeType, FunctionType, MappingProxyType, SimpleNamespace
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -56,10 +56,8 @@ def is_transformed(tensor: torch.Tensor) -> bool:
     return _level(tensor) != -1
 
 
-def is_legacy_batched(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is a batch of ``torch.autograd.grad(is_grads_batched=True)``."""
-    # No other strided tensor lacks a storage, but for those of transforms.
-    return not storage_id(tensor) and tensor.layout is torch.strided and not is_transformed(tensor)
+is_legacy_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+"""Return whether the tensor is a batch of ``torch.autograd.grad(is_grads_batched=True)``."""
 
 
 def belongs_to_transform_above(tensor: torch.Tensor) -> bool:
@@ -303,9 +301,8 @@ def cast_of(tensor: torch.Tensor) -> tuple[torch.Tensor, Any, int, bool] | None:
     return whole_cast, source_node, output_index, True
 
 
-def sequence_number(node: Any) -> int:
-    """Return an autograd node's number; forward numbers its nodes upwards."""
-    return int(node._sequence_nr())
+sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
+"""Return an autograd node's number; forward numbers its nodes upwards."""
 
 
 def signed(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -323,18 +320,9 @@ def signed(forward: Callable[..., Any]) -> Callable[..., Any]:
 class _Positional(inspect.Signature):
     """A signature whose ``bind`` doesn't check the arguments."""
 
-    def bind(self, *args: Any, **kwargs: Any) -> _Bound:  # type: ignore[override]
-        return _Bound(args, kwargs)
-
-
-class _Bound:
-    __slots__ = ("args", "kwargs")
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args, self.kwargs = args, kwargs
-
-    def apply_defaults(self) -> None:
-        """Do nothing: there are no defaults."""
+    def bind(self, *args: Any, **kwargs: Any) -> Any:
+        # Why bool: without arguments it does nothing, and there are no defaults to apply.
+        return SimpleNamespace(args=args, kwargs=kwargs, apply_defaults=bool)
 
 
 # --- selective checkpoints ------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils.torch_private import BasisLoop, is_legacy_batched, recording_graph, version
+from funcshard._utils.torch_private import BasisLoop, is_legacy_batched, recording_graph
 from funcshard.comm import (
     DONE,
     AllGatherWork,
@@ -22,7 +22,6 @@ from funcshard.comm import (
     Topology,
     Work,
     all_gather_last,
-    concatenate,
     current_recording,
     in_graph,
 )
@@ -158,11 +157,6 @@ def _leaf_view(
 def _decoding(packing: Packing, dtype: torch.dtype) -> Cast:
     """Return the pair that sends packed leaves as they are, and decodes what it receives."""
     return Cast(lambda shard: shard, lambda rows: packing.unpack(rows.view(-1), dtype))
-
-
-def write_count(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written to, which inference mode does not count."""
-    return 0 if tensor.is_inference() else version(tensor)
 
 
 # --- offload --------------------------------------------------------------------------------------
@@ -316,14 +310,6 @@ def start_gather(
 
 Handles = Sequence[AllGatherHandle]  # of the buffers of one unit
 
-# What an all-gather reads: this rank's shard, or its slice, and how that is communicated.
-GatherSource = tuple[torch.Tensor, BufferComm]
-
-
-def start_gathers(sources: Iterable[GatherSource]) -> Handles:
-    """Start to gather the buffers of a unit, to be read only."""
-    return [start_gather(*source, read_only=True) for source in sources]
-
 
 # --- reduce-scatter and all-reduce ----------------------------------------------------------------
 
@@ -351,7 +337,7 @@ class ReduceHandle:
         # Without a reduce-scatter, the first of these axes is the one that was reduced already.
         for axis, _ in comm.topology.repeated[not comm.topology.cut :]:
             _start_all_reduce(self.out, comm, axis).wait()
-        shard_sum = _as_grad(self.out, comm)
+        shard_sum = self.out.to(comm.dtypes.grads or self.out.dtype)
         if not comm.moved:
             return shard_sum
         # Without a communication the copy has started with the handle.
@@ -368,10 +354,6 @@ def wait_comm(handles: Iterable[AllGatherHandle | ReduceHandle]) -> None:
     for handle in handles:
         if handle.comm.mesh.device.type == "cpu":
             handle.work.wait()
-
-
-def _as_grad(out: torch.Tensor, comm: BufferComm) -> torch.Tensor:
-    return out if comm.dtypes.grads is None else out.to(comm.dtypes.grads)
 
 
 def start_reduce(full: torch.Tensor, comm: BufferComm, *, donated: bool = False) -> ReduceHandle:
@@ -395,19 +377,11 @@ def start_reduce(full: torch.Tensor, comm: BufferComm, *, donated: bool = False)
     if not topology.repeated:
         if not comm.moved:
             return ReduceHandle(full, DONE, comm)
-        full = _as_grad(full, comm)
+        full = full.to(comm.dtypes.grads or full.dtype)
         return ReduceHandle(full, DONE, comm, _to_host(full))
     if not donated:
         full = full.clone()
     return ReduceHandle(full, _start_all_reduce(full, comm, topology.repeated[0][0]), comm)
-
-
-def start_reduce_parts(parts: Sequence[torch.Tensor], comm: BufferComm) -> ReduceHandle:
-    """Start to reduce the concatenation of 1-D ``parts``; a single one may be overwritten."""
-    if not comm.topology.cut or len(parts) == 1:
-        return start_reduce(concatenate(parts), comm, donated=True)
-    shard_numel = sum(part.numel() for part in parts) // comm.mesh.shard.size
-    return start_scatter(parts, (shard_numel,), comm)
 
 
 def start_scatter(

@@ -60,21 +60,15 @@ def psum(x: T, mesh: Mesh, *, axis: Axis = None) -> T:
 
     Source: ``jax.lax.psum``.
     """
-    _check_tensors("psum", x, adds=True)
-    axis_names = _names(mesh, axis)
-    other_axes = tuple(name for name in mesh.groups if name not in axis_names)
-    note_collective(mesh)
-    leaves, unflatten = tree.flatten(x)
-    leaf_paths = [""] if leaves and leaves[0] is x else tree.paths(x)
-    # The sum runs over all axes along which the data counts as repeated.
-    topology = Topology(mesh, False, other_axes)
-    summed_tree: T = unflatten(
-        [
-            Collective.apply(summed_leaf, SumComm(topology, label=path))
-            for summed_leaf, path in zip(leaves, leaf_paths, strict=True)
-        ]
-    )
-    return summed_tree
+    paths = iter([""] if isinstance(x, torch.Tensor) else tree.paths(x))
+
+    def summed(leaf: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
+        # The sum runs over all axes along which the data counts as repeated.
+        other_axes = tuple(name for name in mesh.groups if name not in names)
+        comm = SumComm(Topology(mesh, False, other_axes), label=next(paths))
+        return Collective.apply(leaf, comm)
+
+    return _mapped("psum", x, mesh, summed, axis, adds=True)
 
 
 def psum_world(x: T, mesh: Mesh) -> T:

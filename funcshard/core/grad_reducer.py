@@ -21,14 +21,15 @@ from typing import NamedTuple
 import torch
 
 from funcshard._utils.torch_private import graph_task_id, storage_id, unwrapped, version
-from funcshard.comm import DONE, Mesh
+from funcshard.comm import DONE, Mesh, concatenate
 from funcshard.core.buffer_comm import (
     BufferComm,
     Handles,
     Leaves,
     ReduceHandle,
     UnitShard,
-    start_reduce_parts,
+    start_reduce,
+    start_scatter,
     wait_comm,
 )
 from funcshard.plan import BufferPlan, Reduce, UnitPlan, buffer_mode, unit_mode
@@ -123,19 +124,17 @@ class KeptUnit(NamedTuple):
         unit: the unit.
         leaves: what is known of its shards.
         shard_states: identity and version of each shard when it was gathered.
-        comms: the communication of its buffers.
         handles: the handles of its all-gathers.
     """
 
     unit: UnitPlan
     leaves: Sequence[LeafGradient]
     shard_states: list[tuple[int, int]]
-    comms: Sequence[BufferComm]
     handles: Handles
 
     def serves(self, shards: Sequence[torch.Tensor], comms: Sequence[BufferComm]) -> bool:
         """Return whether gathering these shards would give what the handles have."""
-        same_comms = self.comms is comms or self.comms == comms
+        same_comms = [handle.comm for handle in self.handles] == list(comms)
         return same_comms and _states(shards) == self.shard_states
 
 
@@ -165,7 +164,7 @@ class GradReducer:
         zero_weight: whether the micro-batch that runs counts nothing, infinities and NaN included.
         received: whether a gradient of the micro-batch that runs has arrived.
         has_gathered: whether units gather nothing.
-        at_end: functions to call at the end of the backward that runs.
+        at_end: functions to call once at the end of the backward that runs.
     """
 
     def __init__(
@@ -182,7 +181,7 @@ class GradReducer:
         self.use = ShardUse(mesh)
         self.received = False
         self.has_gathered = bool(gathered)
-        self.at_end: list[Callable[[], None]] = []
+        self.at_end: dict[Callable[[], None], None] = {}
         # Why by id: the tree may hold the shards of several models, so unit and buffer name no
         # leaf; and a shard that ``loss_fn`` computes from a leaf has the leaf's unit and buffer,
         # and is another.
@@ -246,9 +245,22 @@ class GradReducer:
         unit: UnitPlan,
         comms: Sequence[BufferComm],
         shard: UnitShard,
-        handles: Handles,
-    ) -> None:
-        """Keep a unit gathered; see ``Unshard.stay_gathered``."""
+        handles: Handles | None,
+        *,
+        needed: bool,
+    ) -> Handles | None:
+        """Keep a unit gathered until its backward; return its handles, or else ``handles``.
+
+        Arguments:
+            unit: the unit.
+            comms: the communication of its buffers.
+            shard: this rank's shard of the unit.
+            handles: the handles of its all-gathers, if they have started.
+            needed: whether backward may need the leaves.
+        """
+        kept_handles = self.find_kept(comms, shard)
+        if kept_handles is not None or handles is None or not needed:
+            return kept_handles or handles
         unit_shards = [shard[comm.buffer] for comm in comms]
         leaf_gradients = [
             leaf for local in unit_shards if (leaf := self.leaf_by_id.get(id(local))) is not None
@@ -261,18 +273,18 @@ class GradReducer:
                 unit=unit,
                 leaves=leaf_gradients,
                 shard_states=_states(unit_shards),
-                comms=comms,
                 handles=handles,
             )
             for leaf in leaf_gradients:
                 leaf.kept = kept_unit
+        return handles
 
     def expect(self, shard: torch.Tensor, gathered: torch.Tensor) -> None:
         """Expect a gradient of ``shard`` if autograd records its gather, of ``gathered``."""
         leaf = self.leaf_by_id.get(id(shard))
         # Why look at the gathered leaf: a Function that runs under no_grad is not told so.
-        if self._task is None and leaf is not None and unwrapped(gathered).requires_grad:
-            leaf.awaited += 1
+        if self._task is None and leaf is not None:
+            leaf.awaited += gathered.requires_grad or unwrapped(gathered).requires_grad
 
     # --- backward ---------------------------------------------------------------------------------
 
@@ -341,7 +353,7 @@ class GradReducer:
         self._task = None
         # The prefetcher drops what it gathered for nothing.
         while self.at_end:
-            self.at_end.pop()()
+            self.at_end.popitem()[0]()
         for leaf in self.leaves:
             leaf.awaited = 0
             if leaf.held is not None and leaf.comm is not None and not self.accumulating:
@@ -387,7 +399,11 @@ class GradReducer:
             self._on_scattered(comm.unit or "", comm.plan, parts[0])
         # Why now: their memory is free before the next one takes more.
         wait_comm([running_handle for _, running_handle in self._running])
-        self._running.append((leaf, start_reduce_parts(parts, comm)))
+        if comm.topology.cut and len(parts) > 1:
+            reduce_handle = start_scatter(parts, (comm.plan.shard_numel,), comm)
+        else:
+            reduce_handle = start_reduce(concatenate(parts), comm, donated=True)
+        self._running.append((leaf, reduce_handle))
         while len(self._running) > _MOST_RUNNING:
             self._finish_oldest()
 

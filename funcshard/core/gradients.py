@@ -22,6 +22,7 @@ from funcshard._utils.tensors import is_dtensor
 from funcshard._utils.torch_private import transforms_active, untraced, untraced_with_warning
 from funcshard.comm import Mesh, check_once, current_recording, ranks_of_job, text_of
 from funcshard.core.accumulation import micro_batch_calls
+from funcshard.core.buffer_comm import BufferComm
 from funcshard.core.collectives import psum_world
 from funcshard.core.flat_buffer import all_reduce_flat, views
 from funcshard.core.grad_reducer import (
@@ -416,35 +417,23 @@ def evaluate(
         # No rank has data: the loss and the gradients are zero.
         divisor = torch.where(world_weight > 0, world_weight, 1.0)
         total_loss = (world_loss / divisor).to(total_loss.dtype)
-    # Along these axes of a mesh each rank has values of its own.
-    local_axes: list[Any] = []
+    # The divisor by the axes of a mesh along which each rank has values of its own, and by device.
+    # Why by device: shards of offloaded units lie on the CPU, and the host waits for each copy.
+    divisors: dict[Any, Any] = {None: divisor if options.divisor is None else options.divisor}
+    grads = []
     for shard, leaf in zip(local_leaves, reducer.leaves, strict=True):
-        comm = leaf.comm = leaf.comm or reducer.use.comm(shard)
-        is_local = comm is not None and comm.plan.local
-        local_axes.append((comm.mesh, comm.plan.local) if comm and is_local else None)
-    if options.divisor is not None:
-        divisor = options.divisor
-    divisors: dict[Any, float | torch.Tensor] = dict.fromkeys(local_axes, divisor)
-    if options.divisor is None:
-        # Why sorted: the sums of weights are all-reduces, which every rank has to start in the same
-        # order.
-        axes_key = lambda axes: ([*axes[0].shape.items()], axes[1])  # noqa: E731
-        for axes in sorted({*local_axes} - {None}, key=axes_key):
-            divisors[axes] = local_divisor(
-                axes[0], axes[1], own_weight if weighted else None, total_loss.device
-            )
-
-    # Why a cache: shards of offloaded units lie on the CPU, and the host waits for each copy of a
-    # divisor from the device.
-    @functools.cache
-    def divisor_on(device: torch.device, axes: Any) -> float | torch.Tensor:
-        own_divisor = divisors[axes]
-        return own_divisor.to(device) if isinstance(own_divisor, torch.Tensor) else own_divisor
-
-    grads = [
-        _gradient(shard, leaf, divisor_on(shard.device, axes))
-        for shard, leaf, axes in zip(local_leaves, reducer.leaves, local_axes, strict=True)
-    ]
+        comm, axes = leaf.comm or reducer.use.comm(shard), None
+        if comm is not None and comm.plan.local and options.divisor is None:
+            axes = comm.mesh, comm.plan.local
+            # Note: the sums of weights are all-reduces; the order of leaves is that of every rank.
+            if axes not in divisors:
+                own_term = own_weight if weighted else None
+                divisors[axes] = local_divisor(*axes, own_term, total_loss.device)
+        leaf_divisor = divisors[axes]
+        if isinstance(leaf_divisor, torch.Tensor):
+            place = axes, shard.device
+            leaf_divisor = divisors[place] = divisors.get(place, leaf_divisor).to(shard.device)
+        grads.append(_gradient(shard, leaf, comm, leaf_divisor))
     return total_loss, world_weight, aux_values, unflatten(grads)
 
 
@@ -501,14 +490,16 @@ CONSTANT = (
 
 
 def _gradient(
-    shard: torch.Tensor, leaf: LeafGradient, divisor: float | torch.Tensor
+    shard: torch.Tensor,
+    leaf: LeafGradient,
+    comm: BufferComm | None,
+    divisor: float | torch.Tensor,
 ) -> torch.Tensor | None:
     """Return a leaf's gradient: its reduced and its direct one, divided by ``divisor``."""
     reduced_grad, direct_grad = leaf.total, leaf.direct
     # Why: the graph of an output that the caller keeps refers to what the reducer knows.
     leaf.total = leaf.direct = None
-    is_frozen = leaf.comm is not None and not leaf.comm.plan.trainable
-    if is_frozen or not shard.requires_grad:
+    if not shard.requires_grad or (comm is not None and not comm.plan.trainable):
         return None
     if direct_grad is None and reduced_grad is None:
         return torch.zeros_like(shard, requires_grad=False)

@@ -43,11 +43,10 @@ from funcshard.comm import DONE, UNDO, CommDtypes, Mesh, Topology, neighbours, o
 from funcshard.core.buffer_comm import (
     AllGatherHandle,
     BufferComm,
-    GatherSource,
     Handles,
     Leaves,
     UnitShard,
-    start_gathers,
+    start_gather,
     wait_comm,
 )
 from funcshard.core.dtensor_leaves import DTensorForm, as_dtensors
@@ -140,7 +139,6 @@ class Prefetcher:
         self._began: list[int] = []  # moment at which the unit's forward began
         self._last: list[int] = []  # moment of the last time that forward used a leaf, 0 for never
         self._ahead: dict[int, Handles] = {}  # by use; gathered for backward, and not used yet
-        self._ends = False  # whether end_backward will be called
         self._by_shards = True  # whether the backward that runs computes gradients by shards
         self._backward = BackwardOrder(self._schedule, self._units)
 
@@ -173,7 +171,7 @@ class Prefetcher:
         """Number what backward gathers a unit from."""
         self.sources.append(source)
         # A unit saves right after it was called.
-        self._units.append(self.ran[-1] if self.ran else "")
+        self._units.append(self.ran[-1])
         self._now += 1
         self._began.append(self._now)
         self._last.append(0)
@@ -199,9 +197,12 @@ class Prefetcher:
         # Backward reaches the latest use first.
         self._backward.uses = sorted((-last, use) for use, last in enumerate(self._last) if last)
 
-    def begin_backward(self) -> None:
-        """Gather the unit that backward reaches first."""
-        if self._schedule.backward_prefetch == "pre":
+    def begin_backward(self, _: torch.Tensor) -> None:
+        """Gather the unit that backward reaches first; a hook of the last output."""
+        reducer = current_reducer.get()
+        # Why ask: a backward inside the loss function, as for a gradient penalty, is another one.
+        is_own = reducer is not None and reducer.in_backward
+        if is_own and self._schedule.backward_prefetch == "pre":
             self._prefetch(-self._now - 1, most=1)
 
     def pre_backward(self, use: int, source: UnitSource) -> Handles:
@@ -222,19 +223,18 @@ class Prefetcher:
 
     def post_backward(self, use: int) -> None:
         """Note that backward has computed a unit's gradients."""
-        self._backward.release(use)
+        self._backward.gathered.discard(use)
         if self._schedule.backward_prefetch == "post":
             self._prefetch(-self._began[use])
 
     def end_backward(self) -> None:
         """Drop the gathers that backward did not need after all."""
-        self._ends = False
         for use in [*self._ahead]:
             for handle in self._ahead.pop(use):
                 # Why wait: a collective writes to memory that must not be free before.
                 handle.work.wait()
             self._backward.reach(use)
-            self._backward.release(use)
+            self._backward.gathered.discard(use)
 
     def backward_order(self) -> tuple[tuple[str, str], ...] | None:
         """Return the order for ``Schedule.backward``; ``None`` if ``Schedule.order`` implies it."""
@@ -244,13 +244,14 @@ class Prefetcher:
         all_moments = sorted(
             [entry for entry in (*gather_moments, *reduce_moments) if entry[0]], reverse=True
         )
-        learned_order = tuple([(kind, unit) for _, kind, unit in all_moments])
-        implied_order, saved_units = [], set(self._units)
-        for unit in reversed(self.ran):
-            if unit in saved_units:
-                implied_order.append(("gather", unit))
-            implied_order.append(("reduce", unit))
-        return None if learned_order == tuple(implied_order) else learned_order
+        learned_order = [(kind, unit) for _, kind, unit in all_moments]
+        implied_order = [
+            (kind, unit)
+            for unit in reversed(self.ran)
+            for kind in ("gather", "reduce")
+            if kind == "reduce" or unit in self._units
+        ]
+        return None if learned_order == implied_order else tuple(learned_order)
 
     def _prefetch(self, moment: int, *, most: int | None = None) -> None:
         # Why not a function that the order keeps: a cycle would keep shards in memory until Python
@@ -260,9 +261,8 @@ class Prefetcher:
             assert source is not None, "_reaches leaves out uses that backward has left for good"
             self._ahead[use] = source.start()
         # Outside of value_and_grad nobody says when backward ends, so nothing is dropped early.
-        if self._ahead and not self._ends and (reducer := current_reducer.get()) is not None:
-            self._ends = True
-            reducer.at_end.append(self.end_backward)
+        if self._ahead and (reducer := current_reducer.get()) is not None:
+            reducer.at_end[self.end_backward] = None
 
     def _reaches(self, use: int) -> bool:
         """Return whether the backward that runs may reach a use, the same on every rank."""
@@ -312,7 +312,7 @@ class UnitSource:
         self.nodes: list[weakref.ref[Any]] = []
         # A forward that backward computes again is followed by its backward at once.
         self.slice_comms = slice_comms if graph_task_id() == -1 else ()
-        self._sources: list[GatherSource] = list(zip(self.shards, comms, strict=True))
+        self._sources = list(zip(self.shards, comms, strict=True))
         self._versions = [version(local) for local in self.shards]
 
     @unseen
@@ -353,7 +353,7 @@ class UnitSource:
                 "between forward and backward, which would gather other values than forward used; "
                 "update shards after backward"
             )
-        return start_gathers(self._sources)
+        return [start_gather(*source, read_only=True) for source in self._sources]
 
 
 def slice_comms(unit: UnitPlan, mesh: Mesh, comms: Sequence[BufferComm]) -> SliceComms:
@@ -486,7 +486,8 @@ class Gathered:
             and tensor.dtype == self.leaves[buffer_index][0].dtype
             and not tensor.is_conj()
         ):
-            return functools.partial(self._view, buffer_index, _place(tensor))
+            view: ViewAt = tensor.shape, tensor.stride(), tensor.storage_offset()
+            return functools.partial(self._view, buffer_index, view)
         # Autocast made a copy, which autograd would keep until backward.
         # Why: casting the leaf again gives the same bits, so that copy can go with the buffer.
         cast_source = cast_of(tensor)
@@ -514,12 +515,14 @@ class Gathered:
         ):
             return None
         leaf_view = size, stride, first_leaf.storage_offset() + offset
-        return functools.partial(self._view, buffer_index, leaf_view, tensor.dtype, _place(tensor))
+        cast_view: ViewAt = tensor.shape, tensor.stride(), tensor.storage_offset()
+        return functools.partial(self._view, buffer_index, leaf_view, tensor.dtype, cast_view)
 
     def close(self) -> None:
         """End the unit's forward: keep no more than slices for backward."""
         leaves, self.leaves = self.leaves, None
-        if self.needed and self.source is not None and leaves is not None:
+        if self.needed and self.source is not None and self.source.slice_comms:
+            assert leaves is not None, "forward ends once"
             self.source.cut(leaves)
 
     # --- backward ---------------------------------------------------------------------------------
@@ -630,10 +633,6 @@ def _post_backward(
 
 # Size, stride and storage offset.
 ViewAt = tuple[Sequence[int], Sequence[int], Any]
-
-
-def _place(view: torch.Tensor) -> ViewAt:
-    return view.shape, view.stride(), view.storage_offset()
 
 
 @dataclass(frozen=True, slots=True)

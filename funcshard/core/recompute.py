@@ -27,11 +27,11 @@ from funcshard._utils.torch_private import (
     belongs_to_transform_above,
     hooks_allowed,
     is_transformed,
-    recording_graph,
     signed,
     storage_id,
     transform_level,
     transforms_active,
+    version,
 )
 from funcshard.core.basis import (
     Loops,
@@ -41,7 +41,6 @@ from funcshard.core.basis import (
     current_loops,
     within,
 )
-from funcshard.core.buffer_comm import write_count
 from funcshard.core.replaced_kernels import repeating_any_order
 
 Tensors = Sequence[torch.Tensor]
@@ -95,11 +94,8 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
         repeated_f = repeating_any_order(f)
         if hooks_allowed():
             repeatable_call = _repeatable(functools.partial(repeated_f, **kwargs), kwargs)
-            # torch's checkpoint would set the generator in the recording, and not in the graph.
-            draws_again = not recording_graph()
-            return checkpoint(
-                repeatable_call, *args, use_reentrant=False, preserve_rng_state=draws_again
-            )
+            # Why no state: torch would set the generator while a graph is recorded, and not in it.
+            return checkpoint(repeatable_call, *args, use_reentrant=False, preserve_rng_state=False)
         if any(isinstance(value, torch.Tensor) and is_transformed(value) for value in captured(f)):
             raise ValueError(_CAPTURED)
         tensors, build = _flattened((args, kwargs), ())
@@ -117,34 +113,33 @@ def _repeatable(f: Callable[..., Any], held: Any) -> Callable[..., Any]:
     """Return ``f`` such that each later call computes what the first call did, or raises."""
     # Weak: a function may take tensors out of the lists that it gets, and they should be free then.
     states_before: list[tuple[weakref.ref[torch.Tensor], tuple[int, int]]] | None = None
-    recorded_state: _AmbientState | None = None
+    ambient: _AmbientState | None = None
 
     def run(*args: Any) -> Any:
-        nonlocal states_before, recorded_state
+        nonlocal states_before, ambient
         if states_before is None:
             # Note: torch compares the arguments that are tensors, but not those inside trees.
             containers = [arg for arg in args if not isinstance(arg, torch.Tensor)]
             inner_tensors = tensors_in((containers, held))
             states_before = [(weakref.ref(tensor), _data_state(tensor)) for tensor in inner_tensors]
-            if recording_graph():
-                # Why: while a graph is recorded, torch's checkpoint restores no random numbers; see
-                # ``remat``.
-                recorded_state = _AmbientState.capture()
+            ambient = _AmbientState.capture()
             return f(*args)
         if any(
             (tensor := ref()) is not None and _data_state(tensor) != state
             for ref, state in states_before
         ):
             raise RuntimeError(_CHANGED)
-        with recorded_state.restored() if recorded_state else contextlib.nullcontext():
+        assert ambient is not None
+        with ambient.restored():
             return f(*args)
 
     return run
 
 
 def _data_state(tensor: torch.Tensor) -> tuple[int, int]:
-    # Note: the second number is for a tensor that got other data through ``.data``.
-    return write_count(tensor), storage_id(tensor)
+    # Note: inference mode counts no writes. The second number is for a tensor that got other data
+    # through ``.data``.
+    return 0 if tensor.is_inference() else version(tensor), storage_id(tensor)
 
 
 def _apply(f: Callable[..., Any], tensors: Tensors) -> Any:

@@ -17,7 +17,7 @@ import functools
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,8 +50,6 @@ from funcshard.core.buffer_comm import (
     Leaves,
     UnitShard,
     start_gather,
-    start_gathers,
-    write_count,
 )
 from funcshard.core.checks import check_shard, same_axes
 from funcshard.core.dtensor_leaves import DTensorForm, dtensor_forms
@@ -248,24 +246,6 @@ class Unshard:
             _reducer=current_reducer.get(),
         )
 
-    def stay_gathered(
-        self, shard: UnitShard, handles: Handles | None, *, needed: bool
-    ) -> Handles | None:
-        """Keep the unit gathered until its backward; return its handles, or else ``handles``.
-
-        Arguments:
-            shard: this rank's shard of the unit.
-            handles: the handles of its all-gathers, if they have started.
-            needed: whether backward may need the leaves.
-        """
-        reducer = current_reducer.get()
-        if reducer is None:
-            return handles
-        kept_handles = reducer.find_kept(self.comms, shard)
-        if kept_handles is None and handles is not None and needed:
-            reducer.keep(self.unit, self.comms, shard, handles)
-        return kept_handles or handles
-
     @unseen
     def open(
         self, shard: UnitShard, handles: Handles | None = None, prefetcher: Prefetcher | None = None
@@ -369,12 +349,11 @@ class Unshard:
             _log.debug("post_forward of unit %r", self.unit.title)
         return copy_aliased_outputs(result, leaves) if gathered.shared else result
 
-    def _check_unwritten(self, gathered: Leaves, versions: Sequence[int]) -> None:
+    def _check_unwritten(self, leaves: Leaves, versions: Sequence[int]) -> None:
         """Raise ``RuntimeError`` if a leaf was written to since ``_versions``."""
-        pairs = zip(_versions(gathered), versions, self.unit.buffers, strict=True)
-        for new_version, old_version, buffer in pairs:
-            if new_version != old_version:
-                raise modified_leaf(self.unit.title, buffer)
+        for buffer_index, new_version in enumerate(_versions(leaves)):
+            if new_version != versions[buffer_index]:
+                raise modified_leaf(self.unit.title, self.unit.buffers[buffer_index])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -453,37 +432,26 @@ class UnshardHandle:
 
 def start_unit(f: Unshard, shard: UnitShard) -> Handles:
     """Start the all-gathers of a unit, unless the running call keeps it gathered."""
-    reducer = current_reducer.get()
-    if reducer is not None and not f.unit.reshard_after_forward:
+    reducer, kept_handles = current_reducer.get(), None
+    if reducer is not None and not f.freed:
         kept_handles = reducer.find_kept(f.comms, shard)
-        if kept_handles is not None:
-            return kept_handles
-    return start_gathers([(shard[comm.buffer].detach(), comm) for comm in f.comms])
+    return kept_handles or [
+        start_gather(shard[comm.buffer].detach(), comm, read_only=True) for comm in f.comms
+    ]
 
 
 class RecomputeParams(dict[str, Any]):
     """A module's parameters after its unit's forward: placeholders, or leaves in a recomputation.
 
-    Arguments:
-        table: the placeholders by name.
+    Attributes:
         gathered: the unit.
         numbers: the number of each leaf of the unit, by name.
     """
 
-    __slots__ = ("gathered", "numbers")
+    __slots__ = ("gathered", "numbers")  # Why no ``__init__``: it takes half of the time.
 
     gathered: Gathered
     numbers: dict[str, int]
-
-    @classmethod
-    def of(
-        cls, table: Mapping[str, Any], gathered: Gathered, numbers: dict[str, int]
-    ) -> RecomputeParams:
-        """Return the parameters of a unit."""
-        # Why no ``__init__``: it takes half of the time.
-        params = cls(table)
-        params.gathered, params.numbers = gathered, numbers
-        return params
 
     def __getitem__(self, name: str) -> Any:
         leaf_index = self.numbers.get(name)
@@ -553,7 +521,8 @@ def _versions(gathered: Leaves) -> list[int]:
         first_leaves = [unwrapped(first) for first in first_leaves]
     elif torch.is_inference_mode_enabled():
         return [0] * len(gathered)
-    return [write_count(first_leaf) for first_leaf in first_leaves]
+    # Note: a leaf that inference mode made does not count writes.
+    return [0 if leaf.is_inference() else version(leaf) for leaf in first_leaves]
 
 
 def _is_refused_write(error_text: str, gathered: Leaves) -> bool:

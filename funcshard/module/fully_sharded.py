@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from funcshard._utils import tree
@@ -365,16 +364,10 @@ def _begin_backward_with(out: Any, prefetcher: Prefetcher) -> None:
     computed_outputs = [tensor for tensor in tensors_in(out) if tensor.grad_fn is not None]
     if reducer is None or not prefetcher.sources or not computed_outputs:
         return
-
-    def begin(_: torch.Tensor) -> None:
-        # Why ask: a backward inside the loss function, as for a gradient penalty, is another one.
-        if reducer.in_backward:
-            prefetcher.begin_backward()
-
     # Why the last: backward may compute the gradient of another output only after those of some
     # units; and if the loss depends on that output alone, backward does not reach the last units.
     last_output = max(computed_outputs, key=lambda tensor: sequence_number(tensor.grad_fn))
-    last_output.register_hook(begin)
+    last_output.register_hook(prefetcher.begin_backward)
 
 
 def _misfit(apply: Any) -> str:

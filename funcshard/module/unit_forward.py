@@ -43,6 +43,7 @@ from funcshard.core import (
     ScheduleLearner,
     Shards,
     Unshard,
+    current_reducer,
     slice_comms,
     start_unit,
 )
@@ -120,24 +121,20 @@ def _checked_index(
     unit: UnitPlan, path: str, skeleton: Skeleton, methods: Mapping[int, Sequence[str]]
 ) -> int:
     """Return the index of a module of ``unit`` that has something to enter."""
-    module_index = skeleton.indices.get(path)
+    module_index, fault = skeleton.indices.get(path), "no module of this model"
+    if module_index is not None:
+        cls = skeleton.specs[module_index].cls
+        if not path or cls.forward is not nn.Module.forward or methods.get(module_index):
+            return module_index
+        fault = f"a {cls.__name__}, which has no forward of its own"
     unit_title = repr(unit.title)
     if unit.members:
         unit_title += f", its module {path!r},"
-    fault = None
-    if module_index is None:
-        fault = "no module of this model"
-    else:
-        cls = skeleton.specs[module_index].cls
-        if path and cls.forward is nn.Module.forward and not methods.get(module_index):
-            fault = f"a {cls.__name__}, which has no forward of its own"
-    if module_index is None or fault is not None:
-        raise ValueError(
-            f"unit {unit_title} is {fault}; a unit's parameters are gathered when its forward is "
-            "called: choose the modules that are called, such as its children, or name its methods "
-            "in fully_shard(methods=...)"
-        )
-    return module_index
+    raise ValueError(
+        f"unit {unit_title} is {fault}; a unit's parameters are gathered when its forward is "
+        "called: choose the modules that are called, such as its children, or name its methods in "
+        "fully_shard(methods=...)"
+    )
 
 
 class UnitCall:
@@ -162,11 +159,12 @@ class UnitCall:
         self.units = units
         self.shards = dict(shards)
         self.mesh = None if learner.known else mesh
-        self.level = transform_level()
         self.used: dict[str, list[tuple[int, Any]]] = {}
         self.groups: dict[str, tuple[Gathered, set[int], tuple[bool, bool]]] = {}
-        self.prefetcher = None
-        if not transforms_active():
+        self.prefetcher, self.level = None, 0
+        if transforms_active():
+            self.level = transform_level()
+        else:
             self.prefetcher = Prefetcher(
                 learner,
                 # Note: not of self, which would be a cycle.
@@ -216,11 +214,7 @@ class UnitCall:
             waiting_modules.discard(member.index)
             # Note: the module may have called others of the group, which closed it, or gathered it
             # again.
-            if (
-                not waiting_modules
-                and unit_name in self.groups
-                and self.groups[unit_name][1] is waiting_modules
-            ):
+            if unit_name in self.groups and not self.groups[unit_name][1]:
                 self.groups.pop(unit_name)[0].close()
 
     def _run_alone(self, member: UnitModule, inputs: Inputs) -> Any:
@@ -243,7 +237,9 @@ class UnitCall:
         handles = prefetcher.pre_forward(unit.name, stays=not f.freed)
         if not f.freed:  # a unit that is gathered again in backward compares for itself
             self._note_used(unit, shard, again=handles is None)
-            handles = f.stay_gathered(shard, handles, needed=needed)
+            reducer = current_reducer.get()
+            if reducer is not None:
+                handles = reducer.keep(unit, f.comms, shard, handles, needed=needed)
         return f.open(shard, handles, prefetcher)
 
     def _note_used(self, unit: UnitPlan, shard: NamedTensors, *, again: bool) -> None:
@@ -459,7 +455,10 @@ def forward_with_leaves(
             # again from backward, and then has to read the leaves, gathered again. All other code
             # has to read the placeholders. Why another one during forward: the table that is there
             # may be such a one, which would answer in backward with leaves that it gathers itself.
-            later_table = RecomputeParams.of(table, gathered, entries) if recomputes else table
+            later_table = table
+            if recomputes:
+                later_table = RecomputeParams(table)
+                later_table.gathered, later_table.numbers = gathered, entries
             afterwards.append((owner.__dict__, "_parameters", later_table))
             table = owner.__dict__["_parameters"] = dict(table)
             for key, leaf_index in entries.items():

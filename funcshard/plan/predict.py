@@ -369,35 +369,41 @@ class _Step:
                     and (outer_unit != unit_name or outer_unit in self._inner)
                 ):
                     entered_units.add(outer_unit)
-                    yield from self._enter(outer_unit)
-            checkpoint_units = self._checkpoints.get(unit_name, [])
+                    uses = [use for use, name in self._uses.items() if name == outer_unit]
+                    yield from self._reach(outer_unit, uses, self._inner.get(outer_unit, []))
             if moment_kind == "reduce":
                 # A checkpoint runs again even if backward needs none of the unit's own leaves.
-                if (
-                    checkpoint_units
-                    and unit_name not in gathered_units
-                    and unit_name not in entered_units
-                ):
-                    yield from self._recompute_all(moment_index, checkpoint_units)
+                if unit_name not in gathered_units and unit_name not in entered_units:
+                    yield from self._reach(unit_name, [], [], moment_index)
                 gathered_units.discard(unit_name)
                 yield from self._reduce(unit_name, moment_index)
             elif moment_index in self._uses and unit_name not in entered_units:
                 gathered_units.add(unit_name)
-                yield from self._need(moment_index)
-                yield from self._recompute(checkpoint_units[:-1])
+                yield from self._reach(unit_name, [moment_index], [])
 
-    def _enter(self, outer: str) -> Iterator[Event]:
-        """Yield what backward does when it reaches the output of a unit with others inside."""
-        checkpoint_units = self._checkpoints.get(outer, [])
-        inner_units = self._inner.get(outer, [])
-        uses = [use for use, unit_name in self._uses.items() if unit_name == outer]
+    def _reach(
+        self, name: str, uses: Sequence[int], inner: list[str], moment: int | None = None
+    ) -> Iterator[Event]:
+        """Yield what backward does when it reaches the output of a unit.
+
+        Arguments:
+            name: the unit.
+            uses: its uses that backward needs.
+            inner: the units inside it that a checkpoint computes again.
+            moment: the moment that backward is at; by default that of the unit's first reduction.
+        """
         for use in uses:
             yield from self._need(use)
+        checkpoint_units = self._checkpoints.get(name, [])
         if uses:
-            yield from self._recompute(checkpoint_units[:-1] + inner_units)
+            yield from self._recompute(checkpoint_units[:-1] + inner)
         elif checkpoint_units:
-            moment_index = self._moments.index(("reduce", outer))
-            yield from self._recompute_all(moment_index, checkpoint_units + inner_units)
+            yield from self._recompute(checkpoint_units + inner)
+            # Note: no use of the unit is reached, so backward prefetches from the moment itself.
+            if self._early and self._units[checkpoint_units[0]].reshard_after_forward:
+                if moment is None:
+                    moment = self._moments.index(("reduce", name))
+                yield from self._prefetch(moment)
 
     def _followed(self, reached: Sequence[Reached]) -> Iterator[Event | Reached]:
         """Yield what backward does at known places."""
@@ -463,13 +469,6 @@ class _Step:
         for unit_name in names:
             if unit_name not in self._kept:
                 yield from self._gathers(unit_name)
-
-    def _recompute_all(self, moment: int, names: Sequence[str]) -> Iterator[Event]:
-        # Note: no use of ``names[0]`` is reached here, so backward prefetches from the moment
-        # itself.
-        yield from self._recompute(names)
-        if self._early and self._units[names[0]].reshard_after_forward:
-            yield from self._prefetch(moment)
 
 
 def _outer_units(units: Mapping[str, UnitPlan], names: Iterable[str]) -> dict[str, list[str]]:

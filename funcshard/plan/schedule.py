@@ -235,6 +235,7 @@ class BackwardOrder:
 
     Attributes:
         uses: the uses that backward will reach: ``(moment, number)``, by moment.
+        gathered: the uses whose buffers are in memory since backward has reached them.
     """
 
     def __init__(self, schedule: Schedule, units: Mapping[int, str] | Sequence[str]) -> None:
@@ -242,18 +243,14 @@ class BackwardOrder:
         self._schedule = schedule
         self._units = units
         self._ahead: set[int] = set()  # gathered, and not reached since
-        self._gathered: set[int] = set()
+        self.gathered: set[int] = set()
 
     def reach(self, number: int) -> bool:
         """Note that backward computes with a use; return whether to gather it now."""
         is_ahead = number in self._ahead
         self._ahead.discard(number)
-        self._gathered.add(number)
+        self.gathered.add(number)
         return not is_ahead
-
-    def release(self, number: int) -> None:
-        """Note that the gathered buffers of a use are free again."""
-        self._gathered.discard(number)
 
     def prefetch(
         self,
@@ -275,7 +272,7 @@ class BackwardOrder:
             # What is in memory, or is never reached, takes no part of the limit.
             # Note: every rank has to give the same answer, or gathers would differ; so it must not
             # depend on what is in a rank's memory.
-            if use_index in self._gathered or not reaches(use_index):
+            if use_index in self.gathered or not reaches(use_index):
                 continue
             is_spared = self._units[use_index] in self._schedule.on_demand
             if not is_spared and use_index not in self._ahead:

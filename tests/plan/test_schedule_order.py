@@ -48,7 +48,7 @@ def backward(units: str, *, reaches=lambda use: True, on_demand=(), limit: int =
         if reaches(use):
             now = units[use] if machine.reach(use) else ""
             then = " ".join(units[ahead] for ahead in machine.prefetch(use, reaches=reaches))
-            machine.release(use)
+            machine.gathered.discard(use)
             found.append(f"{now or '-'} > {then or '-'}")
     return found
 
