@@ -1,6 +1,6 @@
 """Helpers that all wings use; you can skip them at first.
 
-- ``tree``, ``cutting``: pytrees, dotted paths, and structures as data. Only ``tree`` knows optree.
+- ``tree``: pytrees, dotted paths, and structures as data. Only ``tree`` knows optree.
 - ``stored_trees``, ``regular_files``, ``file_data``, ``codec``: structures, files and their data,
   checked, and data classes as JSON.
 - ``table``: tables as text and as HTML.

@@ -9,7 +9,8 @@
 - ``planner``: ``make_plan``. ``leaves``: the leaves of a tree, and their ties. ``globs``: the nodes
   that globs name. ``unit_options``: the units that the user names, and their options.
   ``leaf_options``: leaves whose values differ along mesh axes, and those that are stored small.
-  ``layout``: which unit owns each leaf, and where the leaf lies in its buffers.
+  ``layout``: which unit owns each leaf, where the leaf lies in its buffers, and the unit's part of
+  the tree.
 - ``stacked``: ``stack`` and ``unstack``, layers whose leaves have the shape ``[L, ...]``.
 - ``wrap``: policies that choose the units of a module.
 - ``precision``: ``MixedPrecision``, and dtypes by name.

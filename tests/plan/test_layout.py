@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from funcshard._utils import tree
-from funcshard._utils.cutting import cutter
+from funcshard.plan.layout import cutter
 
 
 class Leaf:
