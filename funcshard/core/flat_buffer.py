@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,9 +65,9 @@ def decoded_views(full: torch.Tensor, buffer: BufferPlan) -> list[torch.Tensor]:
 class ShardToLeaves(torch.autograd.Function):
     """Gather a shard, and return the leaves of its buffer; adjoint of ``LeavesToShard``.
 
-    ``ShardToLeaves.apply(shard, comm, post_backward, handle, read_only)``. Backward calls
-    ``post_backward`` when the gradients of all leaves are complete. ``handle`` is that of the
-    all-gather, if it has started. With ``read_only``, ranks may share the memory of the leaves.
+    ``ShardToLeaves.apply(shard, comm, handle, read_only)``. ``handle`` is that of the all-gather,
+    if it has started. With ``read_only``, ranks may share the memory of the leaves. Backward calls
+    ``post_backward`` of the node, if that is set, when the gradients of all leaves are complete.
     """
 
     @staticmethod
@@ -76,7 +76,6 @@ class ShardToLeaves(torch.autograd.Function):
     def forward(
         shard: torch.Tensor,
         comm: BufferComm,
-        post_backward: Callable[[], None] | None,
         handle: AllGatherHandle | None,
         read_only: bool,
     ) -> Any:
@@ -95,8 +94,8 @@ class ShardToLeaves(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        shard, ctx.comm, ctx.post_backward, _, ctx.read_only = inputs
-        ctx.device, ctx.loop = output[0].device, None
+        shard, ctx.comm, _, ctx.read_only = inputs
+        ctx.device, ctx.loop, ctx.post_backward = output[0].device, None, None
         # Why look it up here: below a transform the shard may be a leaf of the reducer, which above
         # it was not.
         ctx.reducer = current_reducer.get()
@@ -118,15 +117,15 @@ class ShardToLeaves(torch.autograd.Function):
             ctx.post_backward()
         if ctx.leaf is not None and ctx.reducer.takes_gradients():
             ctx.reducer.add(ctx.leaf, _rows(comm, ctx.device, grads)[1], comm)
-            return (None,) * 5
-        return LeavesToShard.apply(comm, ctx.device, *grads), None, None, None, None
+            return (None,) * 4
+        return LeavesToShard.apply(comm, ctx.device, *grads), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, shard: torch.Tensor | None, *_: None) -> Any:
         if shard is None:
             return (None,) * len(ctx.comm.plan.leaves)
         refuse_cut(ctx.comm, ctx.loop, "column")
-        return ShardToLeaves.apply(shard, ctx.comm.plain, None, None, ctx.read_only)
+        return ShardToLeaves.apply(shard, ctx.comm.plain, None, ctx.read_only)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, shard: torch.Tensor, comm: BufferComm, *rest: Any) -> Any:
@@ -169,7 +168,7 @@ class LeavesToShard(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         refuse_cut(ctx.comm, ctx.loop, "row")
         # Why not read-only: autograd may add other gradients to these in place.
-        leaves = ShardToLeaves.apply(grad, ctx.comm.plain, None, None, False)
+        leaves = ShardToLeaves.apply(grad, ctx.comm.plain, None, False)
         leaf_pairs = zip(leaves, ctx.has_leaf, strict=True)
         return None, None, *(leaf if has_leaf else None for leaf, has_leaf in leaf_pairs)
 

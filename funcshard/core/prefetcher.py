@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import BackwardCFunction
 
 from funcshard._utils.tensors import is_dtensor
 from funcshard._utils.torch_private import (
@@ -389,6 +388,8 @@ class Gathered:
 
     Arguments:
         f: the ``Unshard`` of the unit.
+        leaves: the leaves of each buffer.
+        shared: see the attribute.
 
     Attributes:
         unit: the unit.
@@ -405,11 +406,11 @@ class Gathered:
         "shared", "source", "unit",
     )  # fmt: skip
 
-    def __init__(self, f: Any) -> None:
+    def __init__(self, f: Any, leaves: Leaves, *, shared: bool) -> None:
         # Why not f itself: the user's function may hold results, and so the graph that holds this.
         self.unit, self._comms, self._dtensors = f.unit, f.comms, f.dtensors
-        self.leaves: Leaves | None = None
-        self.shared = self.needed = False
+        self.leaves: Leaves | None = leaves
+        self.shared, self.needed = shared, False
         self.source: UnitSource | None = None
         self.kept: Callable[[], Handles | None] | None = None
         # The index of each buffer by the identity of its storage, and of its autograd node.
@@ -422,27 +423,28 @@ class Gathered:
 
     def save(
         self, shard: UnitShard, slice_comms: SliceComms, prefetcher: Prefetcher | None
-    ) -> Callable[[], None]:
-        """Let backward gather the unit again; return the function to call after it.
+    ) -> None:
+        """Let backward gather the unit again, and ``pack`` know views of the leaves.
 
         Arguments:
             shard: this rank's shard, by buffer key.
             slice_comms: the communication of the slices; ``()`` for a unit without.
             prefetcher: that of the call; ``None`` for a unit that gathers itself again.
         """
-        self.source, self._prefetcher = UnitSource(self._comms, slice_comms, shard), prefetcher
+        source = UnitSource(self._comms, slice_comms, shard)
+        self.source, self._prefetcher = source, prefetcher
         if prefetcher is not None:
-            self._use = prefetcher.save(self.source)
-        return functools.partial(_post_backward, weakref.ref(self), prefetcher, self._use)
-
-    def watch(self, source: UnitSource, leaves: Leaves) -> None:
-        """Prepare ``pack`` for views of the gathered leaves."""
-        for buffer_index, (first_leaf, *_) in enumerate(leaves):
+            self._use = prefetcher.save(source)
+        assert self.leaves is not None, "forward begins"
+        post_backward = functools.partial(_post_backward, weakref.ref(self), prefetcher, self._use)
+        for buffer_index, (first_leaf, *_) in enumerate(self.leaves):
             gather_node: Any = first_leaf.grad_fn
             self._buffer_of[storage_id(first_leaf)] = buffer_index
             if gather_node is not None:
                 self._buffer_of[id(gather_node)] = buffer_index
-            if isinstance(gather_node, BackwardCFunction):
+            # Why asked: per_sample_grad gathers by other nodes.
+            if hasattr(gather_node, "post_backward"):
+                gather_node.post_backward = post_backward
                 # Why weak: the node would keep the graph of the shards alive.
                 source.nodes.append(weakref.ref(gather_node))
 

@@ -260,22 +260,12 @@ class Unshard:
         has_started = handles is not None
         if not has_started:
             check_shard(self.unit, shard, self.mesh)
-        reducer, gathered, post_backward = current_reducer.get(), Gathered(self), None
-        if torch.is_grad_enabled() and hooks_allowed():
-            # Why not without a started gather: the prefetcher does not know a unit that gathered
-            # for itself.
-            asked_prefetcher = prefetcher if self.frees and has_started else None
-            post_backward = gathered.save(shard, self.slices, asked_prefetcher)
-            # The unit stays gathered, so a recomputation in backward may find the same buffers.
-            if has_started and not self.frees and reducer is not None:
-                gathered.kept = functools.partial(reducer.find_kept, self.comms, shard)
-            # A checkpoint around the unit calls it again in backward, where its buffers are
-            # gathered.
-            recomputing = recomputing_unit.get()
-            if self.frees and not has_started and recomputing is not None:
-                handles = recomputing.handles_for(self.unit, shard)
-        gathered.shared = handles is not None or bool(transforms_active())
-        gathered_leaves: list[Sequence[torch.Tensor]] = []
+        saves = torch.is_grad_enabled() and hooks_allowed()
+        # A checkpoint around the unit calls it again in backward, where its buffers are gathered.
+        recomputing = recomputing_unit.get()
+        if saves and self.frees and not has_started and recomputing is not None:
+            handles = recomputing.handles_for(self.unit, shard)
+        reducer, gathered_leaves = current_reducer.get(), []
         # Without handles, the Function starts each gather itself, so that transforms see it.
         for comm, handle in zip(self.comms, handles or itertools.repeat(None), strict=False):
             local_shard = shard[comm.buffer]
@@ -287,15 +277,19 @@ class Unshard:
                 # A frozen buffer has no autograd node, so that backward does not reduce it.
                 if not comm.plan.trainable:
                     local_shard = local_shard.detach()
-                leaves = ShardToLeaves.apply(
-                    local_shard, comm, post_backward, handle, transforms_active()
-                )
+                leaves = ShardToLeaves.apply(local_shard, comm, handle, transforms_active())
                 if reducer is not None:
                     reducer.expect(local_shard, leaves[0])
             gathered_leaves.append(tuple(leaves))
-        gathered.leaves = gathered_leaves
-        if self.frees and gathered.source is not None:
-            gathered.watch(gathered.source, gathered_leaves)
+        is_shared = handles is not None or bool(transforms_active())
+        gathered = Gathered(self, gathered_leaves, shared=is_shared)
+        if saves:
+            # Why not without a started gather: the prefetcher does not know a unit that gathered
+            # for itself.
+            gathered.save(shard, self.slices, prefetcher if self.frees and has_started else None)
+            # The unit stays gathered, so a recomputation in backward may find the same buffers.
+            if has_started and not self.frees and reducer is not None:
+                gathered.kept = functools.partial(reducer.find_kept, self.comms, shard)
         return gathered
 
     def run(self, gathered: Gathered, args: Any, kwargs: Any, *, hooked: bool = True) -> Any:
@@ -336,24 +330,20 @@ class Unshard:
                     args, kwargs = cast_inputs(precision, self.unit.name == "", args, kwargs)
                     result = cast_outputs(precision, apply(*args, **kwargs))
         except RuntimeError as error:
-            # Why first: after a write that torch did not prevent, torch also raises for the nodes.
-            self._check_unwritten(leaves, versions_before)
-            if _is_refused_write(str(error), leaves):
-                raise RuntimeError(
-                    f"the forward of unit {self.unit.title!r} modified a leaf in place; "
-                    f"{_READ_ONLY}"
-                ) from error
-            raise
-        self._check_unwritten(leaves, versions_before)
+            # Note: after a write that torch did not prevent, it also raises, for the nodes.
+            if _versions(leaves) == versions_before:
+                if _is_refused_write(str(error), leaves):
+                    raise RuntimeError(
+                        f"the forward of unit {self.unit.title!r} modified a leaf in place; "
+                        f"{_READ_ONLY}"
+                    ) from error
+                raise
+        for buffer_index, new_version in enumerate(_versions(leaves)):
+            if new_version != versions_before[buffer_index]:
+                raise modified_leaf(self.unit.title, self.unit.buffers[buffer_index])
         if is_logging:
             _log.debug("post_forward of unit %r", self.unit.title)
         return copy_aliased_outputs(result, leaves) if gathered.shared else result
-
-    def _check_unwritten(self, leaves: Leaves, versions: Sequence[int]) -> None:
-        """Raise ``RuntimeError`` if a leaf was written to since ``_versions``."""
-        for buffer_index, new_version in enumerate(_versions(leaves)):
-            if new_version != versions[buffer_index]:
-                raise modified_leaf(self.unit.title, self.unit.buffers[buffer_index])
 
     @property
     def dtype(self) -> torch.dtype:
