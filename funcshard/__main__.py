@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_train.add_argument(
         "--seed",
-        type=_seed,
+        type=at_least(-(2**63), 2**63 - 1),
         default=0,
         metavar="N",
         help="seed of parameters, batches and sample (default: %(default)s)",
@@ -214,14 +213,6 @@ def _convert(path: Path, options: argparse.Namespace) -> int:
             )
         print("\n".join(f"Wrote {file}" for file in files))
     return 0
-
-
-def _seed(text: str) -> int:
-    if not re.fullmatch(r"[+-]?\d+", text) or not -(2**63) <= int(text) < 2**63:
-        raise argparse.ArgumentTypeError(
-            f"must be a whole number of at most 64 bits; found {text!r}"
-        )
-    return int(text)
 
 
 def _positive(text: str) -> float:

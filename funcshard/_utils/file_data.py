@@ -63,11 +63,11 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return unique_pairs
 
 
-def whole(name: str, value: Any, least: int = 0, most: int = MOST) -> int:
-    """Return a whole number between bounds."""
+def whole(name: str, value: Any) -> int:
+    """Return a whole number of elements or bytes."""
     # Why the type: True is an int for isinstance.
-    if type(value) is not int or not least <= value <= most:
-        raise _error(name, f"a whole number from {least} to {most}", value)
+    if type(value) is not int or not 0 <= value <= MOST:
+        raise _error(name, f"a whole number from 0 to {MOST}", value)
     return value
 
 

@@ -5,7 +5,6 @@ A named pipe, or a device such as ``/dev/zero``, would be read for ever.
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 
@@ -19,23 +18,15 @@ _FLAGS: int = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY
 _NO_LINKS: int = getattr(os, "O_NOFOLLOW", 0)
 
 
-def open_regular(
-    path: str | os.PathLike[str], *, links: bool = True, folder: int | None = None
-) -> int:
+def open_regular(path: str | os.PathLike[str], *, links: bool = True) -> int:
     """Return the descriptor of a regular file, which the caller closes, or raise ``ValueError``.
 
     Arguments:
         links: whether the path itself may be a symbolic link.
-        folder: descriptor of the folder that contains a relative path.
     """
     # Why before: opening a device may do something.
-    regular_size(path, links=links, folder=folder)
-    try:
-        descriptor = os.open(path, _FLAGS if links else _FLAGS | _NO_LINKS, dir_fd=folder)
-    except OSError as error:
-        if error.errno == errno.ELOOP and not links:
-            _check(path, stat.S_IFLNK)
-        raise
+    regular_size(path, links=links)
+    descriptor = os.open(path, _FLAGS if links else _FLAGS | _NO_LINKS)
     try:
         _check(path, os.fstat(descriptor).st_mode)
         # Only its opening must not wait; reads may.
@@ -47,14 +38,10 @@ def open_regular(
 
 
 def read_regular(
-    path: str | os.PathLike[str],
-    *,
-    most: int | None = None,
-    links: bool = True,
-    folder: int | None = None,
+    path: str | os.PathLike[str], *, most: int | None = None, links: bool = True
 ) -> bytes:
     """Return the bytes of a regular file of at most ``most``; raise ``ValueError`` for others."""
-    with open(open_regular(path, links=links, folder=folder), "rb") as file:
+    with open(open_regular(path, links=links), "rb") as file:
         file_size = os.fstat(file.fileno()).st_size
         if most is not None and file_size > most:
             raise ValueError(
@@ -64,16 +51,9 @@ def read_regular(
         return file.read()
 
 
-def regular_size(
-    path: str | os.PathLike[str], *, links: bool = True, folder: int | None = None
-) -> int:
+def regular_size(path: str | os.PathLike[str], *, links: bool = True) -> int:
     """Return the number of bytes of a regular file, which isn't opened."""
-    if "\0" in os.fspath(path):
-        raise ValueError(
-            f"{os.fspath(path)!r} must be the path of a file; found a zero byte in it: name "
-            "another file"
-        )
-    file_status = os.stat(path, dir_fd=folder, follow_symlinks=links)
+    file_status = os.stat(path, follow_symlinks=links)
     _check(path, file_status.st_mode)
     return file_status.st_size
 

@@ -11,33 +11,18 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-_PACKAGE = __name__.partition(".")[0]
-
 
 def loaded_class(name: Any) -> type | None:
     """Return the class of a recorded name, or ``None`` if no loaded module has it."""
     if type(name) is not str:
         return None
-    module, _, qualname = public_class_name(name).partition(":")
+    module, _, qualname = name.partition(":")
     named_value: Any = sys.modules.get(module)
     for class_name in qualname.split("."):
         named_value = _namespace(named_value).get(class_name)
         if not _is_class(named_value):
             return None
     return named_value
-
-
-def public_class_name(name: str) -> str:
-    """Return the public name of a class of this library, and other names unchanged.
-
-    ``funcshard.train:TrainState`` becomes ``funcshard:TrainState``: old checkpoints have the names
-    of files that have moved.
-    """
-    module, _, qualname = name.partition(":")
-    is_inside = module.partition(".")[0] == _PACKAGE
-    if is_inside and qualname in _namespace(sys.modules[_PACKAGE]):
-        return f"{_PACKAGE}:{qualname}"
-    return name
 
 
 def _namespace(owner: Any) -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from funcshard._utils.stored_trees import loaded_class, public_class_name
+from funcshard._utils.stored_trees import loaded_class
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
 
 T = TypeVar("T")
@@ -202,7 +202,7 @@ def find_class(name: str) -> type:
     """
     loaded_type = loaded_class(name)
     if loaded_type is None:
-        module, _, qualname = public_class_name(name).partition(":")
+        module, _, qualname = name.partition(":")
         raise ValueError(
             f"the state contains a {qualname}, so that class must be at the top level of the "
             f"loaded module {module!r}; found none: import the module first, or store a dictionary "

@@ -3,9 +3,9 @@
 Read in this order:
 
 - ``gpt``, ``corpus``: the model, in plain PyTorch, and its text.
-- ``train``, ``evaluate``: the job of one rank; validation loss and samples of text.
+- ``train``: the job of one rank, with validation loss and samples of text.
 - ``launch``: rank processes, torchrun and Ctrl-C.
-- ``display``: progress bars and coloured text.
+- ``display``: progress bars.
 - ``arguments``, ``plan_command``, ``calibrate_command``: the command line.
 - ``decoders``: published models, and their sizes.
 """

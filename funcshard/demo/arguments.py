@@ -22,17 +22,15 @@ def at_least(least: int, most: int = MOST) -> Callable[[str], int]:
     """Return the type of an argument that's a whole number."""
 
     def parse(text: str) -> int:
-        # Why not int alone: it takes "1_000", and digits of other scripts.
         number = int(text) if re.fullmatch(r"[+-]?\d{1,30}", text) else None
-        shown_text = text if len(text) < 40 else f"{text[:40]}…"
         if number is None or number < least:
             raise argparse.ArgumentTypeError(
-                f"must be a whole number, at least {least}; found {shown_text!r}"
+                f"must be a whole number, at least {least}; found {text!r:.40}"
             )
         # Why a bound: a size with a few digits too many would take the machine's memory, or not
         # end.
         if number > most:
-            raise argparse.ArgumentTypeError(f"must be at most {most:,}; found {shown_text!r}")
+            raise argparse.ArgumentTypeError(f"must be at most {most:,}; found {text!r:.40}")
         return number
 
     return parse

@@ -1,7 +1,8 @@
-"""Print text and progress: colours and a bar in a terminal with rich, plain lines otherwise."""
+"""Print progress: a bar in a terminal with rich, plain lines otherwise."""
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,13 +15,7 @@ EVERY = 5.0  # seconds between two lines
 BRIEF = 2.0  # loops of fewer seconds print no lines
 
 
-def say(text: str = "", style: str = "") -> None:
-    """Print ``text``, in a terminal with a style of rich, such as ``"bold"``."""
-    console = _console() if style else None
-    if console is None:
-        print(text, flush=True)
-    else:
-        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+say = functools.partial(print, flush=True)
 
 
 @contextmanager

@@ -12,13 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 import funcshard as fs
-from funcshard.demo.corpus import Corpus, batch, load_corpus
-from funcshard.demo.display import progress, say
-from funcshard.demo.evaluate import loss_of, passes, sample, validation_loss
+from funcshard.demo.corpus import Corpus, batch, load_corpus, windows
+from funcshard.demo.display import Show, progress, say
 from funcshard.demo.gpt import GPT, GPTConfig
 from funcshard.demo.launch import Stop
+
+Model = Callable[[torch.Tensor], torch.Tensor]  # bytes to logits; all ranks must call it together
+
+WINDOWS = 64  # number of windows of held-out text, over all ranks
+TEMPERATURE = 0.8  # of samples: a lower one makes likely bytes likelier
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,7 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
     if last_checkpoint is not None:
         restored = fs.restore(last_checkpoint, plan, mesh)
         state, losses = restored["train"], restored["losses"].tolist()
-        tell(f"Resumed from {last_checkpoint}", "bold")
+        tell(f"Resumed from {last_checkpoint}")
     first_step, last_saving = state.step, None
 
     # Note: it reads the state of the moment, so it serves before and after training.
@@ -118,7 +123,7 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
             loss = validation_loss(
                 model, corpus.valid, mesh, size=size, context=config.context, show=show
             )
-        tell(f"{title}: {loss:.3f} nats per byte ({loss / math.log(2):.3f} bits per byte)", "bold")
+        tell(f"{title}: {loss:.3f} nats per byte ({loss / math.log(2):.3f} bits per byte)")
         return loss
 
     loss_before = validate("before")
@@ -154,7 +159,7 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
                 last_saving = save(wait=False)
     training_seconds = time.perf_counter() - training_began
     if stop.happened:
-        tell(f"Stopped after {state.step} of {settings.steps} steps", "bold yellow")
+        tell(f"Stopped after {state.step} of {settings.steps} steps")
     # Why first: a later failure then loses no steps.
     if settings.save_every and state.step > first_step:
         if state.step % settings.save_every:
@@ -190,14 +195,13 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
     }
     metrics_text = json.dumps(summary, indent=1) + "\n"
     _write(out / "metrics.json", lambda path: path.write_text(metrics_text))
-    say("Sample", "bold")
+    say("Sample")
     for line in sample_text.split("\n"):
         for begin in range(0, max(1, len(line)), 90):
             say(f"  │ {line[begin : begin + 90]}".rstrip())
     say(
         f"\n{state.step} steps in {training_seconds:.0f} s, {token_rate:,.0f} tokens/s; "
-        f"validation loss {loss_before:.3f} → {loss_after:.3f} nats per byte",
-        "bold green" if loss_after < loss_before else "bold",
+        f"validation loss {loss_before:.3f} → {loss_after:.3f} nats per byte"
     )
     say(f"Saved model.pt, plan.json and metrics.json in {out}")
 
@@ -213,7 +217,7 @@ def _schedule(step: int, settings: Settings) -> float:
 
 def _introduce(plan: fs.Plan, mesh: fs.Mesh, settings: Settings, corpus: Corpus) -> None:
     config, threads = settings.config, torch.get_num_threads()
-    say(f"funcshard {fs.__version__}", "bold")
+    say(f"funcshard {fs.__version__}")
     say(
         f"Ranks   {mesh.world_size} on {mesh.device.type}, {threads} thread{'s' * (threads > 1)} "
         f"each; {settings.batch} × {config.context} bytes a rank and step"
@@ -232,3 +236,77 @@ def _write(path: Path, write: Any) -> None:
     write(part_file)
     # The system renames in one operation, whatever happens meanwhile.
     os.replace(part_file, path)
+
+
+# --- evaluation -----------------------------------------------------------------------------------
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy in nats per byte."""
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def passes(mesh: fs.Mesh, size: int) -> int:
+    """Return the batches that each rank runs in ``validation_loss``."""
+    return -(-WINDOWS // (size * mesh.world_size))
+
+
+@torch.no_grad()
+def validation_loss(
+    model: Model, data: torch.Tensor, mesh: fs.Mesh, *, size: int, context: int, show: Show
+) -> float:
+    """Return the mean loss over windows of held-out bytes, the same on any number of ranks.
+
+    Arguments:
+        size: windows a batch.
+        context: bytes a window.
+    """
+    inputs, targets = windows(data, count=WINDOWS, context=context)
+    totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    for pass_index in range(passes(mesh, size)):
+        # Why weights: every forward contains collectives, so all ranks run the same number of
+        # batches. A rank that has no window left repeats the last one with weight zero.
+        first = pass_index * size
+        window_indices = (
+            torch.arange(first, first + size, device="cpu") * mesh.world_size + mesh.rank
+        )
+        weights = (window_indices < len(inputs)).to(mesh.device)
+        window_indices = window_indices.clamp(max=len(inputs) - 1)
+        logits = model(inputs[window_indices].to(mesh.device)).transpose(1, 2)
+        byte_losses = F.cross_entropy(
+            logits, targets[window_indices].to(mesh.device), reduction="none"
+        )
+        totals += torch.stack([(byte_losses.mean(1) * weights).sum(), weights.sum()])
+        show(pass_index + 1, "")
+    # Sums and counts are added up, since ranks may have different numbers of windows.
+    loss, count = fs.psum(totals, mesh).tolist()
+    return loss / count
+
+
+@torch.no_grad()
+def sample(
+    model: Model,
+    mesh: fs.Mesh,
+    *,
+    length: int,
+    context: int,
+    seed: int,
+    show: Show,
+) -> str:
+    """Let the model write ``length`` bytes after a line break, the same on every rank.
+
+    Arguments:
+        context: the most bytes that the model sees.
+    """
+    # One seed for all ranks, which call the model together and need the same bytes.
+    generator = torch.Generator().manual_seed(seed)
+    # The model has to see something, and a line begins after a break.
+    written_bytes = list(b"\n")
+    for sample_index in range(length):
+        logits = model(torch.tensor([written_bytes[-context:]], device=mesh.device))[0, -1]
+        next_probabilities = (logits.float().cpu() / TEMPERATURE).softmax(0)
+        written_bytes.append(int(torch.multinomial(next_probabilities, 1, generator=generator)))
+        show(sample_index + 1, "")
+    text = bytes(written_bytes[1:]).decode(errors="replace").replace("\ufffd", "·").expandtabs(4)
+    # A terminal would obey control characters.
+    return "".join(c if c.isprintable() or c == "\n" else "·" for c in text)

@@ -8,17 +8,15 @@ Read the files in this order:
 - ``metering``: ``make_meter``, the numbers of a step for a log.
 - ``clipping``: ``global_norm`` and ``clip_by_global_norm`` of sharded gradients.
 - ``scaler``: ``GradScaler``, loss scaling for float16.
-- ``optimizer_pair``: an optimizer as a pair of pure functions.
 - ``learning_rate``: ``torch_schedule``, a scheduler of torch as a function of the step.
-- ``optimizers``: ``torch_optimizer``, a class of ``torch.optim`` as such a pair; one update.
+- ``optimizers``: an optimizer as a pair of pure functions; ``torch_optimizer``; one update.
 - ``quasi_newton``: ``lbfgs``, ``torch.optim.LBFGS`` on shards.
 - ``param_groups``: the ranges of flat shards that parameter groups occupy.
 - ``state_checks``: whether options and a state fit an optimizer.
 - ``matrix_step``: ``per_matrix``, an optimizer written for one whole matrix.
 - ``muon_step``: ``muon``, the optimizer that updates whole matrices.
 - ``matrix_owners``: ``assign_owners``, which rank computes the update of which matrix.
-- ``per_sample``: ``per_sample_grad``, the mean of single samples' clipped gradients, plus noise.
-- ``sample_norms``: ``per_sample_norms``, the norms of these gradients without the gradients.
+- ``per_sample``: ``per_sample_grad`` and ``per_sample_norms``, of single samples.
 """
 
 from __future__ import annotations
@@ -30,12 +28,10 @@ from funcshard.train.matrix_owners import Matrix, Owners, assign_owners
 from funcshard.train.matrix_step import PerMatrixStep, per_matrix
 from funcshard.train.metering import make_meter
 from funcshard.train.muon_step import MuonStep, muon
-from funcshard.train.optimizer_pair import TorchOptimizer, check_optimizer
-from funcshard.train.optimizers import TorchStep, torch_optimizer
+from funcshard.train.optimizers import TorchOptimizer, TorchStep, check_optimizer, torch_optimizer
 from funcshard.train.param_groups import ParamGroupLayout, trainable_buffers
-from funcshard.train.per_sample import per_sample_grad
+from funcshard.train.per_sample import per_sample_grad, per_sample_norms
 from funcshard.train.quasi_newton import lbfgs
-from funcshard.train.sample_norms import per_sample_norms
 from funcshard.train.scaler import GradScaler, ScalerState
 from funcshard.train.train_state import TrainState, copy
 from funcshard.train.train_step import TrainStep, make_train_step

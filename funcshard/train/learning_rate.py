@@ -60,17 +60,10 @@ def torch_schedule(make: Callable[..., Any], /, *, lr: float, **options: Any) ->
     return TorchSchedule(make, lr, options)
 
 
-# Methods of torch's schedulers, with their remedies.
-_REMEDIES = {
-    "step": "leave it out; the optimizer asks for the rate of each step",
-    **dict.fromkeys(("get_last_lr", "get_lr"), "metrics['lr'] is the rate that a step took"),
-    **dict.fromkeys(
-        ("state_dict", "load_state_dict"), "the number of steps is part of the optimizer's state"
-    ),
-}
+_REMEDY = "leave it out; the optimizer asks for the rate of each step"
 
 
-@with_remedies("a schedule of torch_schedule", _REMEDIES)
+@with_remedies("a schedule of torch_schedule", {"step": _REMEDY})
 class TorchSchedule:
     """The function that ``torch_schedule`` returns."""
 

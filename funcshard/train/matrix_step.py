@@ -19,8 +19,14 @@ from funcshard.comm import Mesh, in_graph
 from funcshard.core import check_fits, check_shards
 from funcshard.plan import Plan, dtype_of, emit, recording
 from funcshard.train.matrix_owners import AllToAll, Matrix, Owners, assigned, times
-from funcshard.train.optimizer_pair import TorchOptimizer, check_optimizer
-from funcshard.train.optimizers import Schedule, TorchStep, apply_optimizer, grouped_step
+from funcshard.train.optimizers import (
+    Schedule,
+    TorchOptimizer,
+    TorchStep,
+    apply_optimizer,
+    check_optimizer,
+    grouped_step,
+)
 from funcshard.train.param_groups import ParamGroupLayout, group_leaves, trainable_buffers
 from funcshard.train.state_checks import NEW_STATE, check_form
 

@@ -22,9 +22,9 @@ from funcshard.plan import Plan
 from funcshard.train.learning_rate import rate_in
 from funcshard.train.matrix_owners import Owners, assign_owners
 from funcshard.train.matrix_step import MatrixTransport, transport_of
-from funcshard.train.optimizer_pair import TorchOptimizer
 from funcshard.train.optimizers import (
     Schedule,
+    TorchOptimizer,
     TorchStep,
     grouped_step,
     options_at,

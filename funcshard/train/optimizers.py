@@ -1,10 +1,13 @@
-"""Optimizers as pairs of pure functions: ``torch_optimizer`` for the classes of ``torch.optim``.
+"""An optimizer as a pair of functions: a ``TorchOptimizer``, or ``(init, update)`` as in optax.
+
+``torch_optimizer`` makes such a pair of a class of ``torch.optim``.
 
 The class computes on views of this rank's flat shards.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,13 +17,12 @@ import torch
 
 from funcshard._utils import tree
 from funcshard._utils.donation import DONATED_STATE, check_not_donated, donate
-from funcshard._utils.options import check_flag, outline
+from funcshard._utils.options import check_flag, outline, with_remedies
 from funcshard._utils.torch_private import address
 from funcshard.comm import Mesh, current_recording
 from funcshard.core import check_fits, check_shards
 from funcshard.plan import Plan
 from funcshard.train.learning_rate import plain_number, rate_in
-from funcshard.train.optimizer_pair import ELEMENTWISE, TorchOptimizer, refusal
 from funcshard.train.param_groups import (
     GroupRange,
     ParamGroupLayout,
@@ -29,6 +31,8 @@ from funcshard.train.param_groups import (
     trainable_buffers,
 )
 from funcshard.train.state_checks import (
+    ELEMENTWISE,
+    ELEMENTWISE_NAMES,
     NEW_STATE,
     check_entries,
     check_form,
@@ -40,6 +44,29 @@ from funcshard.train.state_checks import (
 )
 
 _PASS_GRADIENTS = "pass the gradients that value_and_grad returned for these shards"
+_REMEDIES = {
+    "zero_grad": "leave it out; value_and_grad returns new gradients each time",
+    "state_dict": "the state is state.opt_state: call fs.optimizer_to_state_dict, or fs.save",
+    "param_groups": "pass options that change as functions of the step, as in lr=lambda step: ...",
+}
+
+
+@with_remedies("an optimizer of torch_optimizer or muon", _REMEDIES)
+class TorchOptimizer(NamedTuple):
+    """An optimizer as a pair of functions; made by ``torch_optimizer`` or ``muon``.
+
+    Attributes:
+        init: ``init(params) -> state``.
+        step: ``step(grads, state, params) -> (params, state)``. It donates ``state`` and
+            ``params``: it updates their tensors in place, and the old ones raise an error if you
+            use them.
+    """
+
+    init: Callable[[Any], Any]
+    step: Callable[[Any, Any, Any], tuple[Any, Any]]
+
+    def __repr__(self) -> str:
+        return getattr(self.step, "title", f"TorchOptimizer({self.init!r}, {self.step!r})")
 
 
 def torch_optimizer(
@@ -106,7 +133,7 @@ def torch_optimizer(
     else:
         elementwise = isinstance(cls, type) and issubclass(cls, ELEMENTWISE)
     if not elementwise:
-        raise refusal(cls)
+        raise _refusal(cls)
     if not check_groups(groups):
         check_options(cls, [options])
         return TorchOptimizer(_init, TorchStep(cls, (options,), learn_entries(cls, [options], [0])))
@@ -458,3 +485,68 @@ def apply_optimizer(optimizer: Any, grads: Any, state: Any, params: Any) -> tupl
     else:
         updates, state = update(grads, state, params, **keywords)
     return tree.map(lambda leaf, change: leaf + change.to(leaf.dtype), params, updates), state
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def _refusal(cls: Any) -> Exception:
+    """Return the error for what is no class of elementwise optimizers."""
+    remedy = "pass elementwise=True if it is one too"
+    if isinstance(cls, torch.optim.Optimizer):
+        remedy = f"pass torch_optimizer(torch.optim.{type(cls).__name__}, lr=...)"
+    elif not callable(cls):
+        remedy = "pass the class, as in torch_optimizer(torch.optim.AdamW, lr=...)"
+    elif cls is getattr(torch.optim, "Muon", None):
+        remedy = "call fs.muon(plan, mesh, lr=...), which updates whole matrices"
+    elif cls is torch.optim.LBFGS:
+        remedy = "call fs.lbfgs(loss_fn, shards, plan, mesh), which minimises a loss"
+    elif isinstance(cls, functools.partial):
+        remedy = "pass the class itself, and its options by name"
+    elif cls.__module__.startswith("torch.optim"):
+        remedy = "choose one of these; elementwise=True would compute something else on shards"
+    error_type = ValueError if callable(cls) else TypeError
+    return error_type(
+        "torch_optimizer takes a class of optimizers that updates each element by itself, because "
+        f"it works on flat shards; found {_title(cls)}, known are {', '.join(ELEMENTWISE_NAMES.split())}: "
+        f"{remedy}"
+    )
+
+
+def check_optimizer(optimizer: Any, plan: Plan) -> None:
+    """Raise unless ``optimizer`` is a pair of functions, for shards that ``plan`` cuts."""
+    is_pair = isinstance(optimizer, tuple) and len(optimizer) == 2
+    # The second function of a plain pair returns updates, and not parameters.
+    is_opened = is_pair and hasattr(optimizer[1], "param_groups")
+    if isinstance(optimizer, TorchOptimizer):
+        own_plan: Plan = getattr(optimizer.step, "plan", None) or plan
+        # Note: the plans may differ in what concerns no shard, such as precision.
+        own_buffers, buffers = (
+            [(unit.name, unit.buffers) for unit in unit_plans.unit_list]
+            for unit_plans in (own_plan, plan)
+        )
+        if own_buffers != buffers:
+            raise ValueError(
+                "the optimizer's groups or matrices lie elsewhere in these shards: it was made "
+                f"with plan {own_plan.fingerprint()}; found plan {plan.fingerprint()} here: make "
+                "the optimizer and the step with one plan"
+            )
+    elif is_opened or not is_pair:
+        cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+        remedy = "pass one of these"
+        if issubclass(cls, torch.optim.Optimizer):
+            remedy = f"pass fs.torch_optimizer(torch.optim.{cls.__name__}, lr=...)"
+        elif is_opened:
+            remedy = "pass the pair itself, and not a tuple of its functions"
+        elif callable(optimizer):
+            remedy = "call the function that returns a pair, and pass its result"
+        raise TypeError(
+            "optimizer must be a pair (init, update), as TorchOpt's are, or "
+            f"torch_optimizer(torch.optim.AdamW, lr=...); found {_title(optimizer)}: {remedy}"
+        )
+
+
+def _title(value: Any) -> str:
+    if isinstance(value, torch.optim.Optimizer):
+        return f"an instance of {type(value).__name__}"
+    return repr(getattr(value, "__name__", value))

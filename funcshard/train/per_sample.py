@@ -1,16 +1,19 @@
-"""``per_sample_grad``: the mean of single samples' gradients, each clipped to a norm, plus noise.
+"""``per_sample_grad``, the mean of clipped gradients of single samples, and ``per_sample_norms``.
 
 Each rank clips and adds up its samples' gradients before anything is reduced: afterwards a gradient
 is a sum over ranks, from which no sample's can be told. ``SampleWalk`` takes the gradients with
 respect to gathered leaves, with ``vmap``. They stay apart by leaf: to put each sample's into a flat
 buffer would copy all of them once more.
+
+For norms alone, a gradient exists one leaf at a time. The loss of a sample gets its leaves through
+``_Norm``, an identity whose backward sees the whole gradient of a leaf: it adds up the squares, and
+drops the gradient. ``_SeenLeaves`` makes these where a unit is used.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import math
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,8 +21,8 @@ import torch
 
 from funcshard._utils import tree
 from funcshard._utils.options import check_count, check_number
-from funcshard._utils.torch_private import untraced, version
-from funcshard.comm import Mesh, all_gather_texts, check_same
+from funcshard._utils.torch_private import signed, untraced, version
+from funcshard.comm import Mesh, all_gather_texts
 from funcshard.core import (
     CONSTANT,
     BufferComm,
@@ -27,31 +30,29 @@ from funcshard.core import (
     Leaves,
     Shards,
     activate,
-    all_reduce_flat,
     check_callable,
     check_mesh,
     check_shards,
     decoded_views,
     modified_leaf,
     psum,
+    randn_like,
     start_gather,
     start_reduce,
     unit_comms,
 )
 from funcshard.plan import (
     AXES,
-    Box,
     BufferPlan,
     Plan,
-    own_axes,
     position_of,
-    rank_at,
-    slice_offsets,
 )
 from funcshard.train.clipping import norm_of_rows
 
 OnSampleGrads = Callable[[str, dict[str, torch.Tensor]], None]
 Grads = list[torch.Tensor]  # ``[samples, *shape]`` of each leaf of a buffer
+
+_vjp: Any = torch.func.vjp  # torch's annotations do not know the options of the pullback
 
 
 def per_sample_grad(
@@ -87,7 +88,7 @@ def per_sample_grad(
         mesh: the ranks.
         max_norm: the largest norm of a sample's gradient; ``None`` for no clipping.
         noise_multiplier: standard deviation of the Gaussian noise that is added to the sum, in
-            units of ``max_norm``. The noise is the same for any number of ranks and any strategy.
+            units of ``max_norm``. The noise, that of ``randn_like``, is the same on every mesh.
         generator: the generator of the noise, in the same state on every rank, which each call
             checks.
         batch_size: the number that the sum is divided by, such as the expected size of a batch
@@ -143,10 +144,6 @@ def per_sample_grad(
         shards: Shards, /, *rest: Any, **kwargs: Any
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], Shards]:
         check_shards(plan, shards, mesh)
-        if noise_multiplier and generator is not None:
-            # Each rank adds its shard of one draw, so the generators have to agree.
-            state = hashlib.sha256(generator.get_state().numpy().tobytes()).hexdigest()[:16]
-            check_same(mesh, state, "the state of per_sample_grad's generator")
         walk = SampleWalk("per_sample_grad", loss_fn, plan, mesh, shards, rest, kwargs, chunk_size)
         trained = walk.trained
         # The sums have the dtype of the shards, also in a unit that computes in a narrower dtype.
@@ -157,11 +154,23 @@ def per_sample_grad(
             return torch.func.grad_and_value(walk.loss)(leaves, sample)
 
         def add(grads: list[Grads]) -> torch.Tensor:
+            by_unit: dict[str, dict[str, torch.Tensor]] = {}
             for i, entry in enumerate(trained):
-                grads[i] = _over_model_axes(grads[i], entry.comm)
+                grads[i] = _buffer_over_model_axes(grads[i], entry.comm)
+                paths = [leaf.path for leaf in entry.comm.plan.leaves]
+                by_unit.setdefault(entry.unit, {}).update(zip(paths, grads[i], strict=True))
             if on_grads is not None:
-                _call_hook(trained, grads, on_grads)
-            norms = _norms(grads, trained, mesh)
+                with torch.no_grad():
+                    for unit_name, by_path in by_unit.items():
+                        on_grads(unit_name, by_path)
+            squares = walk.zeros()
+            for entry, buffer_grads in zip(trained, grads, strict=True):
+                axes = local_axes(entry.comm.plan, mesh)
+                for grad in buffer_grads:
+                    if grad.numel():
+                        rows = grad.reshape(len(grad), -1)
+                        squares[axes] = squares[axes] + square_of(rows, walk.dtype)
+            norms = walk.norms(squares)
             _add(sums, grads, trained, norms, max_norm)
             return norms
 
@@ -180,59 +189,90 @@ def per_sample_grad(
         result: dict[str, dict[str, Any]] = {
             unit.name: {buffer.key: None for buffer in unit.buffers} for unit in plan.unit_list
         }
+        noise: Any = None
+        if noise_multiplier and max_norm is not None:
+            noise = randn_like(shards, plan, mesh, generator=generator)
         for entry in trained:
             grad = pending.pop(0).finish()
-            if noise_multiplier and generator is not None and max_norm is not None:
-                deviation = noise_multiplier * max_norm
-                grad += _noise(entry.comm.plan, grad, deviation, generator, mesh)
+            if noise is not None and max_norm is not None:
+                buffer_noise = noise[entry.unit][entry.comm.buffer].to(grad.device)
+                grad.add_(buffer_noise, alpha=noise_multiplier * max_norm)
             result[entry.unit][entry.comm.buffer] = grad.div_(divisor)
         return (losses, norms), result
 
     return run
 
 
-def _noise(
-    buffer: BufferPlan,
-    grad: torch.Tensor,
-    deviation: float,
-    generator: torch.Generator,
-    mesh: Mesh,
-) -> torch.Tensor:
-    """Return this rank's shard of the noise for a buffer."""
-    # Why every rank draws noise for the whole buffer: an element's noise then does not depend
-    # on how many ranks share the buffer.
-    buffer_noise = torch.zeros(buffer.padded_numel, dtype=grad.dtype, device=generator.device)
-    # Slices of one tensor come from one draw of the whole, so that meshes agree on the noise.
-    if buffer.local:
-        _draw_slices(buffer, buffer_noise, deviation, generator, mesh)
-    else:
-        buffer_noise[: buffer.numel].normal_(0.0, deviation, generator=generator)
-    shard_rank = mesh.shard.rank if buffer.shards > 1 else 0
-    return buffer_noise.view(buffer.shards, -1)[shard_rank].to(grad.device)
+def per_sample_norms(
+    loss_fn: Callable[..., torch.Tensor], plan: Plan, mesh: Mesh, *, chunk_size: int | None = None
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Return a function that computes the norm of every sample's gradient, without the gradients.
 
+    The norms are those of ``per_sample_grad``. Instead of the gradients of a chunk's samples by all
+    leaves, only those by one leaf exist at a time: backward adds up their squares and drops them. A
+    call gathers each unit once and reduces nothing. Two passes clip single samples so: the norms,
+    and then ``value_and_grad`` of the loss in which each sample has its factor.
 
-def _draw_slices(
-    buffer: BufferPlan, out: torch.Tensor, deviation: float, generator: torch.Generator, mesh: Mesh
-) -> None:
-    """Put this rank's slices of noise for whole tensors into ``out``."""
-    for leaf in buffer.leaves:
-        # Ranks along these axes have leaves of their own, each of which gets a draw.
-        own_sizes = {axis: mesh.shape.get(axis, 1) for axis in own_axes(buffer.local, leaf.cuts)}
-        all_copies = out.new_empty(math.prod(own_sizes.values()), *leaf.whole_shape)
-        all_copies.normal_(0.0, deviation, generator=generator)
-        whole_noise = all_copies[
-            rank_at({axis: mesh.position.get(axis, 0) for axis in own_sizes}, own_sizes)
-        ]
-        within = Box(slice_offsets(leaf.shape, leaf.cuts, mesh.position), leaf.shape)
-        leaf_noise = whole_noise[within.slices].reshape(-1)
-        out[leaf.offset : leaf.offset + leaf.numel] = leaf_noise
+    Arguments:
+        loss_fn: ``loss_fn(shards, *rest, sample)`` returns the loss of one sample, a scalar; see
+            ``per_sample_grad``.
+        plan: the plan of the shards.
+        mesh: the ranks.
+        chunk_size: the number of samples that run at one time. By default it is the number of this
+            rank's samples.
+
+    Returns:
+        ``f(shards, *rest, batch, **kwargs)``, which returns ``(losses, norms)`` of this rank's
+        samples, of shape ``[samples]``; the norms are in float32 or wider. ``batch`` is a pytree of
+        tensors whose dim 0 counts samples.
+
+    Raises:
+        ValueError: see ``per_sample_grad``.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> params = {"w": torch.zeros(2)}
+        >>> def main(mesh):
+        ...     plan = fs.make_plan(params, mesh)
+        ...     f = fs.unshard(lambda leaves, x: leaves["w"] @ x, plan.units[""], mesh)
+        ...     evaluate = fs.per_sample_norms(lambda shards, x: f(shards[""], x), plan, mesh)
+        ...     batch = torch.tensor([[3.0, 4.0], [0.0, 1.0]])
+        ...     return evaluate(fs.shard(params, plan, mesh), batch)[1].tolist()
+        >>> fs.simulate(main, world_size=2)
+        [[5.0, 1.0], [5.0, 1.0]]
+
+    Source: Li et al., "Large language models can be strong differentially private learners", 2022,
+    whose "ghost clipping" has formulas for the norms of some layers.
+    """
+    check_callable("per_sample_norms", loss_fn)
+    if chunk_size is not None:
+        check_count("chunk_size", chunk_size, of="samples", none="for all")
+    check_mesh(plan, mesh)
+
+    @untraced
+    def run(shards: Shards, /, *rest: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        check_shards(plan, shards, mesh)
+        walk = SampleWalk("per_sample_norms", loss_fn, plan, mesh, shards, rest, kwargs, chunk_size)
+
+        def squares_of(sample: list[torch.Tensor]) -> Any:
+            def loss_of(squares: dict[Any, torch.Tensor]) -> torch.Tensor:
+                leaves = [_SeenLeaves(entry, squares, mesh) for entry in walk.trained]
+                return walk.loss(leaves, sample).reshape(())
+
+            loss, pull = _vjp(loss_of, walk.zeros())
+            # Why not torch.func.grad: it would record backward, and keep what that computes.
+            return pull(torch.ones_like(loss), retain_graph=False, create_graph=False)[0], loss
+
+        return walk.chunks(squares_of, walk.norms)
+
+    return run
 
 
 def _over_data_axes(comm: BufferComm) -> BufferComm:
     # Note: ranks along model axes have agreed on the sum already, so it counts as local there.
     topology = comm.topology
-    local_axes = tuple(dict.fromkeys((*topology.local, *model_axes(comm.mesh))))
-    return dataclasses.replace(comm, topology=dataclasses.replace(topology, local=local_axes))
+    all_local = tuple(dict.fromkeys((*topology.local, *model_axes(comm.mesh))))
+    return dataclasses.replace(comm, topology=dataclasses.replace(topology, local=all_local))
 
 
 def _check_options(
@@ -290,6 +330,7 @@ class SampleWalk:
     Attributes:
         gathered: all buffers of the plan.
         trained: the trainable ones.
+        dtype: the dtype of norms.
     """
 
     def __init__(
@@ -320,6 +361,8 @@ class SampleWalk:
             for comm in unit_comms(unit, mesh, None)
         ]
         self.trained = [entry for entry in self.gathered if entry.comm.plan.trainable]
+        dtypes = [entry.shard.dtype.to_real() for entry in self.trained]
+        self.dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
         self._shards = {name: dict(unit_shards) for name, unit_shards in shards.items()}
         for entry in self.gathered:
             self._shards[entry.unit][entry.comm.buffer] = entry.shard
@@ -360,9 +403,21 @@ class SampleWalk:
                 derivatives, chunk_losses = of_samples(chunk)
             self._check(chunk_losses)
             losses.append(chunk_losses.detach())
-            norms.append(norms_of(derivatives))
+            norms.append(norms_of(derivatives).expand_as(chunk_losses))
             del derivatives  # so that the gradients of only one chunk exist at a time
         return torch.cat(losses or [nothing]), torch.cat(norms or [nothing])
+
+    def zeros(self) -> dict[tuple[str, ...], torch.Tensor]:
+        """Return a zero by the model axes along which other parts of gradients lie."""
+        axes_sets = {local_axes(entry.comm.plan, self._mesh) for entry in self.trained}
+        zero = torch.zeros((), dtype=self.dtype, device=self._mesh.device)
+        return {axes: zero.clone() for axes in sorted({(), *axes_sets})}
+
+    def norms(self, squares: dict[tuple[str, ...], torch.Tensor]) -> torch.Tensor:
+        """Return the norms of samples, given this rank's squares by axes as in ``zeros``."""
+        own = squares.pop(()).detach()
+        others = [psum(part.detach(), self._mesh, axis=axes) for axes, part in squares.items()]
+        return sum(others, own).sqrt()
 
     def _check(self, losses: torch.Tensor) -> None:
         """Raise if the loss wrote to gathered leaves, depends on none, or on shards directly."""
@@ -411,72 +466,37 @@ def model_axes(mesh: Mesh) -> list[str]:
     return [axis for axis, _ in mesh.axes if axis not in AXES]
 
 
-def local_model_axes(buffer: BufferPlan, mesh: Mesh) -> tuple[str, ...]:
+def local_axes(buffer: BufferPlan, mesh: Mesh) -> tuple[str, ...]:
     """Return the model axes along which ranks have other parts of a sample's gradient."""
     return tuple(axis for axis in model_axes(mesh) if axis in buffer.local)
 
 
-def over_axes(squares: torch.Tensor, axes: tuple[str, ...], mesh: Mesh) -> torch.Tensor:
-    """Return the sum of squares, which may change, of the parts on the ranks along ``axes``."""
-    if not axes:
-        return squares
-    other_axes = tuple(axis for axis in mesh.groups if axis not in axes)
-    return all_reduce_flat(squares, mesh, local=other_axes)
+def square_of(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the sum of squares over the last dimension, which is not empty."""
+    wide_dtype = torch.promote_types(rows.dtype, torch.float32)
+    return norm_of_rows(rows, 2.0, wide_dtype).to(dtype).square()
 
 
-def _over_model_axes(grads: Grads, comm: BufferComm) -> Grads:
-    """Return the gradients of samples, contiguous, from those of each rank's loss."""
-    grads, mesh = [grad.detach().contiguous() for grad in grads], comm.mesh
-    all_axes = model_axes(mesh)
-    if not all_axes:
-        return grads
-    shared_axes = tuple(axis for axis in all_axes if axis not in comm.plan.local)
+def _over_model_axes(grad: torch.Tensor, comm: BufferComm) -> torch.Tensor:
+    """Return the gradient of a sample's loss by a leaf, from that of this rank's loss."""
+    axes = model_axes(comm.mesh)
+    shared_axes = tuple(axis for axis in axes if axis not in comm.plan.local)
     if shared_axes:
-        flat_grads = torch.cat([grad.reshape(len(grad), -1) for grad in grads], 1)
-        flat_grads = over_axes(flat_grads, shared_axes, mesh)
-        summed_parts = flat_grads.split([leaf.numel for leaf in comm.plan.leaves], 1)
-        grads = [part.reshape(grad.shape) for part, grad in zip(summed_parts, grads, strict=True)]
-    num_ranks = math.prod(mesh.groups[axis].size for axis in all_axes)
-    return [grad / num_ranks for grad in grads]
+        grad = psum(grad, comm.mesh, axis=shared_axes)
+    for axis in axes:
+        grad = grad / comm.mesh.groups[axis].size
+    return grad
 
 
-def _call_hook(
-    trained: Sequence[GatheredBuffer], grads: Sequence[Grads], on_grads: OnSampleGrads
-) -> None:
-    by_unit: dict[str, dict[str, torch.Tensor]] = {}
-    for entry, buffer_grads in zip(trained, grads, strict=True):
-        by_path = by_unit.setdefault(entry.unit, {})
-        for leaf, grad in zip(entry.comm.plan.leaves, buffer_grads, strict=True):
-            by_path[leaf.path] = grad
-    with torch.no_grad():
-        for unit_name, by_path in by_unit.items():
-            on_grads(unit_name, by_path)
-
-
-def _norms(grads: Sequence[Grads], trained: Sequence[GatheredBuffer], mesh: Mesh) -> torch.Tensor:
-    """Return the norm of each sample's gradient over all buffers, in float32 or wider."""
-    by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
-    for entry, buffer_grads in zip(trained, grads, strict=True):
-        local_axes = local_model_axes(entry.comm.plan, mesh)
-        by_axes.setdefault(local_axes, []).append(_norm(buffer_grads))
-    axes_norms = []
-    for local_axes, buffer_norms in by_axes.items():
-        # Buffers along the same axes share one all-reduce.
-        norm = torch.linalg.vector_norm(torch.stack(buffer_norms), dim=0)
-        if local_axes:  # the rest of these buffers lies on the ranks along these axes
-            norm = over_axes(norm.square(), local_axes, mesh).sqrt()
-        axes_norms.append(norm)
-    return torch.linalg.vector_norm(torch.stack(axes_norms), dim=0)
-
-
-def _norm(grads: Grads) -> torch.Tensor:
-    """Return the norm of each sample's gradient of one buffer."""
-    wide_dtype = torch.promote_types(grads[0].dtype, torch.float32)
-    grad_rows = [grad.reshape(len(grad), -1) for grad in grads if grad.numel()]
-    if not grad_rows:
-        return grads[0].new_zeros(len(grads[0]), dtype=wide_dtype.to_real())
-    leaf_norms = [norm_of_rows(row, 2.0, wide_dtype) for row in grad_rows]
-    return torch.linalg.vector_norm(torch.stack(leaf_norms), dim=0)
+def _buffer_over_model_axes(grads: Grads, comm: BufferComm) -> Grads:
+    """Return the gradients of samples, contiguous, by ``_over_model_axes`` all at once."""
+    grads = [grad.detach().contiguous() for grad in grads]
+    if not model_axes(comm.mesh):
+        return grads
+    rows = [grad.reshape(len(grad), -1) for grad in grads]
+    flat_grads = _over_model_axes(torch.cat(rows, 1), comm)
+    parts = flat_grads.split([row.shape[1] for row in rows], 1)
+    return [part.reshape(grad.shape) for part, grad in zip(parts, grads, strict=True)]
 
 
 def _add(
@@ -533,3 +553,59 @@ def _check_samples(count: int, chunk_size: int | None, mesh: Mesh) -> None:
                 f"losses they compute together; found {counts_by_rank[peer]} on rank {peer} and "
                 f"{rank_count} on rank {rank}: split the batch along the data axes only"
             )
+
+
+# --- norms without gradients ----------------------------------------------------------------------
+
+
+class _SeenLeaves(Sequence[torch.Tensor]):
+    """The leaves of a buffer, each through ``_Norm``, from their first use on.
+
+    Why not before: backward runs nodes in the opposite order of forward. A node that comes before
+    all units would run after all of them, and their gradients would wait for it.
+    """
+
+    def __init__(self, entry: GatheredBuffer, squares: dict[Any, torch.Tensor], mesh: Mesh) -> None:
+        self.entry = entry
+        self.squares = squares[local_axes(entry.comm.plan, mesh)]
+
+    @functools.cached_property
+    def leaves(self) -> list[torch.Tensor]:
+        """The leaves."""
+        total = functools.partial(_over_model_axes, comm=self.entry.comm)
+        return [_Norm.apply(leaf, self.squares, total) for leaf in self.entry.leaves]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.leaves[index]
+
+    def __len__(self) -> int:
+        return len(self.entry.leaves)
+
+
+class _Norm(torch.autograd.Function):
+    """``_Norm.apply(leaf, squares, total)``: the leaf.
+
+    Backward adds the squares of the leaf's gradient, after ``total``, to the gradient of
+    ``squares``, and passes none on to the leaf.
+    """
+
+    @staticmethod
+    @signed
+    def forward(leaf: torch.Tensor, squares: torch.Tensor, total: Any) -> Any:
+        return leaf.view_as(leaf)  # a Function must not return its input itself
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, squares, ctx.total = inputs
+        ctx.dtype = squares.dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        grad = ctx.total(grad)
+        if not grad.numel():
+            return None, None, None
+        return None, square_of(grad.flatten(), ctx.dtype), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, leaf: torch.Tensor, squares: Any, total: Any) -> Any:
+        return _Norm.apply(leaf, squares, total), in_dims[0]  # a map of the caller over models

@@ -36,18 +36,12 @@ class ScalerState(NamedTuple):
     growth_tracker: torch.Tensor
 
 
-_STEP = (
+_REMEDY = (
     "make_train_step(..., scaler=) does it; by hand, call scale, unscale and update with the state"
 )
-_STATE = "the scale is in the state that init and update return, state.scaler in a training step"
-# Methods of torch's GradScaler, with their remedies.
-_REMEDIES = {
-    **dict.fromkeys(("step", "unscale_"), _STEP),
-    **dict.fromkeys(("get_scale", "state_dict", "load_state_dict"), _STATE),
-}
 
 
-@with_remedies("a GradScaler", _REMEDIES)
+@with_remedies("a GradScaler", {"step": _REMEDY})
 @dataclass(frozen=True, slots=True)
 class GradScaler:
     """Loss scaling: multiply the loss by a scale, so that small gradients do not vanish in float16.

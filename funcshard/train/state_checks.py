@@ -18,7 +18,12 @@ import torch
 
 from funcshard._utils import tree
 from funcshard._utils.options import check_number, outline
-from funcshard.train.optimizer_pair import ELEMENTWISE
+
+# Why only these classes: a flat shard keeps nothing of its leaves' shapes. Each of these classes
+# updates an element from that element's own gradient and state, so a flat shard gets the same
+# numbers as the leaves would.
+ELEMENTWISE_NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
+ELEMENTWISE = tuple(getattr(torch.optim, name) for name in ELEMENTWISE_NAMES.split())
 
 # What to do about a state that does not fit.
 NEW_STATE = (

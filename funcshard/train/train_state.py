@@ -15,22 +15,8 @@ from funcshard.train.scaler import ScalerState
 
 T = TypeVar("T")
 
-# Attributes that states have in other libraries, with their remedies.
-_REMEDIES = {
-    **dict.fromkeys(("params", "parameters", "model"), "the parameters are state.shards"),
-    "optimizer": "the optimizer's state is state.opt_state",
-    "state_dict": "call fs.save(path, state, plan, mesh), or fs.to_state_dict(state.shards, plan, mesh)",
-    **dict.fromkeys(
-        ("to", "cpu", "cuda"), "shards live where the mesh is: pass device= to init_mesh"
-    ),
-    **dict.fromkeys(
-        ("replace", "apply_gradients"),
-        "call state, metrics = step(state, batch), or state._replace(...)",
-    ),
-}
 
-
-@with_remedies("a training state", _REMEDIES)
+@with_remedies("a training state", {"params": "the parameters are state.shards"})
 class TrainState(NamedTuple):
     """The state of training between two steps, as a pytree.
 

@@ -19,7 +19,6 @@ from funcshard._utils.torch_private import local_part, untraced_with_warning
 from funcshard.comm import (
     UNDO,
     Mesh,
-    Topology,
     at_own_rank,
     check_all_same,
     current_recording,
@@ -27,11 +26,11 @@ from funcshard.comm import (
     text_of,
 )
 from funcshard.core import (
-    BufferComm,
     GradientFunction,
     GradientKeywords,
     GradientOptions,
     Shards,
+    all_reduce_flat,
     check_cut,
     check_fits,
     check_weight,
@@ -39,29 +38,19 @@ from funcshard.core import (
     evaluate,
     loss_value,
     named_results,
-    start_reduce,
 )
 from funcshard.plan import AXES, Plan, Reduce, check_reduce, check_reduce_units, position_of
 from funcshard.train.clipping import clip_by_global_norm, global_norm
 from funcshard.train.matrix_step import PairStep, PerMatrixStep
 from funcshard.train.muon_step import MuonStep
-from funcshard.train.optimizer_pair import TorchOptimizer, check_optimizer
-from funcshard.train.optimizers import TorchStep, apply_optimizer
+from funcshard.train.optimizers import TorchOptimizer, TorchStep, apply_optimizer, check_optimizer
 from funcshard.train.param_groups import trainable_buffers
 from funcshard.train.scaler import GradScaler
 from funcshard.train.train_state import TrainState, choose_tree, copy, same_form
 
 _log = logging.getLogger("funcshard.train")
 
-_REMEDIES = {
-    "zero_grad": "leave it out; each call computes new gradients",
-    "backward": "leave it out; step(state, batch) runs forward, backward and the optimizer",
-    "step": "call it: state, metrics = step(state, batch)",
-    "state_dict": "save its state with fs.save(path, state, plan, mesh)",
-    "load_state_dict": "state = fs.restore(path, plan, mesh) is the state that the step takes",
-    "eval": "call the function of fully_shard(apply.eval(), plan, mesh) to evaluate",
-    "train": "the mode is that of apply: make the step from fully_shard(apply.train(), plan, mesh)",
-}
+_REMEDY = "leave it out; step(state, batch) runs forward, backward and the optimizer"
 
 
 class StepKeywords(GradientKeywords, total=False):
@@ -201,7 +190,6 @@ def make_train_step(
         max_norm=max_norm,
         scaler=scaler,
         donate=donate,
-        world_sum=BufferComm(Topology(mesh, False)),
         owns_grads=hooks == (None, None) and options.divisor is None and _divides_all(plan),
         rate=getattr(optimizer[1], "rate", None),
     )
@@ -247,7 +235,7 @@ def _divides_all(plan: Plan) -> bool:
     return plan.world_size > 1 and not local_axes.intersection(AXES)
 
 
-@with_remedies("a training step", _REMEDIES)
+@with_remedies("a training step", {"backward": _REMEDY})
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainStep:
     """A training step; made by ``make_train_step``.
@@ -264,7 +252,6 @@ class TrainStep:
             neither.
         scaler: the loss scaling; ``None`` without.
         donate: whether the state may be updated in place.
-        world_sum: how losses are added up over the world.
         owns_grads: whether the gradients may be unscaled in place, because no one else holds their
             memory.
         rate: the learning rate, a number or a function of the step, if it is known.
@@ -280,7 +267,6 @@ class TrainStep:
     max_norm: float | None
     scaler: GradScaler | None
     donate: bool
-    world_sum: BufferComm
     owns_grads: bool
     rate: Any = None
 
@@ -402,8 +388,7 @@ class TrainStep:
         if weight is not None:
             metrics |= {"loss": loss, "weight": weight}
         else:
-            total = start_reduce(loss.detach().clone(), self.world_sum, donated=True).finish()
-            metrics["loss"] = total / mesh.world_size
+            metrics["loss"] = all_reduce_flat(loss.detach().clone(), mesh) / mesh.world_size
         metrics["local_loss"] = local_loss
         if self.max_norm is not None:
             if not isinstance(self.max_norm, torch.Tensor) and math.isinf(self.max_norm):
@@ -416,12 +401,12 @@ class TrainStep:
         if self.has_aux:
             metrics["aux"] = aux
         # The weight is the world's sum, so every rank returns here.
-        if weight is not None and graph_recording is None and not _has_data(weight):
+        if weight is not None and graph_recording is None and not weight > 0:
             return state, metrics
         if self.mutable:
             source_rank = 0
             if weight is not None:
-                source_rank = _first_rank_with(local_weight, self.world_sum)
+                source_rank = _first_rank_with(local_weight, mesh)
             buffers = _broadcast(buffers, mesh, source_rank)
         if graph_recording is None and metrics.get("found_inf", False):
             return state._replace(buffers=buffers, scaler=scaling), metrics
@@ -484,17 +469,12 @@ def _trainable(shards: Shards, plan: Plan) -> Shards:
     }
 
 
-def _has_data(weight: torch.Tensor) -> bool:
-    return bool(weight > 0)
-
-
-def _first_rank_with(weight: float, world_sum: BufferComm) -> int:
+def _first_rank_with(weight: float, mesh: Mesh) -> int:
     """Return the first rank whose ``weight`` is not zero, of which there has to be one."""
     # Note: a recorded weight has no value, so its comparison can be a condition but no number.
-    mesh = world_sum.mesh
     has_data = torch.full((), 1.0 if weight > 0 else 0.0, dtype=torch.float32, device=mesh.device)
     # One element for each rank, so that the sum holds what an all-gather would.
-    data_by_rank = start_reduce(at_own_rank(has_data, mesh), world_sum, donated=True).finish()
+    data_by_rank = all_reduce_flat(at_own_rank(has_data, mesh), mesh)
     # Note: no int(...), because a graph that is recorded has a symbol here.
     first_rank: int = data_by_rank.argmax().item()  # type: ignore[assignment]
     return first_rank

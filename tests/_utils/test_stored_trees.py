@@ -32,10 +32,10 @@ def test_what_is_no_class_of_a_loaded_module_is_not_found(name: Any) -> None:
     assert loaded_class(name) is None
 
 
-def test_classes_are_found_by_their_own_and_by_old_names() -> None:
+def test_classes_are_found_by_their_names() -> None:
     assert loaded_class("collections:OrderedDict") is OrderedDict
     assert loaded_class(f"{__name__}:_Outer.Inner") is _Outer.Inner
-    assert loaded_class("funcshard.any.old.file:TrainState") is fs.TrainState
+    assert loaded_class("funcshard:TrainState") is fs.TrainState
 
 
 def test_nothing_is_computed_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:

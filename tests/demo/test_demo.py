@@ -19,10 +19,9 @@ import torch
 import funcshard as fs
 from funcshard.__main__ import main
 from funcshard.demo.corpus import batch, load_corpus, windows
-from funcshard.demo.evaluate import validation_loss
 from funcshard.demo.gpt import GPT, GPTConfig
 from funcshard.demo.launch import Stop, launch
-from funcshard.demo.train import Settings, train
+from funcshard.demo.train import Settings, train, validation_loss
 from tests.commands import Command
 
 TINY = GPTConfig(width=32, layers=1, heads=2, context=32)

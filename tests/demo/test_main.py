@@ -81,7 +81,7 @@ def test_plan_takes_a_model_of_ones_own_on_the_meta_device(
 
 BAD = {
     "no ranks": ("plan --ranks 0", "argument --ranks/--gpus: must be a whole number, at least 1; found '0'"),
-    "a long seed": (f"train --seed {2**64}", "argument --seed: must be a whole number of at most 64 bits; found '1844"),
+    "a long seed": (f"train --seed {2**64}", "argument --seed: must be at most 9,223,372,036,854,775,807; found '1844"),
     "width": ("train --width 999999999999", "argument --width: must be at most 1,048,576; found '999999999999'"),
     "too many processes": ("train --ranks 1025", "argument --ranks: must be at most 1,024; found '1025'"),
     "no rate": ("train --lr -1", "argument --lr: must be a positive number; found '-1'"),

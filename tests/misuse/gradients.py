@@ -141,7 +141,7 @@ CASES += [
      lambda s: per_sample(s, noise_multiplier=1.0)),
     ("per_sample_grad", "noise without a generator", ValueError("noise needs a generator"),
      lambda s: per_sample(s, max_norm=1.0, noise_multiplier=1.0)),
-    ("per_sample_grad", "a generator of each rank's own", ValueError("the state of per_sample_grad's generator"),
+    ("per_sample_grad", "a generator of each rank's own", ValueError("the state of the generator of randn_like"),
      lambda s: per_sample(s, max_norm=1.0, noise_multiplier=1.0, generator=torch.Generator().manual_seed(s.mesh.rank)),
      EVERYWHERE),
     ("per_sample_grad", "a batch with a number in it", ValueError("pass what all samples share before the batch"),
