@@ -15,7 +15,7 @@ from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, axes_text, dtyp
 
 
 def check_mesh(
-    plan: Plan, mesh: Mesh, options: Mapping[str, str] = MappingProxyType({}), label: str = ""
+    plan: Any, mesh: Any, options: Mapping[str, str] = MappingProxyType({}), label: str = ""
 ) -> None:
     """Raise ``ValueError`` unless all ranks have the same plan, and ``mesh`` has its shape.
 
@@ -25,15 +25,19 @@ def check_mesh(
         options: texts by name, which ranks compare in the same exchange.
         label: the calling function, for errors about ranks that call another one.
     """
-    _check_types(plan, mesh)
-    # Why before the shape: a rank that raised alone would leave the rest of the ranks waiting.
-    check_all_same(mesh, {"the plan": plan.fingerprint(), **options}, label)
+    if isinstance(plan, Plan) and isinstance(mesh, Mesh):
+        # Why before the shape: a rank that raised alone would leave the rest of the ranks waiting.
+        check_all_same(mesh, {"the plan": plan.fingerprint(), **options}, label)
     check_fits(plan, mesh)
 
 
-def check_fits(plan: Plan, mesh: Mesh) -> None:
+def check_fits(plan: Any, mesh: Any) -> None:
     """Raise ``ValueError`` unless ``mesh`` has the plan's shape; nothing is communicated."""
-    _check_types(plan, mesh)
+    if not isinstance(plan, Plan) or not isinstance(mesh, Mesh):
+        raise TypeError(
+            "the arguments plan and mesh must be the Plan that make_plan returned and a Mesh, in "
+            f"this order; found {type(plan).__name__} and {type(mesh).__name__}"
+        )
     if not same_axes(plan.mesh_axes, mesh):
         raise ValueError(
             f"the plan was made for a mesh of {axes_text(plan.mesh_axes)} ranks; found "
@@ -85,14 +89,6 @@ def _cause(plan: Plan, misfit: Any) -> str:
     if any(misfit.keys() == {buffer.key for buffer in unit.buffers} for unit in plan.unit_list):
         return "this is the shard of one unit; pass the dictionary with the shards of all units"
     return "these are whole parameters; cut them first with shards = fs.shard(params, plan, mesh)"
-
-
-def _check_types(plan: Any, mesh: Any) -> None:
-    if not isinstance(plan, Plan) or not isinstance(mesh, Mesh):
-        raise TypeError(
-            "the arguments plan and mesh must be the Plan that make_plan returned and a Mesh, in "
-            f"this order; found {type(plan).__name__} and {type(mesh).__name__}"
-        )
 
 
 def check_cut(plan: Plan, shards: Any) -> None:

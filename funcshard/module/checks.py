@@ -26,10 +26,30 @@ def check_module(modules: Modules, parameters: NamedTensors, buffers: NamedTenso
         reason = _why_refused(m)
         if reason is not None:
             raise TypeError(f"module {path or '(root)'!r} {reason}")
-    _check_tensors("parameter", parameters)
-    _check_tensors("buffer", buffers)
-    _check_max_norm(modules)
-    _warn_of_compiled(modules)
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None:
+            weight_name = f"{path}.weight".removeprefix(".")
+            raise ValueError(
+                f"module {path or '(root)'!r} ({type(m).__name__}) has max_norm={m.max_norm}, so "
+                f"its forward writes to its parameter {weight_name!r}, and a pure function cannot "
+                "keep that change: set the module's max_norm to None, and rescale the weight "
+                "between steps, or in forward by torch.nn.utils.parametrize"
+            )
+    for noun, tensors in (("parameter", parameters), ("buffer", buffers)):
+        for name, tensor in tensors.items():
+            if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+                raise ValueError(
+                    f"{name!r} of a lazy module has no shape yet; run the module once on a sample "
+                    "input first"
+                )
+            check_plain(tensor, f"{noun} {name!r}")
+    compiled_path = next((path for path, m in modules if is_compiled_in_place(m)), None)
+    if compiled_path is not None:
+        warnings.warn(
+            f"module {compiled_path or '(root)'!r} was compiled in place, and make_functional uses "
+            f"its uncompiled forward: {_COMPILE}, or apply torch.compile to the function that "
+            "make_functional returns",
+            stacklevel=callers_level(),
+        )
 
 
 def _why_refused(m: nn.Module) -> str | None:
@@ -59,41 +79,6 @@ def _why_refused(m: nn.Module) -> str | None:
             "fully_shard for speed; torch.jit.script the result of training"
         )
     return None
-
-
-def _check_tensors(noun: str, tensors: NamedTensors) -> None:
-    for name, tensor in tensors.items():
-        if type(tensor) in (nn.Parameter, torch.Tensor):
-            continue  # only for speed
-        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
-            raise ValueError(
-                f"{name!r} of a lazy module has no shape yet; run the module once on a sample "
-                "input first"
-            )
-        check_plain(tensor, f"{noun} {name!r}")
-
-
-def _check_max_norm(modules: Modules) -> None:
-    for path, m in modules:
-        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None:
-            weight_name = f"{path}.weight".removeprefix(".")
-            raise ValueError(
-                f"module {path or '(root)'!r} ({type(m).__name__}) has max_norm={m.max_norm}, so "
-                f"its forward writes to its parameter {weight_name!r}, and a pure function cannot "
-                "keep that change: set the module's max_norm to None, and rescale the weight "
-                "between steps, or in forward by torch.nn.utils.parametrize"
-            )
-
-
-def _warn_of_compiled(modules: Modules) -> None:
-    path = next((path for path, m in modules if is_compiled_in_place(m)), None)
-    if path is not None:
-        warnings.warn(
-            f"module {path or '(root)'!r} was compiled in place, and make_functional uses its "
-            f"uncompiled forward: {_COMPILE}, or apply torch.compile to the function that "
-            "make_functional returns",
-            stacklevel=callers_level(),
-        )
 
 
 def check_plan_names(parameters: Collection[str], planned: Collection[str]) -> None:

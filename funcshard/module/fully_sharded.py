@@ -275,20 +275,18 @@ class FullyShard:
         # Note: outside of their units, modules hold placeholders for parameters.
         modules = apply.skeleton.instantiate(outside_tensors, call_buffers, training=apply.training)
         unit_call = UnitCall(self.units, shards, learner, self.mesh)
-        entry_functions: list[tuple[int, Callable[..., Any]]] = [
-            (member.index, functools.partial(unit_call.enter, member))
+        entry_functions: dict[int, Callable[..., Any]] = {
+            member.index: functools.partial(unit_call.enter, member)
             for name, members in self.units.items()
             for member in members
             if name != ""  # the call enters the root itself, below
-        ]
-        entry_functions += [
-            (index, forward_in_full_precision) for index in self.precision.full_precision
-        ]
+        }
+        entry_functions |= dict.fromkeys(self.precision.full_precision, forward_in_full_precision)
         if 0 in self.methods:
-            entry_functions.append((0, _run_inside))
+            entry_functions[0] = _run_inside
         entered_modules = [
             (modules[index], UnitEntry(enter, self.methods[index]))
-            for index, enter in entry_functions
+            for index, enter in entry_functions.items()
         ]
         for module, entry in entered_modules:
             entry.begin(module)

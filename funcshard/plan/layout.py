@@ -240,9 +240,7 @@ def _prune(structure: tree.Structure, keep: dict[int, int]) -> tree.Structure:
     for child in children:  # a comprehension would take a second frame of Python's bounded stack
         pruned_children.append(_prune(child, keep))
     if node_kind in _DICTS and any("." in str(key) for key in meta):
-        kept_indices = [i for i, child in enumerate(pruned_children) if child is not None]
-        meta, pruned_children = (
-            tuple([meta[i] for i in kept_indices]),
-            [pruned_children[i] for i in kept_indices],
-        )
+        pairs = zip(meta, pruned_children, strict=True)
+        kept_children = {key: child for key, child in pairs if child is not None}
+        meta, pruned_children = tuple(kept_children), list(kept_children.values())
     return (node_kind, meta, tuple(pruned_children))
