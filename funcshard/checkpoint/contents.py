@@ -50,8 +50,7 @@ from funcshard.checkpoint.stored_state import (
     Stored,
     TreeSpec,
     any_plan,
-    buffers_of_shards,
-    replicated_values,
+    read_outline,
 )
 from funcshard.plan import (
     Plan,
@@ -116,7 +115,7 @@ class Contents(Shown):
     @property
     def values(self) -> dict[str, Any]:
         """Every number, bool and string that ranks share, by path, such as ``"config.depth"``."""
-        return replicated_values(self.outline)
+        return read_outline(self.outline, self.plan)[0]
 
     @property
     def world_size(self) -> int:
@@ -136,8 +135,8 @@ class Contents(Shown):
     def reader(self) -> RankReader:
         return RankReader(self.path, self.save, self.table)
 
-    def check_files(self) -> None:
-        """Raise ``ValueError`` unless the files of all ranks exist, and have their sizes."""
+    def check_files(self) -> Contents:
+        """Return this; raise ``ValueError`` unless all files exist, and have their sizes."""
         total_bytes = 0
         # Why by name: files of a save that is running may go between a list and a look at them.
         for name in files_of(self.save, self.world_size):
@@ -150,6 +149,7 @@ class Contents(Shown):
             for rank in range(self.world_size):
                 self.table(rank)  # which names a file that has changed
             raise damaged(self.path / INDEX)
+        return self
 
     def check(self, watch: Watch = unwatched) -> None:
         """Read every file, and compare its checksum.
@@ -260,27 +260,29 @@ def read_values(path: StrPath) -> Any:
         ...     fs.read_values(fs.save(f"{folder}/step-7", state, plan, mesh).path)
         {'config': {'depth': 2}, 'step': 7}
     """
-    return _values(read_contents(check_path("path", path)).outline)[0]
+    values = _values(read_contents(check_path("path", path)).outline)
+    return None if values is _NO_VALUES else values
 
 
-def _values(spec: TreeSpec) -> tuple[Any, bool]:
-    """Return a node without its tensors, and whether it holds a value or is empty."""
-    if spec is None or spec[0] in ("tensor", "rank", "shards"):
-        return None, spec is None
-    if spec[0] == "value":
-        return spec[1], True
+_NO_VALUES = object()
+
+
+def _values(spec: TreeSpec) -> Any:
+    """Return a node without its tensors, or ``_NO_VALUES`` if it holds only these."""
+    if spec is None:
+        return None
+    if spec[0] in ("value", "tensor", "rank", "shards"):
+        return spec[1] if spec[0] == "value" else _NO_VALUES
     node_kind, fields, meta, children = spec
-    child_values = [_values(child) for child in children]
+    values = [_values(child) for child in children]
+    if values and all(value is _NO_VALUES for value in values):
+        return _NO_VALUES
     child_keys = meta if node_kind in ("dict", "ordered_dict") else fields
-    holds_value = not child_values or any(has_value for _, has_value in child_values)
     # Note: a list keeps its length, so that indices mean the same as in the state.
     if child_keys is None:
-        return [value for value, _ in child_values], holds_value
-    return {
-        key: value
-        for key, (value, has_value) in zip(child_keys, child_values, strict=True)
-        if has_value
-    }, holds_value
+        return [None if value is _NO_VALUES else value for value in values]
+    pairs = zip(child_keys, values, strict=True)
+    return {key: value for key, value in pairs if value is not _NO_VALUES}
 
 
 # --- the index ------------------------------------------------------------------------------------
@@ -379,8 +381,7 @@ def read_contents(path: StrPath) -> Contents:
             plans = _plans_from(index_data["plan"])
             outline, stored_facts = index_data["outline"], stored_from(index_data["stored"])
             # Note: other readers trust the tree after this walk over its nodes.
-            buffers_of_shards(outline, plans)
-            replicated_values(outline)
+            read_outline(outline, plans)
         numbers = [file_data.whole(key, index_data[key]) for key in ("saved", "bytes")]
         # Why: names of files begin with the token, and another one could lead out of the folder.
         save_token = file_data.of_type(str, "save", index_data["save"])
@@ -431,7 +432,7 @@ def _table(contents: Contents) -> Table:
     saver = mesh_text(any_plan(contents.plan).mesh_axes)
     title = f"Checkpoint {contents.path.name} of {saved_at}, saved by {saver} under {plans_text}"
     axes = any_plan(contents.plan).mesh_axes
-    buffers = buffers_of_shards(contents.outline, contents.plan)
+    values, buffers = read_outline(contents.outline, contents.plan)
     everything = [*contents.shared.items()]
     for rank in range(contents.world_size):
         # Note: values of PerRank are in the tables alone, which is why these are read here.
@@ -453,8 +454,8 @@ def _table(contents: Contents) -> Table:
         label_sums = sums.setdefault(facts.label, Counter())
         label_sums.update(tensors=len(sizes), numel=sum(sizes), bytes=nbytes)
     rows = [[label, "; ".join(kinds[label]), *_cells(sums[label])] for label in sums]
-    values = list(contents.values.items())
-    rows += [[path, f"= {value!r}"[:40], "", "", ""] for path, value in values[:_MOST_VALUES]]
+    value_rows = [[path, f"= {value!r}"[:40], "", "", ""] for path, value in values.items()]
+    rows += value_rows[:_MOST_VALUES]
     if len(values) > _MOST_VALUES:
         rows.append([f"and {len(values) - _MOST_VALUES} more values", "= '…'", "", "", ""])
     total_row = ["total", "", *_cells(sum(sums.values(), Counter()))]

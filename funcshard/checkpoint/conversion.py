@@ -21,7 +21,7 @@ from funcshard.checkpoint.hugging_face import build_on_meta, stored, write_confi
 from funcshard.checkpoint.rank_files import Header, RankReader, headers_of
 from funcshard.checkpoint.resharding import Source, leaf_sources, read_run, turn_of, whole_run
 from funcshard.checkpoint.safetensors import write_tensors
-from funcshard.checkpoint.stored_state import any_plan, buffers_of_shards
+from funcshard.checkpoint.stored_state import any_plan, read_outline
 from funcshard.comm import Mesh
 from funcshard.plan import Packing, dtype_of, own_axes, position_of
 
@@ -74,7 +74,7 @@ def stored_leaves(contents: Contents) -> dict[str, StoredLeaf]:
     Trees of the only ``TrainState`` are under ``model`` and ``optim.state``.
     """
     axes = any_plan(contents.plan).mesh_axes
-    shard_buffers = buffers_of_shards(contents.outline, contents.plan)
+    _, shard_buffers = read_outline(contents.outline, contents.plan)
     title_of = _titles(contents)
     leaves: dict[str, StoredLeaf] = {}
     for name, stored_facts in contents.shared.items():

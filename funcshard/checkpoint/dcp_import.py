@@ -25,8 +25,8 @@ from funcshard.checkpoint.foreign_folders import what_it_holds
 from funcshard.checkpoint.optimizer_loading import optimizer_from_state_dict
 from funcshard.checkpoint.pieces import piece_of
 from funcshard.checkpoint.resharding import Run, copy_run, run_in_shard, whole_run
-from funcshard.checkpoint.state_dict import check_no_leaf, from_state_dict, leaves_by_name
-from funcshard.checkpoint.stored_state import each_leaf, name_in
+from funcshard.checkpoint.state_dict import check_no_leaf, from_state_dict
+from funcshard.checkpoint.stored_state import each_leaf, leaves_by_name, name_in
 from funcshard.comm import Mesh, all_gather_texts
 from funcshard.core import Shards, check_mesh, on_every_rank
 from funcshard.plan import Box, BufferPlan, LeafSpec, Plan
@@ -116,11 +116,11 @@ def import_dcp(
         for _, buffer, leaf in each_leaf(plan):
             name = name_in(of_model, leaf)
             assert name is not None, "the tree under the prefix is whole"
-            leaf_values[leaf.path] = _part(path, of_model[name], buffer, leaf, mesh)
+            leaf_values[leaf.path] = of_model[name].part(buffer, leaf, mesh)
         for name, old in (buffers or {}).items():
             new_buffers[name] = old
             if name in of_model:
-                new_buffers[name] = _whole(path, of_model[name]).to(old.dtype).to(mesh.device)
+                new_buffers[name] = of_model[name].whole().to(old.dtype).to(mesh.device)
         if optimizer is not None:
             optimizer_state = _optimizer_state(path, tensors, plan, mesh)
     # Note: each rank reads by itself, maybe from another disk.
@@ -177,56 +177,68 @@ def _prefix(stored: Mapping[str, _Tensor], plan: Plan, key: str | None, folder: 
 # --- tensors --------------------------------------------------------------------------------------
 
 
-def _part(folder: Path, tensor: _Tensor, buffer: BufferPlan, leaf: LeafSpec, mesh: Mesh) -> Any:
-    """Return this rank's piece of a tensor like a leaf, and any other tensor as a whole."""
-    # Note: such as the count of steps, or a tensor of another model, which is an error later.
-    if tensor.shape != leaf.whole_shape or not tensor.shape:
-        return _whole(folder, tensor)
-    _, run = run_in_shard(buffer, leaf, mesh.position)
-    return piece_of(_read_run(folder, tensor, run), run, leaf)
+class _Tensor(NamedTuple):
+    """A tensor of a DCP checkpoint.
 
+    Attributes:
+        chunks: where each box of it lies: a file, the first byte there, and the number of bytes.
+    """
 
-def _whole(folder: Path, tensor: _Tensor) -> torch.Tensor:
-    return _read_run(folder, tensor, whole_run(tensor.shape)).view(tensor.shape)
+    folder: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: dict[Box, Any]
 
+    def part(self, buffer: BufferPlan, leaf: LeafSpec, mesh: Mesh) -> Any:
+        """Return this rank's piece of a tensor like a leaf, and any other tensor as a whole."""
+        # Note: such as the count of steps, or a tensor of another model, which is an error later.
+        if self.shape != leaf.whole_shape or not self.shape:
+            return self.whole()
+        _, run = run_in_shard(buffer, leaf, mesh.position)
+        return piece_of(self.elements(run), run, leaf)
 
-def _read_run(folder: Path, tensor: _Tensor, target: Run) -> torch.Tensor:
-    """Return the elements of a run, from the chunks that overlap it."""
-    run_elements = torch.empty(target.numel, dtype=tensor.dtype, device="cpu")
-    target_boxes, copied_numel = target.boxes(), 0
-    for chunk_box, place in tensor.chunks.items():
-        # Note: torch.load reads a chunk as a whole, so chunks of other ranks are not opened.
-        if any(target_box.overlap(chunk_box) for target_box in target_boxes):
-            values = _load(folder, place, chunk_box.sizes, tensor.dtype).reshape(-1)
-            copied_numel += copy_run(run_elements, target, values, Run(0, len(values), chunk_box))
-    if copied_numel != target.numel:
-        raise ValueError(
-            f"{folder} is incomplete: it holds {copied_numel} of {target.numel} needed elements of "
-            f"{tensor.name!r}"
-        )
-    return run_elements
+    def whole(self) -> torch.Tensor:
+        return self.elements(whole_run(self.shape)).view(self.shape)
 
+    def elements(self, target: Run) -> torch.Tensor:
+        """Return the elements of a run, from the chunks that overlap it."""
+        run_elements = torch.empty(target.numel, dtype=self.dtype, device="cpu")
+        target_boxes, copied_numel = target.boxes(), 0
+        for chunk_box, place in self.chunks.items():
+            # Note: torch.load reads a chunk as a whole, so chunks of other ranks are not opened.
+            if any(target_box.overlap(chunk_box) for target_box in target_boxes):
+                source = Run(0, chunk_box.numel, chunk_box)
+                values = self._load(place, chunk_box.sizes).reshape(-1)
+                copied_numel += copy_run(run_elements, target, values, source)
+        if copied_numel != target.numel:
+            raise ValueError(
+                f"{self.folder} is incomplete: it holds {copied_numel} of {target.numel} needed "
+                f"elements of {self.name!r}"
+            )
+        return run_elements
 
-def _load(folder: Path, place: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of one chunk, which ``torch.save`` wrote."""
-    file = folder / file_data.own_name("a file of its metadata", place.relative_path)
-    try:
-        with open(open_regular(file, links=False), "rb") as opened:
-            # Note: a file holds the chunks one after another, each an archive by itself.
-            opened.seek(place.offset)
-            archive = io.BytesIO(opened.read(place.length))
-        values: torch.Tensor = torch.load(archive, map_location="cpu", weights_only=True).detach()
-        if (tuple(values.shape), values.dtype) != (shape, dtype):
-            raise ValueError(f"found {tuple(values.shape)} and {values.dtype}")
-    except FileNotFoundError:
-        raise ValueError(f"{folder} is incomplete: {file.name} is missing") from None
-    except Exception as error:  # of any kind: readers of pickles and zip files raise what they meet
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(
-            f"{file} is damaged: the bytes at {place.offset} are no tensor of {shape} and {dtype}: "
-            f"{reason}"
-        ) from error
-    return values
+    def _load(self, place: Any, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the values of one chunk, which ``torch.save`` wrote."""
+        file = self.folder / file_data.own_name("a file of its metadata", place.relative_path)
+        try:
+            with open(open_regular(file, links=False), "rb") as opened:
+                # Note: a file holds the chunks one after another, each an archive by itself.
+                opened.seek(place.offset)
+                archive = io.BytesIO(opened.read(place.length))
+            values: torch.Tensor = torch.load(archive, map_location="cpu", weights_only=True)
+            if (tuple(values.shape), values.dtype) != (shape, self.dtype):
+                raise ValueError(f"found {tuple(values.shape)} and {values.dtype}")
+        except FileNotFoundError:
+            raise ValueError(f"{self.folder} is incomplete: {file.name} is missing") from None
+        # Of any kind: readers of pickles and zip files raise what they meet.
+        except Exception as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ValueError(
+                f"{file} is damaged: the bytes at {place.offset} are no tensor of {shape} and "
+                f"{self.dtype}: {reason}"
+            ) from error
+        return values.detach()
 
 
 def _optimizer_state(
@@ -241,7 +253,7 @@ def _optimizer_state(
         if path in leaf_of:
             _, buffer, leaf = leaf_of[path]
             entries = state.setdefault(leaf.path, {})
-            entries[entry_key] = _part(folder, tensor, buffer, leaf, mesh)
+            entries[entry_key] = tensor.part(buffer, leaf, mesh)
     if not state and any(buffer.trainable for _, buffer, _ in leaf_of.values()):
         raise ValueError(
             f"{folder} holds no optimizer state by name, such as "
@@ -252,19 +264,6 @@ def _optimizer_state(
 
 
 # --- the metadata ---------------------------------------------------------------------------------
-
-
-class _Tensor(NamedTuple):
-    """A tensor of a DCP checkpoint.
-
-    Attributes:
-        chunks: where each box of it lies: a file, the first byte there, and the number of bytes.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: dict[Box, Any]
 
 
 def _read_metadata(folder: Path) -> tuple[dict[str, _Tensor], str]:
@@ -292,7 +291,7 @@ def _read_metadata(folder: Path) -> tuple[dict[str, _Tensor], str]:
                 chunks[Box(offsets, tuple(chunk.sizes))] = place
             name = _WRAPPERS.sub("", title)
             dtype = stored.properties.state[0]
-            tensors[name] = _Tensor(name, tuple(stored.size), dtype, chunks)
+            tensors[name] = _Tensor(folder, name, tuple(stored.size), dtype, chunks)
     except Exception as error:  # of any kind: the reader of pickles raises what it meets
         raise ValueError(
             f"{file} is damaged, or is not the metadata of torch.distributed.checkpoint: {error}"

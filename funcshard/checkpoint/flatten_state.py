@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import re
 import zlib
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ import torch
 
 from funcshard._utils import tree
 from funcshard._utils.donation import check_not_donated
+from funcshard._utils.stored_trees import loaded_class
 from funcshard._utils.tensors import byte_memory, byte_view
 from funcshard.checkpoint.resharding import turn_of
 from funcshard.checkpoint.stored_state import (
@@ -36,7 +38,6 @@ from funcshard.checkpoint.stored_state import (
     TreeSpec,
     buffers_in_tree_order,
     by_entry,
-    find_class,
     fits_shard,
     is_json,
     join,
@@ -65,11 +66,8 @@ def flatten_state(state: Any, plans: Plans, rank: int, device: str = "cpu") -> F
         _Flattener(plan, rank, device, flat, turns, leaves).node(node, path, path)
         for path, node, plan in by_entry(structure, plans)
     ]
-    if isinstance(plans, Plan):
-        return dataclasses.replace(flat, spec=entry_specs[0])
-    return dataclasses.replace(
-        flat, spec=_container(structure, _entries(structure, ""), entry_specs)
-    )
+    spec = entry_specs[0] if isinstance(plans, Plan) else _container(structure, entry_specs)
+    return dataclasses.replace(flat, spec=spec)
 
 
 Order = list[tuple[UnitPlan, BufferPlan]]
@@ -87,7 +85,7 @@ def _described(
     state: Any, above: str = "", leaf_types: tuple[type, ...] = (PerRank,)
 ) -> tuple[tree.Structure, list[Any]]:
     """Return structure and leaves of a state that can be stored."""
-    structure, leaves, paths = tree.describe(state, above=above)
+    structure, leaves, paths = tree.describe(state, _check_container, above=above)
     for index, path in enumerate(paths):
         leaf = leaves[index]
         check_not_donated(leaf)
@@ -110,6 +108,22 @@ def _described(
                 "tensor.view(torch.uint8), or leave it out of the state"
             )
     return structure, leaves
+
+
+def _check_container(node_kind: str, meta: Any, entries: Sequence[Any], path: str) -> None:
+    """Raise ``TypeError`` if JSON can't hold what a container has beside its children."""
+    # Note: JSON has no other keys, and the index has to tell 1 from "1".
+    for key in entries if node_kind in ("dict", "ordered_dict") else ():
+        if type(key) not in (str, int):
+            raise TypeError(
+                f"the keys of a dictionary in a state must be str or int; found {key!r} at "
+                f"{path!r} of the state: convert it to a str"
+            )
+    if node_kind == "custom" and not is_json(meta[1]):
+        raise TypeError(
+            f"the {meta[0]} at {path!r} of the state cannot be stored: its metadata "
+            f"{meta[1]!r} cannot be written as JSON; convert it to a dictionary"
+        )
 
 
 @dataclass(slots=True)
@@ -145,18 +159,17 @@ class _Flattener:
                 return self._shards(structure, name)
             if node_kind == "dict" and _look_like_shards(children):
                 raise self._unplanned(name, meta)
-        entries = _entries(structure, name)
         # Note: TorchOpt's own classes and the opt_state of a TrainState are optimizers for sure.
         is_state = False
         if zone == "state" and node_kind == "namedtuple":
-            is_state = find_class(meta) is TrainState
+            is_state = loaded_class(meta) is TrainState
             if meta.startswith("torchopt."):
                 zone = "optimizer"
         # Why there alone: elsewhere, a list that is the same on every rank would be cut.
         if zone == "optimizer":
             orders = self._orders(children)
         child_specs = []
-        for index, (child, entry) in enumerate(zip(children, entries, strict=True)):
+        for index, (child, entry) in enumerate(zip(children, _entries(structure), strict=True)):
             path = join(name, entry)
             if index in orders:
                 nodes = zip(orders[index], child[2], strict=True)
@@ -165,12 +178,7 @@ class _Flattener:
                 continue
             child_zone = "optimizer" if is_state and entry == "opt_state" else zone
             child_specs.append(self.node(child, path, join(label, entry), child_zone))
-        if node_kind == "custom" and not is_json(meta[1]):
-            raise TypeError(
-                f"the {meta[0]} at {name!r} of the state cannot be stored: its metadata "
-                f"{meta[1]!r} cannot be written as JSON; convert it to a dictionary"
-            )
-        return _container(structure, entries, child_specs)
+        return _container(structure, child_specs)
 
     def _unplanned(self, path: str, unit_names: Sequence[Any]) -> ValueError:
         if not self.plan.unit_list:
@@ -199,6 +207,9 @@ class _Flattener:
             self.flat.rank_specs.append(inner_walk.node(structure, name, label, "PerRank"))
             return ["rank", len(self.flat.rank_specs) - 1]
         if not isinstance(value, torch.Tensor):
+            if zone in ("state", "optimizer"):
+                # Why JSON: NaN is equal to itself there, and 1 is not True.
+                self.flat.shared_texts[f"{name!r} of the state"] = json.dumps(value)
             return ["value", value]
         # Note: keys may have dots, so two paths may join to one name.
         if name in self.flat.stored:
@@ -223,7 +234,8 @@ class _Flattener:
         else:
             # Note: ranks compare these, so a value that one rank has changed alone is found. What
             # isn't a shard below a buffer, such as a count of steps, is the same on every rank.
-            self.flat.checksums[name] = _checksum(value.detach().reshape(-1))
+            checksum_text = f"the checksum {_checksum(value.detach().reshape(-1))}"
+            self.flat.shared_texts[f"tensor {name!r} of the state"] = checksum_text
         shape, dtype = tuple(value.shape), dtype_name(value.dtype)
         self.flat.stored[name] = Stored(kind, dtype, shape, on_mesh, label, turn)
         if stores:
@@ -329,27 +341,18 @@ def _all_fit(items: Sequence[Any], order: Order) -> bool:
     return bool(fit) and all(fit)
 
 
-def _entries(structure: tree.Structure, path: str) -> list[Any]:
+def _entries(structure: tree.Structure) -> Sequence[Any]:
     """Return the keys, field names or indices of a container's children."""
     node_kind, meta, children = structure
     if node_kind == "namedtuple":
-        cls: Any = find_class(meta)
+        cls: Any = loaded_class(meta)
         return list(cls._fields)
-    if node_kind not in ("dict", "ordered_dict"):
-        return list(range(len(children)))
-    # Note: JSON has no other keys, and the index has to tell 1 from "1".
-    for key in meta:
-        if type(key) not in (str, int):
-            raise TypeError(
-                f"the keys of a dictionary in a state must be str or int; found {key!r} at "
-                f"{path!r} of the state: convert it to a str"
-            )
-    return list(meta)
+    return meta if node_kind in ("dict", "ordered_dict") else range(len(children))
 
 
-def _container(structure: tree.Structure, entries: list[Any], specs: list[TreeSpec]) -> TreeSpec:
-    node_kind, meta, _ = structure
-    return [node_kind, entries if node_kind == "namedtuple" else None, meta, specs]
+def _container(structure: tree.Structure, specs: list[TreeSpec]) -> TreeSpec:
+    fields = _entries(structure) if structure[0] == "namedtuple" else None
+    return [structure[0], fields, structure[1], specs]
 
 
 def _checksum(flat: torch.Tensor) -> int:

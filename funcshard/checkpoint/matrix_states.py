@@ -16,7 +16,7 @@ import torch
 from funcshard._utils import tree
 from funcshard.checkpoint.optimizer_message import from_text, to_text
 from funcshard.checkpoint.pieces import Piece, as_pieces
-from funcshard.checkpoint.state_dict import kept_copy
+from funcshard.checkpoint.state_dict import Delivery, kept_copy
 from funcshard.comm import Mesh, all_gather_texts
 from funcshard.core import broadcast
 from funcshard.plan import dtype_of, own_axes, rank_at, slice_offsets
@@ -24,24 +24,13 @@ from funcshard.train import Matrix, PerMatrixStep
 
 
 def matrix_states_by_path(
-    states: Mapping[str, Any],
-    step: PerMatrixStep,
-    mesh: Mesh,
-    *,
-    rank0_only: bool,
-    offload: bool,
-    sharded: bool,
+    states: Mapping[str, Any], step: PerMatrixStep, delivery: Delivery
 ) -> dict[str, dict[str, Any]]:
     """Return the states of all matrices by leaf and name; every rank has to call it.
 
-    Arguments:
-        states: the states of the matrices that this rank owns, by path.
-        step: the optimizer's step.
-        mesh: the ranks.
-        rank0_only: as in ``to_state_dict``.
-        offload: the same.
-        sharded: the same.
+    ``states`` are those of the matrices that this rank owns, by path.
     """
+    mesh = delivery.mesh
     own_values = {path: _named(state) for path, state in states.items()}
     # Note: only owners know what their states consist of.
     rank_texts = all_gather_texts(mesh, to_text(own_values))
@@ -52,24 +41,25 @@ def matrix_states_by_path(
         own_position = {axis: mesh.position[axis] for axis in own}
         source_position = {**dict.fromkeys(mesh.shape, 0), **own_position, **place}
         source = rank_at(source_position, mesh.shape)
-        copy_axes = {axis: size for axis, size in mesh.shape.items() if axis not in (*place, *own)}
-        leaf_state = by_path[matrix.holder.path]
         for name, value in rank_values[source][matrix.leaf.path].items():
-            if not isinstance(value, torch.Tensor) or not value.is_meta:
-                leaf_state[prefix + name] = value  # the text has it
-                continue
-            shape = tuple(value.shape)
-            value = torch.empty(0 if sharded else shape, dtype=value.dtype, device=mesh.device)
-            if place.items() <= mesh.position.items():
-                value = own_values[matrix.leaf.path][name].detach().to(mesh.device).contiguous()
-            if sharded:
-                copy = rank_at(mesh.position, copy_axes)
-                leaf_state[prefix + name] = Piece(value.reshape(-1), 0, shape, copy)
-                continue
-            if axes := [axis for axis in mesh.groups if axis not in own]:
-                broadcast(value, source, mesh, axes, label="optimizer state")
-            if not (rank0_only and mesh.rank):
-                leaf_state[prefix + name] = kept_copy(value, offload)
+            if isinstance(value, torch.Tensor) and value.is_meta:  # else the text has it
+                is_owner = place.items() <= mesh.position.items()
+                if is_owner:
+                    value = own_values[matrix.leaf.path][name].detach()
+                if delivery.sharded:
+                    elements = torch.empty(0, dtype=value.dtype, device=mesh.device)
+                    if is_owner:
+                        elements = value.reshape(-1).to(mesh.device)
+                    copies = {a: n for a, n in mesh.shape.items() if a not in (*place, *own)}
+                    copy = rank_at(mesh.position, copies)
+                    value = Piece(elements, 0, tuple(value.shape), copy)
+                else:
+                    axes = [axis for axis in mesh.groups if axis not in own]
+                    value = _from_rank(source, value, mesh, axes)
+                    if delivery.rank0_only and mesh.rank:
+                        continue
+                    value = kept_copy(value, delivery.offload)
+            by_path[matrix.holder.path][prefix + name] = value
     return by_path
 
 
@@ -139,13 +129,15 @@ def _named(state: Any) -> dict[str, Any]:
     return {path or "state": leaf for path, leaf in zip(paths, leaves, strict=True)}
 
 
-def _from_rank(src: int, value: Any, mesh: Mesh) -> Any:
+def _from_rank(src: int, value: Any, mesh: Mesh, axes: list[str] | None = None) -> Any:
+    """Return the value of rank ``src`` on the ranks along ``axes``, by default on all."""
     if not isinstance(value, torch.Tensor) or not value.ndim:
         return value  # the text has it
     whole_value = torch.empty(value.shape, dtype=value.dtype, device=mesh.device)
-    if mesh.rank == src:
+    if not value.is_meta:
         whole_value.copy_(value)
-    broadcast(whole_value, src, mesh, label="optimizer state")
+    if axes != []:
+        broadcast(whole_value, src, mesh, axes, label="optimizer state")
     return whole_value
 
 

@@ -27,9 +27,15 @@ from funcshard.checkpoint.state_nodes import (
     StateNode,
     map_state,
     nodes_of,
-    partition_state,
 )
-from funcshard.checkpoint.stored_state import each_leaf, first_of, fits_shard, join, name_in
+from funcshard.checkpoint.stored_state import (
+    by_buffer,
+    each_leaf,
+    first_of,
+    fits_shard,
+    join,
+    name_in,
+)
 from funcshard.comm import Mesh
 from funcshard.core import LeafChecksums, check_mesh, check_source, empty_shard, on_every_rank
 from funcshard.plan import BufferPlan, Plan, UnitPlan, dtype_name, own_axes
@@ -185,12 +191,11 @@ class _Loading:
                 "others": step.others and self.state(others, options, step.others),
             }
         # Note: init tells the form of the state.
-        initial_state = optimizer[0](self.zero_shards())
-        paths = partition_state(initial_state, self.plan)[0].keys()
-        nodes = nodes_of(initial_state, paths, optimizer, self.plan, self.mesh)
-
-        def per_shard(path: str, initial: ByBuffer) -> ByBuffer:
-            return self.shard_values(by_path, nodes[path], initial)
+        zero_shards = by_buffer(
+            self.plan, lambda unit, b: empty_shard(unit, b, self.mesh).zero_(), trainable_only=True
+        )
+        initial_state = optimizer[0](zero_shards)
+        nodes, _ = nodes_of(initial_state, optimizer, self.plan, self.mesh)
 
         def other(path: str, initial: Any) -> Any:
             if isinstance(step, TorchStep | MuonStep):
@@ -199,36 +204,30 @@ class _Loading:
             # group.
             return options.get(path, initial)
 
-        return map_state(initial_state, self.plan, per_shard, other)
+        return map_state(
+            initial_state, self.plan, lambda path, _: self.shard_values(by_path, nodes[path]), other
+        )
 
-    def zero_shards(self) -> dict[str, dict[str, torch.Tensor]]:
-        shards: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self.plan.units}
-        for unit, buffer in trainable_buffers(self.plan):
-            shards[unit.name][buffer.key] = empty_shard(unit, buffer, self.mesh).zero_()
-        return shards
-
-    def shard_values(
-        self, by_path: Mapping[str, LeafState], node: StateNode, initial: ByBuffer
-    ) -> ByBuffer:
-        """Return the values of a node of the state, given its initial values."""
+    def shard_values(self, by_path: Mapping[str, LeafState], node: StateNode) -> ByBuffer:
+        """Return the values of a node of the state, given one with its initial values."""
         group_of = node.layout.group_of
         states = {path: state for path, state in by_path.items() if state and path in group_of}
         if not states:
-            return initial
+            return node.values
         names = [node.name]
         options: Sequence[Mapping[str, Any]] = ()
         if node.step is not None:
             options = node.step.options
             names = list(dict.fromkeys(name for state in states.values() for name in state))
         _check_names(states, node)
-        flat_names = _flat_names(states, node, initial, self.plan)
+        flat_names = _flat_names(states, node, self.plan)
         # Why: with dampening, momentum of zeros is not the same as no state yet.
         is_dampened = any(group.get("dampening") for group in options)
         # Why: fused kernels need scalars on the device of the shard.
         on_device = any(group.get("fused") or group.get("capturable") for group in options)
-        shard_values: dict[str, dict[str, Any]] = {name: {} for name in self.plan.units}
-        for unit, buffer in trainable_buffers(self.plan):
-            entries = dict(node.entries(initial[unit.name][buffer.key]))
+
+        def values_of(unit: UnitPlan, buffer: BufferPlan) -> Any:
+            entries = dict(node.entries(unit, buffer))
             paths = [leaf.path for leaf in buffer.leaves if leaf.path in group_of]
             begun_paths = [path for path in paths if path in states]
             # Note: with strict, a leaf without state gets zeros; find_leaves says if it may.
@@ -248,13 +247,16 @@ class _Loading:
                         name, values, entries.get(name), unit, buffer, node.layout
                     )
                     continue
-                scalars = _scalars(name, values, states, node.layout, new_groups)
-                for group_index, scalar in enumerate(scalars):
-                    if isinstance(scalar, torch.Tensor):
-                        scalars[group_index] = scalar.detach().to(scalar_device, copy=True)
+                scalars = [
+                    scalar.detach().to(scalar_device, copy=True)
+                    if isinstance(scalar, torch.Tensor)
+                    else scalar
+                    for scalar in _scalars(name, values, states, node.layout, new_groups)
+                ]
                 entries[name] = tuple(scalars) if node.layout.count > 1 else scalars[0]
-            shard_values[unit.name][buffer.key] = entries.get(node.name, entries)
-        return shard_values
+            return entries.get(node.name, entries)
+
+        return by_buffer(self.plan, values_of, trainable_only=True)
 
     def flat_tensor(
         self,
@@ -297,14 +299,12 @@ class _Loading:
         return int(max(step_counts, default=0))
 
 
-def _flat_names(
-    states: Mapping[str, LeafState], node: StateNode, initial: ByBuffer, plan: Plan
-) -> set[str]:
+def _flat_names(states: Mapping[str, LeafState], node: StateNode, plan: Plan) -> set[str]:
     """Return the entries with a value for each element of a leaf."""
     if node.step is None:
         # Why init's values tell: a count of steps has the shape of a leaf without dimensions.
         is_flat = any(
-            fits_shard(initial[unit.name][buffer.key], buffer, node.layout.numel(buffer))
+            fits_shard(node.values[unit.name][buffer.key], buffer, node.layout.numel(buffer))
             for unit, buffer in trainable_buffers(plan)
         )
         return {node.name} if is_flat else set()
@@ -323,7 +323,7 @@ def _check_names(states: Mapping[str, LeafState], node: StateNode) -> None:
     names_by_group: dict[int, set[str]] = {}
     for path, leaf_state in states.items():
         names = names_by_group.setdefault(node.layout.group_of[path], set())
-        names.update(node.entries(leaf_state))
+        names.update([node.name] if node.name else leaf_state)
     for path, leaf_state in states.items():
         names = names_by_group[node.layout.group_of[path]]
         if names - leaf_state.keys():

@@ -13,16 +13,15 @@ import torch
 
 from funcshard.checkpoint.matrix_states import matrix_states_by_path
 from funcshard.checkpoint.state_dict import (
+    Delivery,
     check_flags,
     check_no_local_leaf,
     kept_copy,
-    leaves_for_this_rank,
 )
 from funcshard.checkpoint.state_nodes import (
     StateNode,
     layout_of,
     nodes_of,
-    partition_state,
     trainable_paths,
 )
 from funcshard.checkpoint.stored_state import fits_shard
@@ -108,20 +107,17 @@ def optimizer_to_state_dict(
     if isinstance(step, PerMatrixStep):
         step.check_state(opt_state)
         flat_state, flat_optimizer = opt_state["others"], step.others
-    per_shard, other_values = partition_state(flat_state, plan)
-    nodes = nodes_of(flat_state, per_shard.keys(), flat_optimizer, plan, mesh)
+    delivery = Delivery(mesh, rank0_only, offload, sharded)
+    nodes, other_values = nodes_of(flat_state, flat_optimizer, plan, mesh)
     states_by_path: dict[str, LeafState] = {path: {} for path in trainable_paths(plan)}
-    for path, node in nodes.items():
+    for node in nodes.values():
         for unit, buffer in trainable_buffers(plan):
-            entries = node.entries(per_shard[path][unit.name][buffer.key])
             # Note: every rank has the same entries in the same order, because flat ones are
             # gathered.
-            for name, value in entries.items():
+            for name, value in node.entries(unit, buffer).items():
                 if fits_shard(value, buffer, node.layout.numel(buffer)):
                     flat_tensor = node.layout.spread(value, buffer)
-                    leaf_values = leaves_for_this_rank(
-                        flat_tensor, unit, buffer, mesh, rank0_only, offload, sharded
-                    )
+                    leaf_values = delivery.leaves(flat_tensor, unit, buffer)
                 else:
                     leaf_values = _scalars(name, value, node, unit, buffer, offload)
                 for leaf, leaf_value in leaf_values:
@@ -129,14 +125,7 @@ def optimizer_to_state_dict(
                         states_by_path[leaf.path][name] = leaf_value
     param_groups = _param_groups(flat_optimizer, other_values, plan, mesh)
     if isinstance(step, PerMatrixStep):
-        matrix_states = matrix_states_by_path(
-            opt_state["matrices"],
-            step,
-            mesh,
-            rank0_only=rank0_only,
-            offload=offload,
-            sharded=sharded,
-        )
+        matrix_states = matrix_states_by_path(opt_state["matrices"], step, delivery)
         states_by_path |= matrix_states
         param_groups.append({"params": list(matrix_states)})
     if rank0_only and mesh.rank:

@@ -35,8 +35,7 @@ from funcshard.checkpoint.safetensors import (
     export_model,
     open_tensors,
 )
-from funcshard.checkpoint.state_dict import LeafPlace, leaves_by_name
-from funcshard.checkpoint.stored_state import by_buffer, each_leaf
+from funcshard.checkpoint.stored_state import LeafPlace, by_buffer, each_leaf, leaves_by_name
 from funcshard.comm import Mesh
 from funcshard.core import (
     LeafChecksums,

@@ -130,34 +130,36 @@ def old_position(
     old_axes: ByAxis,
 ) -> dict[str, int]:
     """Return the old position along the axes ``own`` that a local leaf comes from."""
-    rank_index = rank_at(
-        {axis: position.get(axis, 0) for axis in own}, {axis: axes.get(axis, 1) for axis in own}
-    )
+    rank_index = rank_at(position, {axis: axes[axis] for axis in own})
     # Why modulo: a job on more ranks than before has to take some state twice.
-    old_sizes = {axis: old_axes.get(axis, 1) for axis in own}
+    old_sizes = {axis: old_axes[axis] for axis in own}
     return position_of(rank_index % math.prod(old_sizes.values()), old_sizes)
 
 
 def read_run(
-    out: torch.Tensor, target: Run, sources: Iterable[Source], name: str, read: Read
-) -> int:
-    """Fill a run from stored shards, and return the number of elements.
+    out: torch.Tensor,
+    target: Run,
+    sources: Iterable[Source],
+    name: str,
+    read: Read,
+    ranks_on: int = 0,
+) -> None:
+    """Fill a run from stored shards, whose runs have all of its elements.
 
     Arguments:
         out: the elements of ``target``, 1-D.
         read: fills a tensor with stored elements.
+        ranks_on: how many ranks behind those of the sources the copies are to read.
     """
-    copied_numel = 0
-    for rank, start, run in sources:
+    for source_rank, start, run in sources:
+        rank = source_rank + ranks_on
         if run.within == target.within:
             begin = run.begin - target.begin
             read(out[begin : begin + run.numel], rank, name, start)
-            copied_numel += run.numel
         else:
             values = torch.empty(run.numel, dtype=out.dtype, device="cpu")
             read(values, rank, name, start)
-            copied_numel += copy_run(out, target, values, run)
-    return copied_numel
+            copy_run(out, target, values, run)
 
 
 @torch.no_grad()

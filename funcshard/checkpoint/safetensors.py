@@ -29,11 +29,11 @@ from funcshard.checkpoint.foreign_folders import what_it_holds
 from funcshard.checkpoint.hugging_face import stored
 from funcshard.checkpoint.rank_files import CODE_OF, CODES, Header, header_bytes, headers_of
 from funcshard.checkpoint.state_dict import (
+    Delivery,
     check_all_shards,
     check_no_leaf,
     check_no_local_leaf,
     find_leaves,
-    leaves_for_this_rank,
 )
 from funcshard.checkpoint.stored_state import each_leaf
 from funcshard.comm import Mesh
@@ -134,6 +134,7 @@ def export_model(
                 "it out"
             )
     entry_groups = stored_entries(module, plan)
+    delivery = Delivery(mesh, rank0_only=True, offload=True)
 
     def tensors() -> Iterator[torch.Tensor]:
         for unit, unit_entries in zip(plan.unit_list, entry_groups, strict=True):
@@ -141,15 +142,7 @@ def export_model(
             unit_leaves = {
                 leaf.path: value
                 for buffer in unit.buffers
-                for leaf, value in leaves_for_this_rank(
-                    shards[unit.name][buffer.key],
-                    unit,
-                    buffer,
-                    mesh,
-                    rank0_only=True,
-                    offload=True,
-                    sharded=False,
-                )
+                for leaf, value in delivery.leaves(shards[unit.name][buffer.key], unit, buffer)
             }
             if mesh.rank == 0:
                 # Note: experts, for example, are one leaf, and several tensors in files.

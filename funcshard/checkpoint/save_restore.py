@@ -15,12 +15,11 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from funcshard._utils.options import check_count, check_flag, check_number, check_path
+from funcshard._utils.options import check_count, check_flag, check_number, check_path, outline
 from funcshard.checkpoint.contents import Contents, read_contents, read_from, save_at
 from funcshard.checkpoint.flatten_state import flatten_state
 from funcshard.checkpoint.folders import (
@@ -32,15 +31,11 @@ from funcshard.checkpoint.folders import (
     pause,
 )
 from funcshard.checkpoint.rank_files import INDEX, damaged
-from funcshard.checkpoint.stored_state import (
-    Plans,
-    check_replicated,
-    replicated_summary,
-)
+from funcshard.checkpoint.stored_state import Plans, check_agreement
 from funcshard.checkpoint.unflatten_state import Saved, unflatten_state
 from funcshard.checkpoint.writer import Writer
-from funcshard.comm import Mesh, all_gather_texts, check_all_same
-from funcshard.core import check_fits, check_mesh, on_every_rank, raise_on_every_rank
+from funcshard.comm import Mesh, all_gather_texts
+from funcshard.core import check_mesh, on_every_rank, raise_on_every_rank
 from funcshard.plan import Plan
 
 _log = logging.getLogger("funcshard.checkpoint")
@@ -181,7 +176,7 @@ def save(
             )
         # Note: also frees rank 0's lock, if the same path is saved to again.
         after.wait()
-    _check_plans(plan, mesh)
+    _check_plans(plan, mesh, {"path": str(path)})
     save_lock, drawn_token = None, secrets.randbits(32)
     # Note: until the thread has it, an error gives back the lock and deletes the files.
     with ExitStack() as undo_stack:
@@ -190,13 +185,13 @@ def save(
                 check_replaceable(path)
             # Note: the state is checked before the first file is made.
             flat_state = flatten_state(state, plan, mesh.rank, mesh.device.type)
-            state_summary = replicated_summary(flat_state)
+            own_texts = flat_state.texts()
             if mesh.rank == 0:  # at the end, because it makes the first file
                 save_lock = begin_save(path, f"{drawn_token:08x}")
                 undo_stack.callback(discard, path, f"{drawn_token:08x}")
                 undo_stack.callback(save_lock.release)  # first, because discard takes it
         # Note: rank 0 drew it; with it the names of all files of this save begin.
-        token = _agree(path, state_summary, mesh, drawn_token)
+        token = _agree(own_texts, mesh, drawn_token)
         written_tensors: Mapping[str, torch.Tensor] = flat_state.tensors
         with on_every_rank(mesh):  # such as no memory for the copy
             # Note: rank 0 has made this file, so a rank that lacks it writes to another disk.
@@ -274,7 +269,7 @@ def restore(
         )
     path = check_path("path", path)
     if plan is None and mesh is None:
-        return read_from(path, _described)
+        return read_from(path, Contents.check_files)
     if plan is None or mesh is None:
         raise ValueError(
             "restore takes a path alone, to describe the checkpoint, or a path, a plan and a "
@@ -315,11 +310,6 @@ def restore(
     raise AssertionError
 
 
-def _described(contents: Contents) -> Contents:
-    contents.check_files()
-    return contents
-
-
 def _read_state(contents: Contents, plan: Plans, mesh: Mesh, cast: bool) -> Any:
     if _keys(contents.plan) != _keys(plan):
         raise ValueError(
@@ -337,25 +327,17 @@ def _read_state(contents: Contents, plan: Plans, mesh: Mesh, cast: bool) -> Any:
         return unflatten_state(saved_state, plan, mesh.rank, mesh.device, cast=cast)
 
 
-def _check_plans(
-    plan: Plans, mesh: Mesh, options: Mapping[str, str] = MappingProxyType({})
-) -> None:
-    if not isinstance(plan, Mapping):
-        check_mesh(plan, mesh, options)
-        return
-    if not plan or not all(
-        isinstance(key, str) and isinstance(entry_plan, Plan) for key, entry_plan in plan.items()
-    ):
-        entry_types = {key: type(entry_plan).__name__ for key, entry_plan in plan.items()}
+def _check_plans(plan: Plans, mesh: Mesh, options: Mapping[str, str]) -> None:
+    plans = plan if isinstance(plan, Mapping) else {"": plan}
+    if not plans or not all(isinstance(key, str) for key in plans):
         raise TypeError(
-            "plan must be a plan, or a dictionary of plans by keys of the state; found a "
-            f"dictionary of {entry_types}: pass what make_plan returned"
+            "plan must be a plan, or a dictionary of plans by keys of the state; found "
+            f"{outline(plan)}: pass what make_plan returned"
         )
-    # Note: several plans are compared in one exchange, and a single one by check_mesh.
-    plan_fingerprints = {key: entry_plan.fingerprint() for key, entry_plan in sorted(plan.items())}
-    check_all_same(mesh, {"the plans": json.dumps(plan_fingerprints), **options})
-    for entry_plan in plan.values():
-        check_fits(entry_plan, mesh)
+    # Note: all ranks compare as many plans, because the first comparison is of the keys too.
+    options = {"the keys of the plans": str(sorted(plans)), **options}
+    for _, entry_plan in sorted(plans.items()):
+        check_mesh(entry_plan, mesh, options)
 
 
 def _keys(plan: Plans) -> str:
@@ -364,18 +346,14 @@ def _keys(plan: Plans) -> str:
     )
 
 
-def _agree(path: Path, summary: dict[str, Any], mesh: Mesh, drawn: int) -> str:
-    """Check that ranks agree on path and state, and return rank 0's token."""
-    own_digest = hashlib.sha256(json.dumps(summary, sort_keys=True).encode()).hexdigest()
-    own_report = json.dumps([str(path), own_digest])
-    rank_reports = [json.loads(text) for text in {*all_gather_texts(mesh, own_report)}]
-    rank_paths = sorted({rank_path for rank_path, _ in rank_reports})
-    if len(rank_paths) > 1:
-        raise ValueError(f"path must be the same on every rank; found {rank_paths}")
-    if len({rank_digest for _, rank_digest in rank_reports}) > 1:
-        # Note: only then are whole summaries gathered, which grow with the state.
-        summary_texts = all_gather_texts(mesh, json.dumps(summary))
-        check_replicated([json.loads(summary_text) for summary_text in summary_texts])
+def _agree(texts: dict[str, str], mesh: Mesh, drawn: int) -> str:
+    """Check that ranks agree on the state, and return rank 0's token."""
+    own_text = json.dumps(texts)
+    own_digest = hashlib.sha256(own_text.encode()).hexdigest()
+    if len({*all_gather_texts(mesh, own_digest)}) > 1:
+        # Note: only then are the texts gathered, which grow with the state.
+        rank_texts = all_gather_texts(mesh, own_text)
+        check_agreement([json.loads(rank_text) for rank_text in rank_texts])
     # Why no text: ranks that gather texts send all of them if one differs.
     token_tensor = torch.tensor(drawn, device=mesh.device)
     for _, group in mesh.axes:  # from position 0 of each axis in turn, and so from rank 0

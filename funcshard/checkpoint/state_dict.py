@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,7 +14,13 @@ from torch import nn
 from funcshard._utils.options import check_flag
 from funcshard._utils.torch_private import callers_level
 from funcshard.checkpoint.pieces import as_pieces, check_pieces, copy_pieces, own_pieces
-from funcshard.checkpoint.stored_state import by_buffer, each_leaf, first_of, name_in
+from funcshard.checkpoint.stored_state import (
+    by_buffer,
+    each_leaf,
+    first_of,
+    leaves_by_name,
+    name_in,
+)
 from funcshard.comm import Mesh
 from funcshard.core import (
     AllGatherHandle,
@@ -102,6 +108,7 @@ def to_state_dict(
     check_no_leaf(buffers, plan)
     if rank0_only:
         check_no_local_leaf(plan)
+    delivery = Delivery(mesh, rank0_only, offload, sharded)
     # Note: all names of a tied parameter refer to one tensor, as in module.state_dict().
     named_tensors: dict[str, Any] = {}
     for unit in plan.unit_list:
@@ -110,9 +117,7 @@ def to_state_dict(
             flat_shard = shards[unit.name][buffer.key]
             if flat_shard is None:
                 continue
-            for leaf, value in leaves_for_this_rank(
-                flat_shard, unit, buffer, mesh, rank0_only, offload, sharded
-            ):
+            for leaf, value in delivery.leaves(flat_shard, unit, buffer):
                 named_tensors.update(dict.fromkeys((leaf.path, *leaf.aliases), value))
     if buffers is not None and not (rank0_only and mesh.rank):
         named_tensors.update((name, kept_copy(value, offload)) for name, value in buffers.items())
@@ -257,35 +262,40 @@ def check_no_local_leaf(plan: Plan) -> None:
 # --- one flat tensor, cut like a buffer, to leaves ------------------------------------------------
 
 
-def leaves_for_this_rank(
-    flat: torch.Tensor,
-    unit: UnitPlan,
-    buffer: BufferPlan,
-    mesh: Mesh,
-    rank0_only: bool,
-    offload: bool,
-    sharded: bool,
-) -> list[tuple[LeafSpec, Any]]:
-    """Return the leaves, or pieces of them, that this rank gets of a flat tensor."""
-    if sharded:
-        return list(own_pieces(flat, buffer, mesh))
-    # Note: rank 0 gathers from the ranks along its own shard axis, and from those with slices of
-    # its leaves. So for each leaf, only ranks that are the first along all other axes take part.
-    not_first = {axis for axis, group in mesh.groups.items() if rank0_only and group.rank}
-    slice_axes = {leaf_cut.axis for leaf in buffer.leaves for leaf_cut in leaf.cuts}
-    if not_first - slice_axes - {"shard"}:
-        return []
-    full_buffer = start_full_buffer(flat, unit, buffer, mesh).finish()
-    rank_leaves = []
-    for leaf, view in zip(buffer.leaves, views(full_buffer, buffer), strict=True):
-        if not_first - {leaf_cut.axis for leaf_cut in leaf.cuts}:
-            continue
-        # Note: every rank along the leaf's slice axes takes part; first_only gives the rest None.
-        value = join_slices(view, leaf, mesh, first_only=rank0_only)
-        if value is not None:
-            rank_leaves.append((leaf, kept_copy(value, offload)))
-        del value  # before the slices of the next leaf are joined
-    return rank_leaves
+class Delivery(NamedTuple):
+    """What this rank gets of leaves; ``to_state_dict`` describes the options."""
+
+    mesh: Mesh
+    rank0_only: bool = False
+    offload: bool = False
+    sharded: bool = False
+
+    def leaves(
+        self, flat: torch.Tensor, unit: UnitPlan, buffer: BufferPlan
+    ) -> list[tuple[LeafSpec, Any]]:
+        """Return the leaves, or pieces of them, that this rank gets of a flat tensor."""
+        mesh = self.mesh
+        if self.sharded:
+            return list(own_pieces(flat, buffer, mesh))
+        # Note: rank 0 gathers from the ranks along its own shard axis, and from those with slices
+        # of its leaves. So for each leaf, only ranks that are the first along all other axes take
+        # part.
+        not_first = {axis for axis, group in mesh.groups.items() if self.rank0_only and group.rank}
+        slice_axes = {leaf_cut.axis for leaf in buffer.leaves for leaf_cut in leaf.cuts}
+        if not_first - slice_axes - {"shard"}:
+            return []
+        full_buffer = start_full_buffer(flat, unit, buffer, mesh).finish()
+        rank_leaves = []
+        for leaf, view in zip(buffer.leaves, views(full_buffer, buffer), strict=True):
+            if not_first - {leaf_cut.axis for leaf_cut in leaf.cuts}:
+                continue
+            # Note: every rank along the leaf's slice axes takes part; first_only gives the rest
+            # None.
+            value = join_slices(view, leaf, mesh, first_only=self.rank0_only)
+            if value is not None:
+                rank_leaves.append((leaf, kept_copy(value, self.offload)))
+            del value  # before the slices of the next leaf are joined
+        return rank_leaves
 
 
 def start_full_buffer(
@@ -450,14 +460,6 @@ def _remedy(state_dict: Mapping[str, Any], missing: list[str]) -> str:
         f"it holds {names[:3]}, so it is of another module, a tree of shards, or its names carry a "
         "prefix such as 'module.' that has to be removed"
     )
-
-
-LeafPlace = tuple[UnitPlan, BufferPlan, LeafSpec]
-
-
-def leaves_by_name(plan: Plan) -> dict[str, LeafPlace]:
-    """Return every leaf with its unit and its buffer, under each of its names."""
-    return {name: place for place in each_leaf(plan) for name in (place[2].path, *place[2].aliases)}
 
 
 def _warn_of_unknown(state_dict: Mapping[str, Any], plan: Plan) -> None:

@@ -6,16 +6,16 @@ each shard; other leaves, such as a count of steps, belong to no parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from funcshard._utils import tree
 from funcshard._utils.donation import check_not_donated
-from funcshard.checkpoint.stored_state import buffers_in_tree_order
+from funcshard.checkpoint.stored_state import buffers_in_tree_order, by_buffer
 from funcshard.comm import Mesh
-from funcshard.plan import Plan
+from funcshard.plan import BufferPlan, Plan, UnitPlan
 from funcshard.train import MuonStep, ParamGroupLayout, TorchStep, trainable_buffers
 
 ByBuffer = Mapping[str, Mapping[str, Any]]
@@ -29,44 +29,54 @@ class StateNode(NamedTuple):
         name: the name of the values in a state dict; ``""`` for dictionaries of named entries.
         layout: the elements of shards that they belong to, by parameter group.
         step: the step of a class of ``torch.optim`` that keeps these entries.
+        values: the values.
     """
 
     name: str
     layout: ParamGroupLayout
-    step: TorchStep | None = None
+    step: TorchStep | None
+    values: ByBuffer
 
-    def entries(self, value: Any) -> Mapping[str, Any]:
-        """Return a value as named entries, which it may be already."""
+    def entries(self, unit: UnitPlan, buffer: BufferPlan) -> Mapping[str, Any]:
+        """Return the value of a shard as named entries, which it may be already."""
+        value = self.values[unit.name][buffer.key]
         return {self.name: value} if self.name else value
 
 
-def nodes_of(opt_state: Any, paths: Set[str], optimizer: Any, plan: Plan, mesh: Mesh) -> Any:
-    """Return what each node of an optimizer's state holds: ``{path: StateNode}``.
-
-    Arguments:
-        paths: the paths of the nodes of ``opt_state`` with a value for each shard.
+def nodes_of(
+    opt_state: Any, optimizer: Any, plan: Plan, mesh: Mesh
+) -> tuple[dict[str, StateNode], dict[str, Any]]:
+    """Return a state's nodes with a value for each shard, and all other leaves, both by path.
 
     Raises:
         TypeError: ``opt_state`` is no dictionary, as the optimizer's state is.
         ValueError: it has other nodes than the optimizer's state.
     """
+    per_shard: dict[str, ByBuffer] = {}
+    other_leaves: dict[str, Any] = {}
+    map_state(opt_state, plan, per_shard.setdefault, other_leaves.setdefault)
+    for value in other_leaves.values():
+        check_not_donated(value)
     step = getattr(optimizer, "step", None)
     layout = layout_of(step, plan, mesh)
-    nodes = {path: StateNode(path, layout) for path in paths}
+    node_facts: dict[str, Any] = {path: (path, layout, None) for path in per_shard}
     if isinstance(step, TorchStep):
-        nodes = {"leaves": StateNode("", layout, step)}
+        node_facts = {"leaves": ("", layout, step)}
     elif isinstance(step, MuonStep):
         # Note: Muon's step holds a whole AdamW for the leaves that are no matrices.
-        adamw_node = StateNode("", layout_of(step.adamw, plan, mesh), step.adamw)
-        nodes = {"momentum": StateNode("momentum_buffer", layout), "adamw.leaves": adamw_node}
-    if nodes.keys() != paths:
+        node_facts = {
+            "momentum": ("momentum_buffer", layout, None),
+            "adamw.leaves": ("", layout_of(step.adamw, plan, mesh), step.adamw),
+        }
+    if node_facts.keys() != per_shard.keys():
         error_type = ValueError if isinstance(opt_state, Mapping) else TypeError
         raise error_type(
             f"opt_state must be the optimizer's own state, with a value for each shard of the plan "
-            f"at {sorted(nodes)}; found {sorted(paths)}: pass state.opt_state of a TrainState, or "
-            "what optimizer.init returned, and the plan that the state was made with"
+            f"at {sorted(node_facts)}; found {sorted(per_shard)}: pass state.opt_state of a "
+            "TrainState, or what optimizer.init returned, and the plan that the state was made with"
         )
-    return nodes
+    nodes = {path: StateNode._make((*facts, per_shard[path])) for path, facts in node_facts.items()}
+    return nodes, other_leaves
 
 
 def layout_of(step: Any, plan: Plan, mesh: Mesh) -> ParamGroupLayout:
@@ -79,16 +89,6 @@ def trainable_paths(plan: Plan) -> list[str]:
     """Return the paths of the trainable leaves, in the order of the tree."""
     leaves = [leaf for _, buffer in trainable_buffers(plan) for leaf in buffer.leaves]
     return [leaf.path for leaf in sorted(leaves, key=lambda leaf: leaf.index)]
-
-
-def partition_state(state: Any, plan: Plan) -> tuple[dict[str, ByBuffer], dict[str, Any]]:
-    """Return a state's nodes with a value for each shard, and all other leaves, both by path."""
-    per_shard: dict[str, ByBuffer] = {}
-    other_leaves: dict[str, Any] = {}
-    map_state(state, plan, per_shard.setdefault, other_leaves.setdefault)
-    for value in other_leaves.values():
-        check_not_donated(value)
-    return per_shard, other_leaves
 
 
 def map_state(
@@ -128,13 +128,11 @@ def _by_buffer(node: Any, plan: Plan) -> ByBuffer | None:
         if like_shards and all(buffer.key in node[unit.name] for unit, buffer in buffers):
             return node
         return None
-    if type(node) is not list or not all(isinstance(leaf, torch.Tensor) for leaf in node):
-        return None
     # Note: TorchOpt flattens the tree of shards, so only the order tells which is whose.
     buffer_order = buffers_in_tree_order(plan, trainable_only=True)
-    if not node or len(node) != len(buffer_order):
+    if type(node) is not list or not node or len(node) != len(buffer_order):
         return None
-    shard_values: dict[str, dict[str, Any]] = {name: {} for name in plan.units}
-    for (unit, buffer), leaf in zip(buffer_order, node, strict=True):
-        shard_values[unit.name][buffer.key] = leaf
-    return shard_values
+    if not all(isinstance(leaf, torch.Tensor) for leaf in node):
+        return None
+    value_of = {(u.name, b.key): leaf for (u, b), leaf in zip(buffer_order, node, strict=True)}
+    return by_buffer(plan, lambda u, b: value_of[u.name, b.key], trainable_only=True)

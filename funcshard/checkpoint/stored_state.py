@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from funcshard._utils.stored_trees import loaded_class
+from funcshard.comm import first_difference
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
 
 T = TypeVar("T")
@@ -86,91 +86,83 @@ class FlatState:
         rank_specs: the tree of each ``PerRank`` value.
         stored: the facts about each tensor by name.
         tensors: the tensors that this rank stores, by name.
-        checksums: the checksum of each tensor that all ranks share, by name.
+        shared_texts: a text of each value and tensor that all ranks share, by title.
     """
 
     spec: TreeSpec
     rank_specs: list[TreeSpec] = field(default_factory=list)
     stored: dict[str, Stored] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    checksums: dict[str, int] = field(default_factory=dict)
+    shared_texts: dict[str, str] = field(default_factory=dict)
 
     @property
     def shared(self) -> dict[str, Stored]:
         """The facts about the tensors that ranks agree on."""
         return {name: stored for name, stored in self.stored.items() if stored.kind != "rank"}
 
+    def texts(self) -> dict[str, str]:
+        """Return what must be the same on every rank, as a text by title."""
+        # Why a digest: of a large model, this text has some MiB.
+        structure_text = json.dumps([self.spec, list(self.shared.items())]).encode()
+        structure_digest = hashlib.sha256(structure_text).hexdigest()[:16]
+        return {**self.shared_texts, "the structure of the state": structure_digest}
+
 
 # --- agreement between ranks ----------------------------------------------------------------------
 
 
-def replicated_summary(flat: FlatState) -> dict[str, Any]:
-    """Return a JSON summary of what must be the same on every rank."""
-    # Why a digest: of a large model, this text has some MiB.
-    structure_text = json.dumps([flat.spec, list(flat.shared.items())]).encode()
-    return {
-        "values": replicated_values(flat.spec),
-        "tensors": flat.checksums,
-        "structure": hashlib.sha256(structure_text).hexdigest(),
-    }
+def check_agreement(texts: Sequence[Mapping[str, str]]) -> None:
+    """Raise ``ValueError``, naming a difference, unless all ranks have the same texts by title."""
+    # Note: what only one rank has is a difference too.
+    remedy = (
+        "pass the same everywhere, a rank's own as PerRank(value), and a state of muon or per_matrix "
+        "as optimizer_to_state_dict returns it"
+    )
+    if error_text := first_difference(texts, range(len(texts)), remedy=remedy):
+        raise ValueError(error_text)
 
 
-def check_replicated(summaries: Sequence[dict[str, Any]]) -> None:
-    """Raise ``ValueError``, naming a difference, unless all summaries are the same."""
-    remedy = "mark a value of a rank's own with PerRank(value)"
-    of_tensors = f"{remedy}, and store a state of muon or per_matrix by optimizer_to_state_dict"
-    first_summary = summaries[0]
-    for rank, rank_summary in enumerate(summaries):
-        # Note: what only one rank has is a difference of the structure, named last.
-        for path, first_value in first_summary["values"].items():
-            value = rank_summary["values"].get(path, first_value)
-            # Why JSON: NaN is equal to itself there, and 1 is not True.
-            if json.dumps(first_value) != json.dumps(value):
-                first_text, rank_text = shortened(first_value, value)
-                raise ValueError(
-                    f"{path!r} of the state is {first_text} on rank 0 and {rank_text} on rank {rank}: "
-                    f"{remedy}"
-                )
-        for name, first_checksum in first_summary["tensors"].items():
-            if rank_summary["tensors"].get(name, first_checksum) != first_checksum:
-                raise ValueError(
-                    f"tensor {name!r} of the state is not the same on rank 0 and rank {rank}: "
-                    f"{of_tensors}"
-                )
-        if rank_summary["structure"] != first_summary["structure"]:
-            raise ValueError(
-                f"the state must have the same structure on every rank; rank {rank}'s differs from "
-                f"rank 0's: {of_tensors}"
-            )
+# --- the tree -------------------------------------------------------------------------------------
 
 
-def shortened(one: Any, other: Any) -> tuple[str, str]:
-    """Return two different values as text, around their first difference."""
-    value_texts = repr(one), repr(other)
-    # Note: long texts differ far behind their beginning, such as two configurations.
-    pairs = enumerate(zip(*value_texts, strict=False))
-    begin = max(0, next((i for i, (a, b) in pairs if a != b), 0) - 40)
-    one_text, other_text = [
-        f"{'…' * (begin > 0)}{text[begin : begin + 80]}" for text in value_texts
-    ]
-    return one_text, other_text
+def read_outline(spec: TreeSpec, plans: Plans) -> tuple[dict[str, Any], dict[str, BufferPlan]]:
+    """Return the values of a tree, and the buffers of its tensors in trees of shards.
 
+    Values are the int, float, bool and str outside of trees of shards, by path. Buffers are by
+    stored name.
 
-def replicated_values(spec: TreeSpec) -> dict[str, Any]:
-    """Return every int, float, bool and str outside of trees of shards, by path."""
-    return dict(_values(spec, ""))
-
-
-def _values(spec: TreeSpec, path: str) -> Iterator[tuple[str, Any]]:
-    if spec is None or spec[0] in ("tensor", "rank", "shards"):
-        return
-    if spec[0] == "value":
-        yield path, spec[1]
-        return
-    node_kind, fields, meta, children = spec
-    child_keys = meta if node_kind in ("dict", "ordered_dict") else fields or range(len(children))
-    for key, child in zip(child_keys, children, strict=True):
-        yield from _values(child, join(path, key))
+    Raises:
+        ValueError: it's no tree that ``flatten_state`` returned, or other errors of damaged data.
+    """
+    values: dict[str, Any] = {}
+    buffers_by_name: dict[str, BufferPlan] = {}
+    for entry_path, root, plan in by_entry(spec, plans):
+        buffers = {(unit.name, b.key): b for unit in plan.unit_list for b in unit.buffers}
+        nodes: list[tuple[str, TreeSpec, BufferPlan | None]] = [(entry_path, root, None)]
+        while nodes:
+            path, node, buffer = nodes.pop()
+            match node:
+                case ["value", value]:
+                    if buffer is None:
+                        values[path] = value
+                case ["tensor", name]:
+                    if buffer is not None:
+                        buffers_by_name[name] = buffer
+                case ["shards", _, entries]:
+                    nodes += [(path, below, buffers[unit, key]) for unit, key, below in entries]
+                # Note: every container has four parts, and no other node has.
+                case [node_kind, fields, meta, children]:
+                    keys = meta if node_kind in ("dict", "ordered_dict") else fields
+                    entries = zip(keys or range(len(children)), children, strict=True)
+                    child_nodes = [(join(path, key), below, buffer) for key, below in entries]
+                    nodes += reversed(child_nodes)
+                case None | ["rank", _]:
+                    pass
+                case _:
+                    raise ValueError(
+                        f"a node of its tree must be one of a state; found {node!s:.60}"
+                    )
+    return values, buffers_by_name
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -192,25 +184,6 @@ def name_in(names: Container[str], leaf: LeafSpec) -> str | None:
     return next((name for name in (leaf.path, *leaf.aliases) if name in names), None)
 
 
-def find_class(name: str) -> type:
-    """Return the loaded class that's recorded as ``module:qualname``.
-
-    Nothing is imported, so that a checkpoint can't run code.
-
-    Raises:
-        ValueError: no loaded module has such a class.
-    """
-    loaded_type = loaded_class(name)
-    if loaded_type is None:
-        module, _, qualname = name.partition(":")
-        raise ValueError(
-            f"the state contains a {qualname}, so that class must be at the top level of the "
-            f"loaded module {module!r}; found none: import the module first, or store a dictionary "
-            "instead"
-        )
-    return loaded_type
-
-
 def is_json(value: Any) -> bool:
     """Return whether frozen data are texts, numbers or tuples of them."""
     if isinstance(value, tuple):
@@ -229,10 +202,27 @@ def each_leaf(plan: Plan) -> Iterator[tuple[UnitPlan, BufferPlan, LeafSpec]]:
                 yield unit, buffer, leaf
 
 
-def by_buffer(plan: Plan, value_of: Callable[[UnitPlan, BufferPlan], T]) -> dict[str, dict[str, T]]:
+LeafPlace = tuple[UnitPlan, BufferPlan, LeafSpec]
+
+
+def leaves_by_name(plan: Plan) -> dict[str, LeafPlace]:
+    """Return every leaf with its unit and its buffer, under each of its names."""
+    return {name: place for place in each_leaf(plan) for name in (place[2].path, *place[2].aliases)}
+
+
+def by_buffer(
+    plan: Plan,
+    value_of: Callable[[UnitPlan, BufferPlan], T],
+    *,
+    trainable_only: bool = False,
+) -> dict[str, dict[str, T]]:
     """Return a tree of shards with a value for every flat buffer."""
     return {
-        unit.name: {buffer.key: value_of(unit, buffer) for buffer in unit.buffers}
+        unit.name: {
+            buffer.key: value_of(unit, buffer)
+            for buffer in unit.buffers
+            if buffer.trainable or not trainable_only
+        }
         for unit in plan.unit_list
     }
 
@@ -275,25 +265,6 @@ def by_entry(root: Any, plans: Plans) -> list[tuple[str, Any, Plan]]:
         (str(key), child, plans.get(key, no_units))
         for key, child in zip(keys, root[-1], strict=True)
     ]
-
-
-def buffers_of_shards(spec: TreeSpec, plans: Plans) -> dict[str, BufferPlan]:
-    """Return the buffer of each tensor in trees of shards, by stored name."""
-    buffers_by_name: dict[str, BufferPlan] = {}
-    for _, root, plan in by_entry(spec, plans):
-        buffers = {(unit.name, b.key): b for unit in plan.unit_list for b in unit.buffers}
-        nodes: list[tuple[TreeSpec, BufferPlan | None]] = [(root, None)]
-        while nodes:
-            node, buffer = nodes.pop()
-            match node:
-                case ["tensor", name] if buffer is not None:
-                    buffers_by_name[name] = buffer
-                case ["shards", _, entries]:
-                    nodes += [(below, buffers[unit, key]) for unit, key, below in entries]
-                # Note: every container has four parts, and no other node has.
-                case [_, _, _, children]:
-                    nodes += [(below, buffer) for below in children]
-    return buffers_by_name
 
 
 def buffers_in_tree_order(plan: Plan, *, trainable_only: bool) -> list[tuple[UnitPlan, BufferPlan]]:

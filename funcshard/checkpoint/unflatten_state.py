@@ -13,6 +13,7 @@ import torch
 
 from funcshard._utils import tree
 from funcshard._utils.options import outline
+from funcshard._utils.stored_trees import loaded_class, public_class_name
 from funcshard._utils.tensors import byte_view
 from funcshard.checkpoint.flatten_state import flatten_state
 from funcshard.checkpoint.resharding import (
@@ -29,19 +30,19 @@ from funcshard.checkpoint.resharding import (
 )
 from funcshard.checkpoint.stored_state import (
     NO_UNIT,
+    LeafPlace,
     PerRank,
     Plans,
     Stored,
     TreeSpec,
     buffers_in_tree_order,
     by_entry,
-    check_replicated,
+    check_agreement,
     each_leaf,
-    find_class,
+    leaves_by_name,
     name_in,
-    replicated_summary,
-    shortened,
 )
+from funcshard.comm import around_difference
 from funcshard.core import can_cast
 from funcshard.plan import (
     BufferPlan,
@@ -54,6 +55,7 @@ from funcshard.plan import (
     has_numbers,
     own_axes,
     position_of,
+    rank_at,
 )
 
 
@@ -95,31 +97,41 @@ def unflatten_state(
             buffer.
     """
     new_entries, old_entries = by_entry(saved.spec, plans), by_entry(saved.spec, saved.plans)
-    try:
-        unflattened = [
-            _Unflattener(saved, plan, old_plan, rank, device, cast).node([node])
-            for (_, node, plan), (_, _, old_plan) in zip(new_entries, old_entries, strict=True)
-        ]
-    # A file whose PerRank values lie inside each other; flatten_state writes none.
-    except RecursionError:
-        raise ValueError(
-            "the state has more PerRank values inside each other than save writes: restore another"
-        ) from None
+    unflattened = [
+        _Unflattener(saved, plan, old_plan, rank, device, cast).node([node])
+        for (_, node, plan), (_, _, old_plan) in zip(new_entries, old_entries, strict=True)
+    ]
     return unflattened[0] if isinstance(plans, Plan) else _container(saved.spec, unflattened)
 
 
-class _Home(NamedTuple):
-    """Leaves of a buffer that one old buffer holds.
+class _Move(NamedTuple):
+    """A run of this rank's shard, and where its elements are in old shards.
 
     Attributes:
-        key: unit name and key of the old buffer.
+        in_shard: the place of the run in the shard.
+        target: the run.
+        sources: the runs that hold its elements.
+    """
+
+    in_shard: slice
+    target: Run
+    sources: list[Source]
+
+
+class _Home(NamedTuple):
+    """An old buffer that holds leaves of a new one.
+
+    Attributes:
+        key: its unit's name, and its key.
         buffer: the old buffer.
-        leaves: pairs of new and old leaf.
+        path: the path of the first of these leaves.
+        moves: where this rank finds its elements of them.
     """
 
     key: tuple[str, str]
     buffer: BufferPlan
-    leaves: list[tuple[LeafSpec, LeafSpec]]
+    path: str
+    moves: list[_Move]
 
 
 class _Place(NamedTuple):
@@ -128,22 +140,6 @@ class _Place(NamedTuple):
     unit: UnitPlan
     buffer: BufferPlan
     homes: list[_Home]
-
-
-class _Move(NamedTuple):
-    """A run of this rank's shard, and where its elements are in old shards.
-
-    Attributes:
-        path: the leaf's path, for errors.
-        in_shard: the place of the run in the shard.
-        target: the run.
-        sources: the runs that hold its elements.
-    """
-
-    path: str
-    in_shard: slice
-    target: Run
-    sources: list[Source]
 
 
 @dataclass(slots=True)
@@ -157,27 +153,20 @@ class _Unflattener:
     axes: ByAxis = field(init=False)
     old_axes: ByAxis = field(init=False)
     position: ByAxis = field(init=False)
-    old_leaves: dict[str, tuple[UnitPlan, BufferPlan, LeafSpec]] = field(init=False)
+    old_leaves: dict[str, LeafPlace] = field(init=False)
     unplanned: dict[tuple[str, str], str] = field(init=False)
     places: dict[tuple[str, str], _Place] = field(default_factory=dict)
-    moves: dict[tuple[int, ...], list[_Move]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.axes, self.old_axes = self.plan.mesh_axes, self.old_plan.mesh_axes
         self.position = position_of(self.rank, self.axes)
-        self.old_leaves = {
-            name: place
-            for place in each_leaf(self.old_plan)
-            for name in (place[2].path, *place[2].aliases)
-        }
-        # Note: a tied parameter may have been stored under any of its names.
-        found_names = [name_in(self.old_leaves, leaf) for leaf in self.plan.leaves]
-        planned_paths = {self.old_leaves[name][2].path for name in found_names if name}
-        # Note: state of a leaf that the new plan lacks would be lost without a word.
+        self.old_leaves, new_names = leaves_by_name(self.old_plan), leaves_by_name(self.plan).keys()
+        # Note: state of a leaf that the new plan lacks would be lost without a word. A tied
+        # parameter may have been stored under any of its names.
         self.unplanned = {
             (unit.name, buffer.key): old_leaf.path
             for unit, buffer, old_leaf in each_leaf(self.old_plan)
-            if old_leaf.path not in planned_paths
+            if name_in(new_names, old_leaf) is None
         }
 
     def node(self, specs: Sequence[TreeSpec], place: _Place | None = None) -> Any:
@@ -197,11 +186,6 @@ class _Unflattener:
                 return self._whole(spec[1])
             return self._tensor([name for _, name in specs], place)
         if spec[0] == "rank":
-            if spec[1] >= len(self.saved.rank_specs):
-                raise ValueError(
-                    f"the state has {len(self.saved.rank_specs)} PerRank values of this rank; "
-                    f"found number {spec[1]}"
-                )
             # Note: the value is this rank's own, and its tensors lie in the file of one old rank.
             return PerRank(self.node([self.saved.rank_specs[spec[1]]]))
         if spec[0] == "shards":
@@ -232,7 +216,7 @@ class _Unflattener:
                 if not old_specs:
                     continue
                 if len(old_specs) < len(place.homes):
-                    paths = {home.key in nodes: home.leaves[0][0].path for home in place.homes}
+                    paths = {home.key in nodes: home.path for home in place.homes}
                     raise ValueError(
                         f"the plan puts leaves {paths[True]!r} and {paths[False]!r} into one "
                         "buffer, and a tree of shards in the state holds the first but not the "
@@ -243,7 +227,7 @@ class _Unflattener:
                 for home, other_form in zip(place.homes, forms, strict=True):
                     # Why repr: NaN is equal to itself there, and 1 is not True.
                     if repr(other_form) != repr(forms[0]):
-                        raise _disagreement(place, home, *shortened(forms[0], other_form))
+                        raise _disagreement(place, home, repr(forms[0]), repr(other_form))
                 unit_shards[buffer.key] = self.node(old_specs, place)
                 unit_specs += old_specs
             # Note: gradients have None for a unit without trainable leaves, and keep it.
@@ -272,8 +256,6 @@ class _Unflattener:
         if spec[0] == "tensor":
             stored = self.saved.stored[spec[1]]
             return stored.kind, stored.dtype
-        if spec[0] == "rank":
-            return "rank"
         return spec[0], spec[2], [self._form(child) for child in spec[3]]
 
     def _place(self, unit: UnitPlan, buffer: BufferPlan) -> _Place:
@@ -281,17 +263,16 @@ class _Unflattener:
         buffer_key = (unit.name, buffer.key)
         if buffer_key in self.places:
             return self.places[buffer_key]
-        homes: dict[tuple[str, str], _Home] = {}
         old_unit, old_buffer, _ = self._old(buffer.leaves[0])
         if self._is_same(buffer, old_buffer):
             # Note: in most restores the plan is the same, or only the number of ranks differs. Then
             # one run replaces one for each leaf.
-            flat_leaf = as_leaf(buffer)
-            old_key = (old_unit.name, old_buffer.key)
-            homes[old_key] = _Home(old_key, old_buffer, [(flat_leaf, flat_leaf)])
+            leaf_pairs = [(as_leaf(buffer), (old_unit, old_buffer, as_leaf(buffer)))]
+        else:
+            leaf_pairs = [(leaf, self._old(leaf)) for leaf in buffer.leaves]
         # Note: the leaves of one new buffer may come from several old ones.
-        for leaf in buffer.leaves if not homes else ():
-            old_unit, old_buffer, old_leaf = self._old(leaf)
+        homes: dict[tuple[str, str], _Home] = {}
+        for leaf, (old_unit, old_buffer, old_leaf) in leaf_pairs:
             facts, old_facts = _facts(leaf, buffer), _facts(old_leaf, old_buffer)
             if facts != old_facts:
                 raise ValueError(
@@ -301,12 +282,21 @@ class _Unflattener:
                     "other storage=, take to_state_dict and from_state_dict, which encode it again"
                 )
             old_key = (old_unit.name, old_buffer.key)
-            home = homes.setdefault(old_key, _Home(old_key, old_buffer, []))
-            home.leaves.append((leaf, old_leaf))
+            home = homes.setdefault(old_key, _Home(old_key, old_buffer, leaf.path, []))
+            in_shard, target = run_in_shard(buffer, leaf, self.position)
+            # Note: a leaf that lies in other ranks' shards alone needs no reads here.
+            if target.numel:
+                own = own_axes(buffer.local, leaf.cuts)
+                start_position = {
+                    **dict.fromkeys(self.old_axes, 0),
+                    **old_position(own, self.position, self.axes, self.old_axes),
+                }
+                sources = leaf_sources(old_buffer, old_leaf, self.old_axes, start_position, target)
+                home.moves.append(_Move(in_shard, target, list(sources)))
         self.places[buffer_key] = _Place(unit, buffer, list(homes.values()))
         return self.places[buffer_key]
 
-    def _old(self, leaf: LeafSpec) -> tuple[UnitPlan, BufferPlan, LeafSpec]:
+    def _old(self, leaf: LeafSpec) -> LeafPlace:
         name = name_in(self.old_leaves, leaf)
         if name is None:
             raise ValueError(
@@ -318,10 +308,10 @@ class _Unflattener:
     def _is_same(self, buffer: BufferPlan, old: BufferPlan) -> bool:
         """Return whether two flat buffers have the same elements, maybe in other shards."""
         # Note: a local buffer has other elements on each rank, so the number of these ranks counts.
-        same_axes = all(self.axes[axis] == self.old_axes.get(axis, 1) for axis in buffer.local)
-        same_storage = _facts(old.leaves[0], old) == _facts(buffer.leaves[0], buffer)
         return (
-            (old.leaves, old.local) == (buffer.leaves, buffer.local) and same_axes and same_storage
+            (old.leaves, old.local) == (buffer.leaves, buffer.local)
+            and all(self.axes[axis] == self.old_axes[axis] for axis in buffer.local)
+            and _facts(old.leaves[0], old) == _facts(buffer.leaves[0], buffer)
         )
 
     def _tensor(self, names: Sequence[str], place: _Place) -> torch.Tensor:
@@ -333,7 +323,7 @@ class _Unflattener:
             for home, other_value in zip(homes, values, strict=True):
                 # Why bytes: NaN is equal to no number, and torch compares no tensors of bits8.
                 if not torch.equal(byte_view(values[0]), byte_view(other_value)):
-                    raise _disagreement(place, home, *map(_shown, (values[0], other_value)))
+                    raise _disagreement(place, home, _shown(values[0]), _shown(other_value))
             return values[0]
         mesh_device = self.device if stored.on_mesh else torch.device("cpu")
         shard = torch.empty(
@@ -345,16 +335,13 @@ class _Unflattener:
         )
         dtype = self._dtype_of(shard, homes[0], buffer)
         for name, home in zip(names, homes, strict=True):
-            for move in self._moves(name, home, buffer):
-                shard_part = shard[move.in_shard]
-                copied_numel = read_run(
-                    shard_part, move.target, move.sources, name, self.saved.read
-                )
-                if copied_numel != shard_part.numel():
-                    raise ValueError(
-                        f"{self.saved.title} holds {copied_numel} of {shard_part.numel()} needed "
-                        f"elements of {move.path!r}"
-                    )
+            # Note: a turn picks one of the ranks with copies, which count from the first one.
+            copy_position = turn_of(self.saved.stored[name].turn, home.buffer, self.old_axes)
+            no_move = dict.fromkeys(self.old_axes, 0)
+            ranks_on = rank_at({**no_move, **copy_position}, self.old_axes)
+            for move in home.moves:
+                shard_part, read = shard[move.in_shard], self.saved.read
+                read_run(shard_part, move.target, move.sources, name, read, ranks_on)
         if (filled := buffer.filled(self.position["shard"])) < shard.numel():
             # Why bytes: torch cannot fill tensors of some dtypes.
             byte_view(shard[filled:]).zero_()
@@ -376,30 +363,6 @@ class _Unflattener:
             f"and it is of {buffer.dtype} in the plan: {remedy}"
         )
 
-    def _moves(self, name: str, home: _Home, buffer: BufferPlan) -> list[_Move]:
-        """Return the runs of this rank's shard that a stored tensor of an old buffer has."""
-        # Note: a turn picks one of the copies.
-        turn = turn_of(self.saved.stored[name].turn, home.buffer, self.old_axes)
-        # Note: all trees of a state have the same homes, whose ids stay unique because
-        # ``places`` keeps them.
-        move_key = (id(home), *turn.values())
-        if move_key in self.moves:  # an optimizer's trees have the runs of the parameters
-            return self.moves[move_key]
-        moves = self.moves[move_key] = []
-        for leaf, old_leaf in home.leaves:
-            in_shard, target = run_in_shard(buffer, leaf, self.position)
-            # Note: a leaf that lies in other ranks' shards alone needs no reads here.
-            if target.numel:
-                own = own_axes(buffer.local, leaf.cuts)
-                start_position = {
-                    **dict.fromkeys(self.old_axes, 0),
-                    **turn,
-                    **old_position(own, self.position, self.axes, self.old_axes),
-                }
-                sources = leaf_sources(home.buffer, old_leaf, self.old_axes, start_position, target)
-                moves.append(_Move(leaf.path, in_shard, target, list(sources)))
-        return moves
-
 
 def _facts(leaf: LeafSpec, buffer: BufferPlan) -> dict[str, Any]:
     """Return what a leaf must have under both plans."""
@@ -412,11 +375,13 @@ def _container(spec: TreeSpec, children: list[Any]) -> Any:
     # Note: only classes that are loaded are found, so no code of the checkpoint runs.
     node_kind, fields, meta, _ = spec
     if node_kind == "namedtuple":
-        cls: Any = find_class(meta)
-        if not issubclass(cls, tuple) or not hasattr(cls, "_fields"):
+        cls: Any = loaded_class(meta)
+        if cls is None or not issubclass(cls, tuple) or not hasattr(cls, "_fields"):
+            module, _, class_name = public_class_name(meta).partition(":")
             raise ValueError(
-                f"the state contains a namedtuple {meta!r}; found another kind of class there: "
-                "define it again"
+                f"the state contains a {class_name}, so that namedtuple must be at the top level of "
+                f"the loaded module {module!r}; found {cls}: import the module first, or store a "
+                "dictionary instead"
             )
         # Note: a class may have got fields with defaults, but may not have lost any.
         try:
@@ -428,19 +393,18 @@ def _container(spec: TreeSpec, children: list[Any]) -> Any:
             ) from error
     # Note: JSON has made lists of tuples.
     meta = tree.freeze(meta)
-    if node_kind == "custom":
-        find_class(meta[0])
     return tree.build((node_kind, meta, tuple(range(len(children)))), children)
 
 
 def _shown(value: torch.Tensor) -> str:
     numbers = value if has_numbers(value.dtype) else byte_view(value)
-    return f"{numbers.tolist()!s:.80}"
+    return str(numbers.tolist())
 
 
 def _disagreement(place: _Place, home: _Home, value: str, other: str) -> ValueError:
+    value, other = around_difference(value, other)
     return ValueError(
-        f"the plan puts leaves {place.homes[0].leaves[0][0].path!r} and {home.leaves[0][0].path!r} "
+        f"the plan puts leaves {place.homes[0].path!r} and {home.path!r} "
         f"into one buffer of unit {place.unit.title!r}, and what the state keeps once per buffer is "
         f"{value} for the first and {other} for the second: keep them in separate units"
     )
@@ -496,7 +460,7 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
         flatten_state(state, old, rank, device.type) for rank, state in enumerate(states)
     ]
     # Note: as ranks do before they save, so replan is an exact model of save and restore.
-    check_replicated([replicated_summary(rank_flat) for rank_flat in flat_states])
+    check_agreement([rank_flat.texts() for rank_flat in flat_states])
 
     def read(out: torch.Tensor, rank: int, name: str, begin: int) -> None:
         out.copy_(flat_states[rank].tensors[name][begin : begin + out.numel()])

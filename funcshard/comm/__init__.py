@@ -27,9 +27,11 @@ from __future__ import annotations
 # desync and group come before mesh, which imports shm, which imports them from here.
 from funcshard.comm.agreement import (
     all_gather_texts,
+    around_difference,
     check_all_same,
     check_once,
     check_same,
+    first_difference,
     text_of,
 )
 from funcshard.comm.attempts import AGREEMENT, UNDO, AttemptLog
@@ -77,6 +79,7 @@ __all__ = [
     "all_gather_last",
     "all_gather_private",
     "all_gather_texts",
+    "around_difference",
     "at_own_rank",
     "check_all_same",
     "check_once",
@@ -85,6 +88,7 @@ __all__ = [
     "StepRecording",
     "current_recording",
     "find_lost_rank",
+    "first_difference",
     "in_graph",
     "init_mesh",
     "neighbours",

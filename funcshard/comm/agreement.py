@@ -87,11 +87,23 @@ def first_difference(
         for rank, row in zip(ranks, rows, strict=True):
             other_text = row.get(row_name, "nothing")
             if own_text != other_text and not _may_be_the_same(own_text, other_text):
+                own_text, other_text = around_difference(own_text, other_text)
                 return (
                     f"{row_name} must be the same on every rank; rank {ranks[0]} has {own_text} "
                     f"and rank {rank} has {other_text}: {remedy}"
                 )
     return ""
+
+
+def around_difference(one: str, other: str) -> tuple[str, str]:
+    """Return the parts of two texts around their first difference."""
+    # Note: long texts differ far behind their beginning, such as two configurations.
+    pairs = enumerate(zip(one, other, strict=False))
+    begin = max(0, next((i for i, (a, b) in pairs if a != b), 0) - 40)
+    one_part, other_part = [
+        "…" * (begin > 0) + long_text[begin : begin + 80] for long_text in (one, other)
+    ]
+    return one_part, other_part
 
 
 def text_of(value: Any) -> str:

@@ -141,7 +141,7 @@ CASES: dict[str, tuple[Harm, str]] = {
     "shards in shards": (
         put(INDEX, "outline", value=["shards", "list", [["", "float32", ["shards", "list", []]]]]), NOT_OURS
     ),
-    "a rank's value that is not there": (put(INDEX, "outline", value=["rank", 7]), "has 1 PerRank values"),
+    "a rank's value that is not there": (put(INDEX, "outline", value=["rank", 7]), NOT_OURS),
     "a tensor of too few facts": (put(INDEX, "stored", "whole", value=["whole"]), "must be a list of 6"),
     "a token that names another folder": (put(INDEX, "save", value="../12345"), "save must be 8 hexadecimal digits"),
     "a namedtuple with too few fields": (
@@ -165,7 +165,7 @@ CASES: dict[str, tuple[Harm, str]] = {
             put(TABLE, "own", value=[["value", 1], *(["rank", i] for i in range(3000))])(folder),
             put(INDEX, "outline", value=["rank", 3000])(folder),
         ],
-        "more PerRank values inside each other than save writes: restore another",
+        NOT_OURS,
     ),
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ import torchopt
 import funcshard as fs
 from funcshard._utils import tree
 from funcshard.checkpoint.flatten_state import flatten_state
-from funcshard.checkpoint.stored_state import check_replicated
+from funcshard.checkpoint.stored_state import check_agreement
 from tests.trees import Colour, Node
 
 PLAN = fs.make_plan({"a": {"w": torch.zeros(2, 3)}, "b": torch.zeros(3)}, 2, units=["a"])  # shards of 3 and 2 elements
@@ -145,7 +145,8 @@ def test_a_registered_container_comes_back_with_its_data() -> None:
 
 def test_long_values_that_differ_are_shown_around_their_difference() -> None:
     one, other = "a" * 5000 + "x" + "b" * 5000, "a" * 5000 + "y" + "b" * 5000
-    summaries = [{"values": {"config": value}, "tensors": {}, "structure": ""} for value in (one, other)]
-    with pytest.raises(ValueError, match=r"'config' of the state is …a+xb+ on rank 0 and …a+yb+ on rank 1: mark") as caught:
-        check_replicated(summaries)
-    assert len(str(caught.value)) < 300
+    texts = [flatten_state({"config": value}, PLAN, 0).texts() for value in (one, other)]
+    words = r"'config' of the state must be the same on every rank; rank 0 has …a+xb+ and rank 1 has …a+yb+: pass the same"
+    with pytest.raises(ValueError, match=words) as caught:
+        check_agreement(texts)
+    assert len(str(caught.value)) < 450

@@ -71,7 +71,7 @@ CASES += [
      lambda mesh: loaded(mesh, {"a": W, "b": W * 2}, TIED)),
     ("restore", "a checkpoint of other names", ValueError("leaf 'c' of the plan is not in checkpoint"),
      lambda mesh: restored(mesh, {"a": PARAMS["a"], "c": PARAMS["b"]})),
-    ("save PerRank", "a tensor without PerRank", ValueError("tensor 'rng' of the state is not the same…PerRank"),
+    ("save PerRank", "a tensor without PerRank", ValueError("tensor 'rng' of the state must be the same…PerRank"),
      lambda mesh: saved(mesh, {"rng": torch.tensor(mesh.rank)})),
     ("save PerRank", "PerRank in a tree of shards",
      TypeError("'float32' of the state is a PerRank inside a tree of shards,…put the PerRank beside the tree"),
