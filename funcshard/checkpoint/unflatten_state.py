@@ -13,7 +13,7 @@ import torch
 
 from funcshard._utils import tree
 from funcshard._utils.options import outline
-from funcshard._utils.stored_trees import loaded_class, public_class_name
+from funcshard._utils.stored_trees import loaded_class
 from funcshard._utils.tensors import byte_view
 from funcshard.checkpoint.flatten_state import flatten_state
 from funcshard.checkpoint.resharding import (
@@ -377,7 +377,7 @@ def _container(spec: TreeSpec, children: list[Any]) -> Any:
     if node_kind == "namedtuple":
         cls: Any = loaded_class(meta)
         if cls is None or not issubclass(cls, tuple) or not hasattr(cls, "_fields"):
-            module, _, class_name = public_class_name(meta).partition(":")
+            module, _, class_name = meta.partition(":")
             raise ValueError(
                 f"the state contains a {class_name}, so that namedtuple must be at the top level of "
                 f"the loaded module {module!r}; found {cls}: import the module first, or store a "
