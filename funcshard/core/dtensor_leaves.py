@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from funcshard._utils.tensors import is_dtensor
 from funcshard._utils.torch_private import local_part, transforms_active
 from funcshard.comm import Mesh
 from funcshard.plan import LeafSpec
@@ -57,20 +56,16 @@ class DTensorForm:
         )
 
 
-def dtensor_forms(leaves: Sequence[LeafSpec], mesh: Mesh) -> tuple[DTensorForm | None, ...] | None:
-    """Return the form of each leaf, ``None`` for a plain one; ``None`` if all are plain.
+def dtensor_forms(leaves: Sequence[LeafSpec], mesh: Mesh) -> tuple[DTensorForm | None, ...]:
+    """Return the form of each leaf, ``None`` for a plain one.
 
     Raises:
         ValueError: there is a DTensor, and the mesh has no DeviceMesh with the axes of the leaf.
     """
-    if not any(leaf.placements for leaf in leaves):
-        return None
-    return tuple(_form(leaf, mesh) for leaf in leaves)
+    return tuple([_form(leaf, mesh) if leaf.placements else None for leaf in leaves])
 
 
-def _form(leaf: LeafSpec, mesh: Mesh) -> DTensorForm | None:
-    if not leaf.placements:
-        return None
+def _form(leaf: LeafSpec, mesh: Mesh) -> DTensorForm:
     from torch.distributed.tensor import Replicate, Shard
 
     whole_shape = torch.Size(leaf.whole_shape)
@@ -104,15 +99,12 @@ def _device_mesh(leaf: LeafSpec, mesh: Mesh) -> DeviceMesh:
 
 
 def part_as_planned(leaf: LeafSpec, value: Any, mesh: Mesh, where: str) -> Any:
-    """Return this rank's part of a DTensor that is placed as planned, and anything else unchanged.
+    """Return this rank's part of a DTensor that is placed as planned.
 
     Raises:
         ValueError: the DTensor is placed otherwise.
     """
-    if not leaf.placements or not is_dtensor(value):
-        return value
     planned_form = _form(leaf, mesh)
-    assert planned_form is not None
     planned_placement = planned_form.device_mesh, planned_form.placements, planned_form.shape
     if (value.device_mesh, value.placements, value.shape) != planned_placement:
         raise ValueError(

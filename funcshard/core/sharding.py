@@ -10,6 +10,7 @@ import torch
 
 from funcshard._utils import tree
 from funcshard._utils.options import check_flag, module_remedy
+from funcshard._utils.tensors import is_dtensor
 from funcshard._utils.torch_private import untraced
 from funcshard.comm import Mesh, without_collectives
 from funcshard.core.checks import (
@@ -145,8 +146,9 @@ def _checked_leaves(
         # Other ranks' values are replaced, so they need none.
         meta = src is not None and not _is_source(src, buffer, mesh)
         for leaf in buffer.leaves:
-            value = part_as_planned(leaf, by_path[leaf.path], mesh, "params")
-            by_path[leaf.path] = value
+            value = by_path[leaf.path]
+            if leaf.placements and is_dtensor(value):
+                by_path[leaf.path] = value = part_as_planned(leaf, value, mesh, "params")
             check_leaf(value, leaf, buffer, "params", meta=meta)
             check_tie(leaf, by_path, "params")
             if checksums is not None:

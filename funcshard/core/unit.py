@@ -127,9 +127,9 @@ def unshard(
 
 def unit_comms(unit: UnitPlan, mesh: Mesh, cast: ChooseCast | None) -> tuple[BufferComm, ...]:
     """Return the communication of each buffer of a unit."""
-    return tuple(
-        [BufferComm.of(mesh, unit, buffer, cast_of(cast, unit, buffer)) for buffer in unit.buffers]
-    )
+    casts = [None if cast is None else cast_of(cast, unit, buffer) for buffer in unit.buffers]
+    buffer_casts = zip(unit.buffers, casts, strict=True)
+    return tuple([BufferComm.of(mesh, unit, *buffer_cast) for buffer_cast in buffer_casts])
 
 
 def reshard(f: Unshard) -> Unshard:
@@ -201,14 +201,15 @@ class Unshard:
     slices: SliceComms = ()
     frees: bool = field(init=False, compare=False)
     trainable: bool = field(init=False, compare=False)
-    dtensors: tuple[DTensorForm | None, ...] | None = field(init=False, compare=False)
+    dtensors: tuple[DTensorForm | None, ...] | None = field(init=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
         # Why here: every call asks for these.
         is_copied = self.unit.sharded and any(comm.copied for comm in self.comms)
         object.__setattr__(self, "frees", self.freed and is_copied)
         object.__setattr__(self, "trainable", any(buffer.trainable for buffer in self.unit.buffers))
-        object.__setattr__(self, "dtensors", dtensor_forms(self.unit.leaves, self.mesh))
+        if any(leaf.placements for leaf in self.unit.leaves):
+            object.__setattr__(self, "dtensors", dtensor_forms(self.unit.leaves, self.mesh))
 
     @untraced
     def __call__(self, shard: UnitShard | UnshardHandle, /, *args: Any, **kwargs: Any) -> Any:
