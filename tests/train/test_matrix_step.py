@@ -164,7 +164,7 @@ def trained(mesh, units, begin, end, path=None, moved=None):
         shards, state = optimizer.step(fs.shard(case.tensors(step), plan, mesh), state, shards)
     by_name = fs.optimizer_to_state_dict(state, optimizer, plan, mesh)
     if path and not begin:
-        with pytest.raises(ValueError, match="store a state of muon or per_matrix by optimizer_to_state_dict"):
+        with pytest.raises(ValueError, match="a state of muon or per_matrix as optimizer_to_state_dict"):
             fs.save(path, (shards, state, end), plan, mesh)
         fs.save(path, (shards, by_name, end), plan, mesh)
     return fs.gather(shards, plan, mesh), by_name["state"], (shards, by_name, end), plan
