@@ -8,7 +8,7 @@ the same for parameters, one unit after another.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -236,19 +236,18 @@ def _reset_around(module: nn.Module, blanks: NamedTensors, reset: Reset | None) 
             _reset_rest(module.get_submodule(path), blanks.values())
 
 
-def _reset_rest(module: nn.Module, blanks: Collection[torch.Tensor]) -> None:
+def _reset_rest(module: nn.Module, blanks: Iterable[torch.Tensor]) -> None:
     """Call the module's own reset for the tensors that ``_init_weights`` left blank."""
     tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    real_tensors = [tensor for tensor in tensors if not tensor.is_meta]
-    blank_ids = {id(tensor) for tensor in real_tensors if is_blank(tensor)}
+    real_tensors = {tensor for tensor in tensors if not tensor.is_meta}
+    blank_tensors = {tensor for tensor in real_tensors if is_blank(tensor)}
     reset_method = own_reset(module)
-    if reset_method is None or blank_ids.isdisjoint(map(id, blanks)):
+    if reset_method is None or blank_tensors.isdisjoint(blanks):
         return
     # Why: ``_init_weights`` has decided on the values of the other tensors.
-    decided_tensors = [tensor for tensor in real_tensors if id(tensor) not in blank_ids]
-    decided_values = [tensor.detach().clone() for tensor in decided_tensors]
+    decided_values = {t: t.detach().clone() for t in real_tensors - blank_tensors}
     reset_method()
-    for tensor, value in zip(decided_tensors, decided_values, strict=True):
+    for tensor, value in decided_values.items():
         tensor.copy_(value)
 
 
