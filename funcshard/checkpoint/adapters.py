@@ -7,6 +7,7 @@ of the model has the names without wrappers.
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -52,10 +53,8 @@ def file_names(module: nn.Module) -> dict[str, list[str]]:
         for parameter_id in {id(module_state[name]) for name in tied_names}:
             names_of_parameter.setdefault(parameter_id, []).extend(tied_names)
     for plain_name, tied_names in names.items():
-        all_names = dict.fromkeys(tied_names)
-        for name in tied_names:
-            all_names.update(dict.fromkeys(names_of_parameter[id(module_state[name])]))
-        names[plain_name] = list(all_names)
+        linked_names = [names_of_parameter[id(module_state[name])] for name in tied_names]
+        names[plain_name] = list(dict.fromkeys(itertools.chain(tied_names, *linked_names)))
     return names
 
 

@@ -206,8 +206,8 @@ def latest(folder: StrPath, *, thorough: bool = False) -> Path | None:
         if thorough:
             contents.check()
 
-    saved_paths = _by_time(folder)
     for attempt in range(TRIES):
+        saved_paths = _by_time(folder)
         for _, path in saved_paths:
             try:
                 # Note: a damaged checkpoint must not stop a job that can begin with an older one.
@@ -217,8 +217,7 @@ def latest(folder: StrPath, *, thorough: bool = False) -> Path | None:
                 continue
             return path
         # Another job may have saved a new checkpoint meanwhile, and deleted these.
-        earlier_paths, saved_paths = saved_paths, _by_time(folder)
-        if saved_paths == earlier_paths:
+        if saved_paths == _by_time(folder):
             break
         pause(attempt)
     return None
@@ -437,8 +436,7 @@ def _table(contents: Contents) -> Table:
     for rank in range(contents.world_size):
         # Note: values of PerRank are in the tables alone, which is why these are read here.
         everything += contents.table(rank).stored.items()
-    kinds: dict[str, dict[str, None]] = {}
-    sums: dict[str, Counter[str]] = {}
+    groups: dict[str, tuple[dict[str, None], Counter[str]]] = {}
     for name, facts in everything:
         sizes = [math.prod(facts.shape)]
         if facts.kind == "shard" and name in buffers:
@@ -449,16 +447,16 @@ def _table(contents: Contents) -> Table:
                 for leaf in buffers[name].leaves
                 for _ in range(math.prod(axes[axis] for axis in own_axes(local, leaf.cuts)))
             ]
-        kinds.setdefault(facts.label, {})[f"{_KEPT_AS[facts.kind]}, {facts.dtype}"] = None
+        kinds, sums = groups.setdefault(facts.label, ({}, Counter()))
+        kinds[f"{_KEPT_AS[facts.kind]}, {facts.dtype}"] = None
         nbytes = sum(sizes) * dtype_of(facts.dtype).itemsize
-        label_sums = sums.setdefault(facts.label, Counter())
-        label_sums.update(tensors=len(sizes), numel=sum(sizes), bytes=nbytes)
-    rows = [[label, "; ".join(kinds[label]), *_cells(sums[label])] for label in sums]
+        sums.update(tensors=len(sizes), numel=sum(sizes), bytes=nbytes)
+    rows = [[label, "; ".join(kinds), *_cells(sums)] for label, (kinds, sums) in groups.items()]
     value_rows = [[path, f"= {value!r}"[:40], "", "", ""] for path, value in values.items()]
     rows += value_rows[:_MOST_VALUES]
     if len(values) > _MOST_VALUES:
         rows.append([f"and {len(values) - _MOST_VALUES} more values", "= '…'", "", "", ""])
-    total_row = ["total", "", *_cells(sum(sums.values(), Counter()))]
+    total_row = ["total", "", *_cells(sum((sums for _, sums in groups.values()), Counter()))]
     return Table(title, ["what", "kept as", "tensors", "numel", "bytes"], rows, total_row)
 
 

@@ -261,9 +261,10 @@ class _Flattener:
         return has_buffers or (bool(filled_units) and len(names) == len(units))
 
     def _shards(self, structure: tree.Structure, top: str) -> TreeSpec:
-        buffer_specs: list[TreeSpec] = []
+        # Why here: the plan makes this dictionary each time.
+        units, buffer_specs = self.plan.units, []
         for unit_name, child in zip(structure[1], structure[2], strict=True):
-            unit = self.plan.units[unit_name]
+            unit = units[unit_name]
             if child is None:
                 # Note: None for a unit has no buffers, so each of its buffers stands for it.
                 buffer_specs += [[unit_name, buffer.key, NO_UNIT] for buffer in unit.buffers]

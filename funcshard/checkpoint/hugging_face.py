@@ -287,7 +287,6 @@ def _read_base(
     ]
     converter_of = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     prefix: Any = module.base_model_prefix
-    plain_tensors: Tensors = {}
     pending_converters: dict[str, Any] = {}
     source_tensors: dict[str, list[torch.Tensor]] = {}
     for name in sorted(tensors, key=loading.dot_natural_key):
@@ -297,14 +296,13 @@ def _read_base(
             # Note: a file of the module's own state dict needs no conversion.
             target, pattern = name, None
         if target in names and pattern is None:
-            plain_tensors[target] = tensors[name]
+            yield {target: tensors[name]}, [tensors[name]]
         elif target in names:
             target_converter = pending_converters.setdefault(
                 target, copy.deepcopy(converter_of[pattern])
             )
             target_converter.add_tensor(target, name, pattern, tensors[name])
             source_tensors.setdefault(target, []).append(tensors[name])
-    yield from (({name: tensor}, [tensor]) for name, tensor in plain_tensors.items())
     # No name here refers to a tensor, so it is freed once it has been copied.
     for target in list(pending_converters):
         yield _converted(pending_converters.pop(target), target, module), source_tensors.pop(target)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -320,14 +320,14 @@ def _flat_names(states: Mapping[str, LeafState], node: StateNode, plan: Plan) ->
 
 def _check_names(states: Mapping[str, LeafState], node: StateNode) -> None:
     """Raise ``ValueError`` unless each leaf's state has the names that the optimizer keeps."""
-    names_by_group: dict[int, set[str]] = {}
+    names_by_group: dict[int, Set[str]] = {}
     for path, leaf_state in states.items():
-        names = names_by_group.setdefault(node.layout.group_of[path], set())
-        names.update([node.name] if node.name else leaf_state)
-    for path, leaf_state in states.items():
-        names = names_by_group[node.layout.group_of[path]]
-        if names - leaf_state.keys():
-            raise _foreign(path, names, leaf_state)
+        group_index = node.layout.group_of[path]
+        # Note: the leaves of a group have the same names, and so the first one tells.
+        needed: Set[str] = {node.name} if node.name else leaf_state.keys()
+        needed = names_by_group.setdefault(group_index, needed)
+        if needed - leaf_state.keys() or (not node.name and leaf_state.keys() - needed):
+            raise _foreign(path, needed, leaf_state)
     if node.step is not None and (known := node.step.known) is not None:
         all_names = set[str]().union(*names_by_group.values())
         if known.keys() - all_names or (node.step.is_exact and all_names - known.keys()):

@@ -146,7 +146,6 @@ def test_a_registered_container_comes_back_with_its_data() -> None:
 def test_long_values_that_differ_are_shown_around_their_difference() -> None:
     one, other = "a" * 5000 + "x" + "b" * 5000, "a" * 5000 + "y" + "b" * 5000
     texts = [flatten_state({"config": value}, PLAN, 0).texts() for value in (one, other)]
-    words = r"'config' of the state must be the same on every rank; rank 0 has …a+xb+ and rank 1 has …a+yb+: pass the same"
-    with pytest.raises(ValueError, match=words) as caught:
+    with pytest.raises(ValueError, match=r"'config' of the state must .* has …a+xb+ and rank 1 has …a+yb+: pass") as caught:
         check_agreement(texts)
     assert len(str(caught.value)) < 450
