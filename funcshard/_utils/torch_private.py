@@ -21,7 +21,8 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch._compile import _disable_dynamo
-from torch._functorch import eager_transforms
+from torch._functorch import eager_transforms, pyfunctorch
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
@@ -79,6 +80,33 @@ def dual_level_active() -> bool:
     return forward_ad._current_level >= 0 and eager_transforms.JVP_NESTING == 0
 
 
+def derivatives_of(tensor: torch.Tensor) -> str:
+    """Return which derivatives are taken here by a tensor, from the outermost to the innermost.
+
+    Returns:
+        ``"r"`` for each in reverse mode, and ``"f"`` for each in forward mode.
+    """
+    stack = transforms_active() or []
+    reverse_levels = set[int]()
+    inner_tensor = tensor
+    while True:
+        tensor_level = max(0, _level(inner_tensor))
+        if inner_tensor.requires_grad:
+            reverse_levels.add(tensor_level)
+        if not tensor_level:
+            break
+        inner_tensor = _get_unwrapped(inner_tensor)
+    kinds = "r" if 0 in reverse_levels else ""
+    if dual_level_active():
+        kinds += "f"
+    for level, transform in enumerate(stack, 1):
+        if transform.key().name == "Jvp":
+            kinds += "f"
+        elif level in reverse_levels:
+            kinds += "r"
+    return kinds
+
+
 @contextlib.contextmanager
 def one_forward_level() -> Iterator[None]:
     """Open torch's one level of forward-mode differentiation for the ``with`` block.
@@ -92,6 +120,59 @@ def one_forward_level() -> Iterator[None]:
     # first call of that imports all decompositions of torch, which takes a second.
     with eager_transforms.jvp_increment_nesting(), forward_ad.dual_level():
         yield
+
+
+def apply_by_level(function: Any, call: Any, *tensors: torch.Tensor) -> Any:
+    """Return ``function.apply(call, *tensors)``, computing values and tangents together.
+
+    torch computes values first, and then tangents by ``function.jvp``. Where both need the same
+    intermediate results, those are computed twice. So forward mode calls ``call.duals`` instead.
+
+    Arguments:
+        function: an autograd Function without ``jvp``.
+        call: ``call.duals(tensors, tangents, level)`` -> outputs and their tangents, computed one
+            level below the forward-mode transform of that level. A tangent may be ``None``.
+    """
+    if not transforms_active():
+        return function.apply(call, *tensors)
+    functorch = torch._C._functorch
+    interpreter: Any = pyfunctorch.retrieve_current_functorch_interpreter()
+    level, transform_name = interpreter.level(), interpreter.key().name
+    # Note: a pullback that runs when its transform has ended has tensors that it wraps no longer.
+    tensors = tuple(map(functorch.unwrap_if_dead, tensors))
+    if transform_name == "Vmap":  # whose rule the function has
+        return function.apply(call, *tensors)
+    tensors, _ = interpreter.lift(tensors, {})
+
+    def unwrap(tensor: torch.Tensor) -> torch.Tensor:
+        return functorch._unwrap_for_grad(tensor, level)
+
+    if transform_name == "Jvp":
+        pairs = [forward_ad.unpack_dual(tensor) for tensor in tensors]
+        primals = [unwrap(pair.primal) for pair in pairs]
+        tangents = [None if pair.tangent is None else unwrap(pair.tangent) for pair in pairs]
+        with interpreter.lower():
+            outs, out_tangents = call.duals(primals, tangents, level)
+        return tuple(
+            functorch._wrap_for_grad(out, level)
+            if tangent is None
+            else forward_ad.make_dual(out, tangent)
+            for out, tangent in zip(outs, out_tangents, strict=True)
+        )
+
+    def forward(call: Any, *tensors: torch.Tensor) -> Any:
+        # Why: autograd turns both modes off inside of forward, for this level alone.
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), interpreter.lower():
+            outs = apply_by_level(function, call, *map(unwrap, tensors))
+        return tuple(functorch._wrap_for_grad(out, level) for out in outs)
+
+    methods = {"setup_context": function.setup_context, "backward": function.backward}
+    methods = {name: staticmethod(f) for name, f in {**methods, "forward": forward}.items()}
+    one_level: Any = type(
+        function.__name__, (torch.autograd.function._SingleLevelFunction,), methods
+    )
+    with enable_single_level_autograd_function():
+        return one_level.apply(call, *tensors)
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from funcshard._utils.random_state import RandomState
 from funcshard._utils.tensors import is_continuous, tensors_in
 from funcshard._utils.torch_private import (
     BasisLoop,
+    apply_by_level,
     belongs_to_transform_above,
     hooks_allowed,
     is_transformed,
@@ -150,7 +151,8 @@ def _apply(f: Callable[..., Any], tensors: Tensors) -> Any:
         out_tensors, build_result = _flattened(f(*tensors), tensors)
         return out_tensors
 
-    out_tensors = _Remat.apply(_Call(flat, _AmbientState.capture(), current_loops()), *tensors)
+    call = _Call(flat, _AmbientState.capture(), current_loops())
+    out_tensors = apply_by_level(_Remat, call, *tensors)
     assert build_result is not None, "apply has run the function"
     return build_result(out_tensors)
 
@@ -209,7 +211,6 @@ class _Remat(torch.autograd.Function):
         level, loops = transform_level(), ctx.call.loops
         ctx.loop, ctx.outer_loops = loops.get(level), below(loops, level)
         ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
         # Integers have no gradient.
         ctx.mark_non_differentiable(*(out for out in output if not is_continuous(out)))
@@ -226,21 +227,12 @@ class _Remat(torch.autograd.Function):
         return None, *map(by_index.get, range(len(ctx.saved_tensors)))
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> Any:
-        in_indices = [i for i, tangent in enumerate(tangents) if tangent is not None]
-        jvp_call = functools.partial(ctx.call.jvp, ctx.loop, in_indices)
-        with within(ctx.outer_loops):
-            out_tangents = _apply_to_both(
-                jvp_call, ctx.saved_tensors, [tangents[i] for i in in_indices]
-            )
-        return tuple(tangent if is_continuous(tangent) else None for tangent in out_tangents)
-
-    @staticmethod
     def vmap(info: Any, in_dims: Any, call: _Call, *tensors: torch.Tensor) -> Any:
         batched_call = torch.func.vmap(
             call.run, in_dims=tuple(in_dims[1:]), randomness=info.randomness
         )
-        out_tensors = _Remat.apply(_Call(batched_call, call.ambient, call.loops), *tensors)
+        batched = _Call(batched_call, call.ambient, call.loops)
+        out_tensors = apply_by_level(_Remat, batched, *tensors)
         return out_tensors, (0,) * len(out_tensors)
 
 
@@ -274,7 +266,7 @@ class _Call:
         if transforms_active():
 
             def chosen_outputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                outs = self._restricted(in_indices, inputs)(*tensors)
+                outs = _restricted(self.recompute, in_indices, inputs)(*tensors)
                 return tuple(outs[i] for i in out_indices)
 
             with acting_for(loop, transform_level() + 1):
@@ -313,22 +305,35 @@ class _Call:
                 materialize_grads=has_zeros,
             )
 
-    def jvp(
-        self, loop: BasisLoop | None, in_indices: Sequence[int], inputs: Tensors, tangents: Tensors
-    ) -> tuple[torch.Tensor, ...]:
-        """Return the tangents of all outputs, from those of some inputs."""
-        chosen_inputs = tuple(inputs[i] for i in in_indices)
-        with acting_for(loop, transform_level() + 1):
-            return torch.func.jvp(
-                self._restricted(in_indices, inputs), chosen_inputs, tuple(tangents)
-            )[1]
+    def duals(self, tensors: Tensors, tangents: Sequence[Any], level: int) -> Any:
+        """Return all outputs and their tangents, as the transform of a level computes them."""
+        in_indices = [i for i, tangent in enumerate(tangents) if tangent is not None]
 
-    def _restricted(self, in_indices: Sequence[int], inputs: Tensors) -> Callable[..., Any]:
-        def restricted(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            all_inputs = {**dict(enumerate(inputs)), **dict(zip(in_indices, tensors, strict=True))}
-            return self.recompute(*all_inputs.values())
+        def run(tensors: Tensors, tangents: Tensors) -> Any:
+            chosen_inputs = tuple(tensors[i] for i in in_indices)
+            # Why not recompute: nothing has drawn random numbers before.
+            restricted = _restricted(self.run, in_indices, tensors)
+            with acting_for(self.loops.get(level), transform_level() + 1):
+                return torch.func.jvp(restricted, chosen_inputs, tuple(tangents))
 
-        return restricted
+        with within(below(self.loops, level)), _RefuseCaptured():
+            if not in_indices:
+                outs = _apply_to_both(lambda tensors, _: self.run(*tensors), tensors, [])
+                return outs, [None] * len(outs)
+            outs, out_tangents = _apply_to_both(run, tensors, [tangents[i] for i in in_indices])
+        return outs, [t if is_continuous(t) else None for t in out_tangents]
+
+
+def _restricted(
+    f: Callable[..., Any], in_indices: Sequence[int], inputs: Tensors
+) -> Callable[..., Any]:
+    """Return ``f`` as a function of some inputs."""
+
+    def restricted(*tensors: torch.Tensor) -> Any:
+        all_inputs = {**dict(enumerate(inputs)), **dict(zip(in_indices, tensors, strict=True))}
+        return f(*all_inputs.values())
+
+    return restricted
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,12 @@
 """``any_order``: where kernels of torch that lack derivatives are replaced by what has them.
 
-``attention`` has derivatives of any order. So have the losses here, as plain operations: torch's
-kernels for them have no derivative of their gradient in forward mode, so a product with a Hessian,
-which is forward over reverse, fails in them.
+``attention`` has derivatives of any order. So have the losses and norms here, as plain operations:
+
+- torch's kernels for these losses have no derivative of their gradient in forward mode, so a
+  product with a Hessian, which is forward over reverse, fails in them.
+- Those for norms have right derivatives of the first order, and right derivatives of a gradient.
+  All others are wrong, as they take the batch's statistics for constants. So norms are replaced
+  there, and nowhere else.
 """
 
 from __future__ import annotations
@@ -11,14 +15,19 @@ import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch.nn import functional
 
 from funcshard._utils.tensors import is_dtensor
-from funcshard._utils.torch_private import function_modes, without_mode_check
+from funcshard._utils.torch_private import (
+    derivatives_of,
+    function_modes,
+    transforms_active,
+    without_mode_check,
+)
 from funcshard.core.attention import attention
 
 T = TypeVar("T")
@@ -97,11 +106,21 @@ class _AnyOrder(torch.overrides.TorchFunctionMode):
             with self:  # Why again: torch leaves the mode while this method runs.
                 return without_mode_check(func)(*args, **kwargs)
         replacement = _PLAIN_LOSSES.get(func)
+        if func in _PLAIN_NORMS and _is_of_high_order(args[0] if args else kwargs["input"]):
+            replacement = _PLAIN_NORMS[func]
         if func is functional.scaled_dot_product_attention and not _kernel_chosen():
             replacement = attention
         if replacement is None or any(map(is_dtensor, (*args, *kwargs.values()))):
             replacement = func
         return replacement(*args, **kwargs)
+
+
+def _is_of_high_order(tensor: torch.Tensor) -> bool:
+    """Return whether derivatives are taken by a tensor that torch's kernels for norms get wrong."""
+    kinds = derivatives_of(tensor)
+    if kinds == "r" and not transforms_active():
+        return True  # Note: the block says that there will be more.
+    return len(kinds) > 2 or kinds in ("rf", "ff")
 
 
 def _kernel_chosen() -> bool:
@@ -156,4 +175,63 @@ _PLAIN_LOSSES: dict[Any, Callable[..., torch.Tensor]] = {
     functional.mse_loss: _plain(functional.mse_loss, _squares),
     functional.huber_loss: _plain(functional.huber_loss, _huber),
     functional.soft_margin_loss: _plain(functional.soft_margin_loss, _soft_margin),
+}
+
+
+# --- norms ----------------------------------------------------------------------------------------
+
+
+def _layer_norm(
+    input: torch.Tensor,  # noqa: A002  # torch's name
+    normalized_shape: Sequence[int],
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    out = _standardised(input, [-1 - i for i in range(len(normalized_shape))], eps)
+    return _scaled(out, weight, bias)
+
+
+def _norm_of_batch(dims: Callable[[int], list[int]], func: Any) -> Callable[..., torch.Tensor]:
+    """Return ``func``, which computes statistics over dims of its input, as plain operations."""
+    signature = inspect.signature(func)
+
+    def norm(*args: Any, **kwargs: Any) -> torch.Tensor:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        x, running_mean, _, weight, bias, uses_batch, _, eps = call.arguments.values()
+        if running_mean is not None or not uses_batch:
+            kernel_out: torch.Tensor = func(*args, **kwargs)  # which updates running statistics
+            if not uses_batch:
+                return kernel_out
+        shape = [-1] + [1] * (x.ndim - 2)
+        out = _standardised(x, dims(x.ndim), eps)
+        return _scaled(out, *(None if p is None else p.view(shape) for p in (weight, bias)))
+
+    return norm
+
+
+def _standardised(x: torch.Tensor, dims: list[int], eps: float) -> torch.Tensor:
+    var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
+    return (x - mean) * (var + eps).rsqrt()
+
+
+def _scaled(x: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
+    if weight is not None:
+        x = x * weight
+    return x if bias is None else x + bias
+
+
+def _glu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:  # noqa: A002  # torch's name
+    values, gates = input.chunk(2, dim)
+    return values * gates.sigmoid()
+
+
+_PLAIN_NORMS: dict[Any, Callable[..., torch.Tensor]] = {
+    functional.layer_norm: _layer_norm,
+    functional.batch_norm: _norm_of_batch(lambda ndim: [0, *range(2, ndim)], functional.batch_norm),
+    functional.instance_norm: _norm_of_batch(
+        lambda ndim: [*range(2, ndim)], functional.instance_norm
+    ),
+    functional.glu: _glu,  # whose tangent has no gradient
 }

@@ -48,8 +48,7 @@ class _Sweep(NamedTuple):
     Attributes:
         backward: whether it runs from the last unit to the first.
         plain: what a unit communicates when the pass is at it.
-        recomputed: the same of a checkpoint. ``remat`` knows one transform at a time, so what it
-            differentiates in forward mode it computes without tangents too.
+        recomputed: the same of a checkpoint.
     """
 
     backward: bool
@@ -58,11 +57,11 @@ class _Sweep(NamedTuple):
 
 
 _VALUES = _Sweep(False, ("values",), ("values",))
-_DUALS = _Sweep(False, ("duals",), ("values", "duals"))
+_DUALS = _Sweep(False, ("duals",), ("duals",))
 _PULLBACK = _Sweep(True, ("gradients",), ("values", "gradients"))
-_DUAL_PULLBACK = _Sweep(
-    True, ("dual gradients",), ("values", "gradients", "duals", "dual gradients")
-)
+_DUAL_PULLBACK = _Sweep(True, ("dual gradients",), ("duals", "dual gradients"))
+# The pullback of values alone; a checkpoint has kept what it needs for both.
+_PULLBACK_OF_DUALS = _Sweep(True, ("gradients",), ("duals", "gradients"))
 # The pullback of a pullback, which is linear: it needs no values but those that a checkpoint freed.
 _PUSH = _Sweep(False, ("tangents",), ("values", "gradients", "tangents"))
 
@@ -71,7 +70,7 @@ SWEEPS: Mapping[Transform, tuple[_Sweep, ...]] = {
     "vjp": (_VALUES, _PULLBACK),
     "jvp": (_DUALS,),
     "hvp": (_DUALS, _DUAL_PULLBACK),
-    "gnvp": (_DUALS, _PULLBACK),
+    "gnvp": (_DUALS, _PULLBACK_OF_DUALS),
     "linearize": (_VALUES, _PULLBACK, _PUSH),
 }
 
