@@ -13,7 +13,7 @@ from torch import nn
 
 from funcshard.demo.gpt import GPT, GPTConfig
 
-__all__ = ["SUBJECTS", "Subject", "cast", "part"]
+__all__ = ["SUBJECTS", "Batch", "Subject", "cast", "cross_entropy", "hugging_face", "part", "seeded"]
 
 Batch = dict[str, Any]
 
@@ -90,7 +90,7 @@ class DroppedGPT(GPT):
             block.mlp = nn.Sequential(block.mlp, nn.Dropout(dropout))
 
 
-def _seeded(build: Callable[[float], nn.Module]) -> Callable[..., nn.Module]:
+def seeded(build: Callable[[float], nn.Module]) -> Callable[..., nn.Module]:
     def seeded(dropout: float = 0.0) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
@@ -104,7 +104,7 @@ def _gpt(dropout: float) -> nn.Module:
     return DroppedGPT(config, dropout) if dropout else GPT(config)
 
 
-def _hugging_face(config: str, model: str, **options: Any) -> Callable[[float], nn.Module]:
+def hugging_face(config: str, model: str, **options: Any) -> Callable[[float], nn.Module]:
     def build(dropout: float) -> nn.Module:
         assert not dropout, "these configs have it switched off"
         transformers = importlib.import_module("transformers")  # imported here because it takes seconds
@@ -136,46 +136,46 @@ def _tokens(name: str, **more: str) -> Callable[[int, int], Batch]:
     return make_batch
 
 
-def _cross_entropy(output: torch.Tensor, batch: Batch) -> torch.Tensor:
+def cross_entropy(output: torch.Tensor, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(output.flatten(0, -2), batch["targets"].flatten())
 
 
 def _cross_entropy_of_logits(output: Any, batch: Batch) -> torch.Tensor:
-    return _cross_entropy(output.logits, batch)
+    return cross_entropy(output.logits, batch)
 
 
-_bert = _hugging_face(
+_bert = hugging_face(
     "BertConfig", "BertForMaskedLM",
     vocab_size=19, hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=20,
     max_position_embeddings=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
 )  # fmt: skip
-_llama = _hugging_face(
+_llama = hugging_face(
     "LlamaConfig", "LlamaForCausalLM",
     vocab_size=19, hidden_size=12, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
     intermediate_size=20, max_position_embeddings=8, use_cache=False,
 )  # fmt: skip
-_t5 = _hugging_face(
+_t5 = hugging_face(
     "T5Config", "T5ForConditionalGeneration",
     vocab_size=19, d_model=12, d_kv=6, d_ff=20, num_layers=2, num_decoder_layers=1, num_heads=2, dropout_rate=0.0,
     decoder_start_token_id=0, use_cache=False,
 )  # fmt: skip
-_gpt2 = _hugging_face(
+_gpt2 = hugging_face(
     "GPT2Config", "GPT2LMHeadModel",
     vocab_size=19, n_embd=12, n_layer=2, n_head=2, n_positions=8, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     bos_token_id=0, eos_token_id=0, use_cache=False,
 )  # fmt: skip
 
 SUBJECTS: dict[str, Subject] = {
-    "mlp": Subject(_seeded(MLP), _vectors, _cross_entropy, ("layers.0", "layers.3")),
-    "gpt": Subject(_seeded(_gpt), _tokens("idx"), _cross_entropy, ("blocks.*",)),
-    "convnet": Subject(_seeded(ConvNet), _images, _cross_entropy, ("first", "second"), batch_statistics=True),
-    "bert": Subject(_seeded(_bert), _tokens("input_ids"), _cross_entropy_of_logits, ("bert.encoder.layer.*",)),
+    "mlp": Subject(seeded(MLP), _vectors, cross_entropy, ("layers.0", "layers.3")),
+    "gpt": Subject(seeded(_gpt), _tokens("idx"), cross_entropy, ("blocks.*",)),
+    "convnet": Subject(seeded(ConvNet), _images, cross_entropy, ("first", "second"), batch_statistics=True),
+    "bert": Subject(seeded(_bert), _tokens("input_ids"), _cross_entropy_of_logits, ("bert.encoder.layer.*",)),
     "llama": Subject(
-        _seeded(_llama), _tokens("input_ids"), _cross_entropy_of_logits, ("model.layers.*",), float32_inside=True
+        seeded(_llama), _tokens("input_ids"), _cross_entropy_of_logits, ("model.layers.*",), float32_inside=True
     ),
     "t5": Subject(
-        _seeded(_t5), _tokens("input_ids", decoder="decoder_input_ids"), _cross_entropy_of_logits,
+        seeded(_t5), _tokens("input_ids", decoder="decoder_input_ids"), _cross_entropy_of_logits,
         ("encoder.block.*", "decoder.block.*"), float32_inside=True,
     ),
-    "gpt2": Subject(_seeded(_gpt2), _tokens("input_ids"), _cross_entropy_of_logits, ("transformer.h.*",)),
+    "gpt2": Subject(seeded(_gpt2), _tokens("input_ids"), _cross_entropy_of_logits, ("transformer.h.*",)),
 }  # fmt: skip

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy
 
 import funcshard as fs
+from tests.core.derivative_models import MODELS
 from tests.core.units import forward_mode, same_bits
 from tests.models import SUBJECTS, cast, part
 from tests.ranks import on_ranks, run_ranks, run_simulated
@@ -27,7 +29,7 @@ def random(seed, *shape):
 @functools.cache
 def subject_of(name):
     """Return the whole parameters, and outputs and loss of a part of the batch, of ``number`` parts."""
-    subject = SUBJECTS[name]
+    subject = (SUBJECTS | MODELS)[name]
     module = subject.build().double()
     if name == "mlp":
         module.head.bias.requires_grad_(False)
@@ -36,8 +38,13 @@ def subject_of(name):
     own = lambda i, number: part(batch, i, number)  # noqa: E731
     return SimpleNamespace(
         apply=apply, params=params, units=subject.units, buffers=buffers, inputs=lambda i, n: own(i, n)["inputs"],
-        out=lambda p, i, n: apply(p, buffers, **own(i, n)["inputs"]), loss=lambda y, i, n: subject.loss(y, own(i, n)),
+        out=lambda p, i, n: logits_of(apply(p, buffers, **own(i, n)["inputs"])),
+        loss=lambda y, i, n: cross_entropy(y.flatten(0, -2), own(i, n)["targets"].flatten()),
     )  # fmt: skip
+
+
+def logits_of(output):
+    return getattr(output, "logits", output)
 
 
 def setup(name, mesh, strategy):
@@ -47,7 +54,7 @@ def setup(name, mesh, strategy):
     plan = fs.make_plan(subject.params, mesh, units=subject.units, strategy=strategy)
     shards = fs.shard(subject.params, plan, mesh)
     run = fs.fully_shard(subject.apply, plan, mesh)
-    out = lambda s: run(s, subject.buffers, **subject.inputs(index, number))  # noqa: E731
+    out = lambda s: logits_of(run(s, subject.buffers, **subject.inputs(index, number)))  # noqa: E731
     return plan, shards, out, lambda y: subject.loss(y, index, number), (index, number)
 
 
@@ -134,10 +141,10 @@ def check(results, name):
                 )
 
 
-@pytest.mark.nightly(one_in=9)
+@pytest.mark.nightly(one_in=36)
 @pytest.mark.parametrize("strategy", ["shard_grad_op", "full_shard", "no_shard"])
-@pytest.mark.parametrize("world", [{"shard": 2}, HYBRID, {"shard": 2, "tensor": 2}], ids=str)
-@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@pytest.mark.parametrize("world", [{"shard": 2}, HYBRID, {"shard": 2, "tensor": 2}, {"shard": 4}, {}], ids=str)
+@pytest.mark.parametrize("name", ["mlp", "gpt", *MODELS])
 def test_operators_are_those_of_the_whole_model_on_the_whole_batch(name, world, strategy):
     with sdpa_kernel(SDPBackend.MATH):
         check(run_simulated(found, math.prod(world.values()), name, strategy, shape=world), name)
