@@ -168,10 +168,10 @@ def count_flops(operation: Any, args: Any, kwargs: Any, out: Any) -> int:
         if is_backward:
             product_size = 3 * query[-1] + 2 * value[-1]
         return 2 * math.prod(query[:-1]) * key[-2] * product_size
-    overload_packet = operation.overloadpacket
-    count_function: Any = flop_registry.get(overload_packet)
-    if count_function is not None:
-        return int(count_function(*args, **kwargs, out_val=out))
+    for packet in (operation.overloadpacket, _out_of_place(name)):
+        count_function: Any = flop_registry.get(packet)
+        if count_function is not None:
+            return int(count_function(*args, **kwargs, out_val=out))
     if name == "aten::_grouped_mm":
         return _grouped_flops(*args[:2])
     if _is_uncounted(name) and torch.Tag.pointwise not in operation.tags:
@@ -182,6 +182,13 @@ def count_flops(operation: Any, args: Any, kwargs: Any, out: Any) -> int:
             stacklevel=2,
         )
     return 0
+
+
+@functools.cache
+def _out_of_place(name: str) -> Any:
+    """Return the operator that does the same as one of the name ``aten::name_``."""
+    short_name = name.partition("::")[2]
+    return getattr(torch.ops.aten, short_name.removesuffix("_"), None)
 
 
 _SPACES = re.compile("aten|prims?|funcshard|_?c10d_functional|c10d|profiler")

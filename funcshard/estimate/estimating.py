@@ -13,7 +13,7 @@ from funcshard.estimate.machine import (
     weakest,
 )
 from funcshard.estimate.reports import Report
-from funcshard.estimate.trace import Profile
+from funcshard.estimate.trace import OPERATORS, Profile
 from funcshard.estimate.walk import (
     OPTIMIZERS,
     HardwareClock,
@@ -22,12 +22,14 @@ from funcshard.estimate.walk import (
     check_runtime,
     reserved_band,
     reserved_how,
+    simulate_operator,
     simulate_step,
 )
 from funcshard.plan import (
     Plan,
     Reduce,
     Schedule,
+    Transform,
     check_plan,
     make_schedule,
     recomputed_modules,
@@ -46,8 +48,11 @@ def estimate(
     reduce: Reduce = "each",
     budget: int | str | None = None,
     runtime: Runtime | None = None,
+    transform: Transform | None = None,
 ) -> Report:
     """Estimate the memory, the time and the traffic of one step of your training.
+
+    With ``transform``, estimate one call of ``fs.hvp`` or of another operator instead.
 
     You need no GPU and no other ranks: see docs/estimating.md.
 
@@ -65,6 +70,8 @@ def estimate(
         budget: memory of a rank in bytes, or as ``"80GiB"``; by default, and at most, the
             hardware's.
         runtime: how ranks communicate; by default as on the hardware.
+        transform: an operator of ``predict_events``, by the shards of the loss; ``"gnvp"`` by those
+            of the outputs. The rank holds the optimizer's state, and a vector like the shards.
 
     Returns:
         The report, which you can print.
@@ -101,23 +108,42 @@ def estimate(
     remat_modules = recomputed_modules(plan, remat)
     clock = HardwareClock(target_hardware, plan.mesh_axes)
     check_runtime(runtime)
+    check_choice("transform", transform, [*OPERATORS, None])
+    if transform is not None and micro_batches != 1:
+        raise ValueError(
+            f"transform={transform!r} is of a function that runs once; found "
+            f"micro_batches={micro_batches}: leave it out"
+        )
     on_device = runtime or Runtime.on(target_hardware.device)
     # Note: a GPU saves less for attention and dropout than a CPU does.
     profile = profile.on(accelerator=on_device.accelerator)
     # Why: an estimate makes thousands of small objects, and a garbage collection between takes
     # longer than it does.
     with without_collection():
-        simulation = simulate_step(
-            profile,
-            plan,
-            profile.program(plan, remat=remat_modules),
-            clock,
-            optimizer=optimizer_memory(optimizer),
-            runtime=on_device,
-            schedule=schedule or make_schedule(plan),
-            micro_batches=micro_batches,
-            reduce=reduce,
-        )
+        held_optimizer, used_schedule = optimizer_memory(optimizer), schedule or make_schedule(plan)
+        if transform is not None:
+            simulation = simulate_operator(
+                profile,
+                plan,
+                clock,
+                transform,
+                optimizer=held_optimizer,
+                runtime=on_device,
+                schedule=used_schedule,
+                remat=remat_modules,
+            )
+        else:
+            simulation = simulate_step(
+                profile,
+                plan,
+                profile.program(plan, remat=remat_modules),
+                clock,
+                optimizer=held_optimizer,
+                runtime=on_device,
+                schedule=used_schedule,
+                micro_batches=micro_batches,
+                reduce=reduce,
+            )
     pool_bytes = simulation.ledger.pools(streams=on_device.streams)
     step_how = source_of_sum((span.seconds, span.source) for span in simulation.spans)
     if any(unit.offload for unit in plan.unit_list):  # copies have no spans
@@ -132,6 +158,7 @@ def estimate(
         "reduce": reduce,
         "runtime": runtime,
         "budget": asked_budget,
+        "transform": transform,
     }
     return Report(
         plan=plan,
@@ -144,7 +171,9 @@ def estimate(
         exposed=simulation.exposed,
         tokens=profile.tokens * micro_batches,
         # Why 3: backward computes the gradients of inputs and of weights, each as much as forward.
-        flops=3 * profile.forward_flops * micro_batches,
+        flops=3 * profile.forward_flops * micro_batches
+        if transform is None
+        else sum(span.flops for span in simulation.spans),
         peak_flops=target_hardware.flops.get(profile.compute_dtype, 0.0),
         reserved=reserved_range[:2],
         reserved_source=reserved_range[2],

@@ -48,7 +48,7 @@ from funcshard.plan.mesh_axes import (
 from funcshard.plan.plan import Plan, check_plan, plan_from_data, plan_to_data
 from funcshard.plan.planner import make_plan
 from funcshard.plan.precision import MixedPrecision, is_one_of
-from funcshard.plan.predict import Reached, predict_events, predict_step
+from funcshard.plan.predict import Reached, Transform, predict_events, predict_step
 from funcshard.plan.schedule import (
     BackwardOrder,
     ForwardOrder,
@@ -97,6 +97,7 @@ __all__ = [
     "Reduce",
     "Schedule",
     "Storage",
+    "Transform",
     "UnitGroup",
     "UnitPlan",
     "axes_text",

@@ -182,6 +182,7 @@ RULES: dict[str, dict[str, Rule]] = {
     "estimate": {
         "remat": REMAT,
         "micro_batches": count(1, "micro-batches"), "budget": or_none(BUDGET),
+        "transform": choice("grad", "jvp", "vjp", "hvp", "gnvp", "linearize", None),
     },
     "auto_plan": {"ranks": count(1, "ranks"), "budget": or_none(BUDGET)},
     "plan_run": {

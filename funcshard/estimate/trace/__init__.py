@@ -14,12 +14,17 @@ program. In reading order:
 - ``program``: a tape, cut where the units of a plan act. ``stretches`` adds up folded modules.
 - ``splicing``: the program of a plan with other units recomputed.
 - ``profiling``: ``profile``, the front of all that.
+- ``operators``: what an operator such as ``hvp`` does, by running it.
 """
 
 from __future__ import annotations
 
-from funcshard.estimate.trace.profiling import Profile, profile
+from funcshard.estimate.trace.operators import OPERATORS, Held, Waited, trace_operator
+from funcshard.estimate.trace.profiling import ModelCall, Profile, profile
 from funcshard.estimate.trace.program import Memory, Program, Run, Work
 from funcshard.estimate.trace.splicing import MARGIN, equal_units
 
-__all__ = ["MARGIN", "Memory", "Profile", "Program", "Run", "Work", "equal_units", "profile"]
+__all__ = [
+    "MARGIN", "OPERATORS", "Held", "Memory", "ModelCall", "Profile", "Program", "Run", "Waited", "Work", "equal_units",
+    "profile", "trace_operator",
+]  # fmt: skip

@@ -7,7 +7,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -15,15 +15,42 @@ from funcshard._utils import tree
 from funcshard._utils.garbage import without_collection
 from funcshard._utils.options import check_flag
 from funcshard._utils.table import Shown, Table
-from funcshard._utils.tensors import is_dtensor, tensors_in
+from funcshard._utils.tensors import is_dtensor, map_tensors, tensors_in
 from funcshard._utils.torch_private import asks_for_data, stored_parts
 from funcshard.estimate.trace.program import Program, Run, make_program
 from funcshard.estimate.trace.splicing import equal_units, splice
 from funcshard.estimate.trace.tape import Tape
-from funcshard.estimate.trace.tracing import leaf_dtypes, trace_model
+from funcshard.estimate.trace.tracing import (
+    fake_like,
+    leaf_dtypes,
+    loss_of,
+    trace_model,
+    with_targets,
+)
 from funcshard.plan import MixedPrecision, Plan, dtype_name, make_plan, match
 
 _T = TypeVar("_T")
+
+
+class ModelCall(NamedTuple):
+    """What ``profile`` was given."""
+
+    apply: Any
+    buffers: Mapping[str, torch.Tensor]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    loss: Callable[..., torch.Tensor] | None
+    targets: Any
+
+    def faked(self) -> tuple[tuple[Any, ...], dict[str, Any], Any, Callable[[Any], torch.Tensor]]:
+        """Return arguments, keyword arguments, buffers and the loss of outputs, without data."""
+        args, kwargs, buffers, targets = map_tensors(
+            fake_like, (self.args, dict(self.kwargs), dict(self.buffers), self.targets)
+        )
+        loss = self.loss
+        if loss is not None and targets is not None:
+            loss = functools.partial(with_targets, loss, targets)
+        return args, kwargs, buffers, functools.partial(loss_of, loss=loss)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -38,6 +65,7 @@ class Profile(Shown):
         buffers: bytes of the model's buffers.
         forms: the parameters on the meta device, for ``make_plan``.
         precision: that of ``profile``.
+        call: the arguments of ``profile``.
     """
 
     retrace: Callable[..., Tape]
@@ -47,6 +75,7 @@ class Profile(Shown):
     buffers: int
     forms: Mapping[str, torch.Tensor] = field(default_factory=dict)
     precision: MixedPrecision | None = None
+    call: ModelCall | None = None
     _tapes: dict[Any, Tape] = field(default_factory=dict)
     _programs: dict[Any, Any] = field(default_factory=dict)
 
@@ -310,6 +339,7 @@ def profile(
         buffers=_stored_bytes(buffers),
         forms=param_forms,
         precision=plan.precision,
+        call=ModelCall(apply, buffers, args, kwargs, loss, targets),
     )
     # Why now: errors of the model belong to profile, not to the first estimate.
     new_profile.tape()

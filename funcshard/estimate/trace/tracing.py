@@ -90,10 +90,10 @@ def trace_model(
     """
     # Note: fake tensors on the CPU behave like real ones, storages and their lifetimes included.
     with fake_tensors(), AcceleratorKernels() if accelerator else contextlib.nullcontext():
-        args, kwargs, targets = map_tensors(_fake, (args, dict(kwargs), targets))
-        fake_buffers = map_tensors(_fake, dict(buffers))
+        args, kwargs, targets = map_tensors(fake_like, (args, dict(kwargs), targets))
+        fake_buffers = map_tensors(fake_like, dict(buffers))
         if loss is not None and targets is not None:
-            loss = functools.partial(_with_targets, loss, targets)
+            loss = functools.partial(with_targets, loss, targets)
         depth = 2 if fold else 0
         whole_paths = set[str]() if unfolded is None else unfolded
         # Note: that a module can't be folded shows only when backward has run. Then the model is
@@ -141,7 +141,8 @@ def _recomputed(
     return remat(held)(args, kwargs)
 
 
-def _with_targets(loss: Loss, targets: Any, out: Any) -> torch.Tensor:
+def with_targets(loss: Loss, targets: Any, out: Any) -> torch.Tensor:
+    """Return the loss of outputs; a partial of this is a loss of outputs alone."""
     return loss(out, targets)
 
 
@@ -153,7 +154,8 @@ def _nothing() -> None:
     return None
 
 
-def _fake(tensor: torch.Tensor) -> torch.Tensor:
+def fake_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a fake tensor, inside of ``fake_tensors``."""
     fake_tensor = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
     )
@@ -269,7 +271,7 @@ class _Tracer:
             del modules
             self.modules = []
             with recorder.call(LOSS) as loss_frame:
-                loss_value = [_loss_of(out, loss)]
+                loss_value = [loss_of(out, loss)]
             del out
             # Note: the first nodes of backward are those of the loss.
             recorder.frame = loss_frame  # where backward begins
@@ -718,7 +720,8 @@ def _is_opaque(value: Any) -> bool:
     return bool({"tensor", "object"}.intersection(value)) or any(map(_is_opaque, value))
 
 
-def _loss_of(out: Any, loss: Loss | None) -> torch.Tensor:
+def loss_of(out: Any, loss: Loss | None) -> torch.Tensor:
+    """Return the loss of outputs; without a loss function the outputs themselves, or their sum."""
     if loss is not None:
         return loss(out)
     graded_outputs = [tensor for tensor in tensors_in(out) if tensor.requires_grad]

@@ -107,7 +107,14 @@ def simulate_step(
         sizes=sizes_by_unit(plan, accelerator=runtime.accelerator),
         reductions=Counter(place.unit for place in program.reached if place.what == "reduce"),
     )
-    step_walk.start(profile.buffers, profile.inputs * micro_batches)
+    hold_between_steps(
+        step_walk.ledger,
+        step_walk.sizes,
+        optimizer,
+        runtime,
+        profile.buffers,
+        profile.inputs * micro_batches,
+    )
     steps = itertools.chain.from_iterable(itertools.repeat(program.steps, micro_batches))
     step_walk.run(steps, predicted)
     step_walk.end()
@@ -121,6 +128,27 @@ def simulate_step(
         unit_memory=step_walk.unit_memory(),
         peak=step_walk.ledger.peak,
     )
+
+
+def hold_between_steps(
+    ledger: Ledger,
+    unit_sizes: Mapping[str, UnitSizes],
+    optimizer: OptimizerMemory | None,
+    runtime: Runtime,
+    buffers: int,
+    inputs: int,
+) -> None:
+    """Let a ledger begin with what a rank holds between steps."""
+    for sizes in unit_sizes.values():
+        # Note: what lies on the host takes no device memory, so nothing counts it.
+        if not sizes.offload:
+            ledger.add("shards", sizes.shard)
+            if optimizer is not None:
+                ledger.add("optimizer", optimizer.states_before * sizes.trainable_shard)
+    ledger.add("buffers", buffers)
+    ledger.add("inputs", inputs)
+    ledger.add("communicators", runtime.communicators)
+    ledger.note(0.0, "start", "")
 
 
 @dataclass(slots=True)
@@ -178,21 +206,6 @@ class _Walk:
     lingering: list[int] = field(default_factory=list)  # bytes of freed units that still count
 
     # --- the whole step ---------------------------------------------------------------------------
-
-    def start(self, buffers: int, inputs: int) -> None:
-        """Hold what a rank holds between steps."""
-        optimizer = self.optimizer
-        for sizes in self.sizes.values():
-            # Note: what lies on the host takes no device memory, so nothing counts it.
-            if not sizes.offload:
-                self.ledger.add("shards", sizes.shard)
-                if optimizer is not None:
-                    states = optimizer.states_before
-                    self.ledger.add("optimizer", states * sizes.trainable_shard)
-        self.ledger.add("buffers", buffers)
-        self.ledger.add("inputs", inputs)
-        self.ledger.add("communicators", self.runtime.communicators)
-        self.note("start", "")
 
     def run(self, steps: Iterator[Run | Reached], predicted: Sequence[Event | Reached]) -> None:
         reached_place = Reached("start", "")

@@ -1,0 +1,70 @@
+"""The estimate of an operator against the operator: its peak on real tensors, and its collectives."""
+
+import gc
+
+import pytest
+import torch
+
+import funcshard as fs
+from benchmarks.memory_truth import Case, prepare
+from benchmarks.storages import Storages
+from funcshard.estimate import Runtime, profile
+from funcshard.estimate.trace import OPERATORS
+from tests.core.units import forward_mode
+
+pytestmark = [forward_mode, pytest.mark.slow]
+
+MOST = 0.01  # largest accepted relative error
+CASES = {
+    "gpt": Case("gpt"),
+    "gpt recomputed": Case("gpt", remat="remat"),
+    "gpt hybrid": Case("gpt", "hybrid"),
+    "gpt copied": Case("gpt", "no_shard"),
+    "gpt in bfloat16": Case("gpt", mixed=True),
+    "llama": Case("llama"),
+    "convnet": Case("convnet"),
+}
+
+
+def measured(setup, transform):
+    """Return the peak of an operator as one rank of a job whose other ranks do not exist, and its events."""
+    model, (inputs, targets) = setup.model, setup.batch
+    run = fs.fully_shard(setup.apply, setup.plan, setup.mesh, remat=setup.remat)
+
+    def out(shards):
+        outputs = run(shards, setup.buffers, inputs)
+        return outputs[0] if model.mutable else outputs
+
+    shards, vector = (
+        {
+            unit.name: {b.key: torch.full((b.shard_numel,), 0.01, dtype=getattr(torch, b.dtype)) for b in unit.buffers}
+            for unit in setup.plan.unit_list
+        }
+        for _ in range(2)
+    )
+    storages = Storages()
+    storages.hold((shards, vector, setup.buffers, setup.batch))
+    gc.collect()
+    with storages, fs.record_events() as events:
+        OPERATORS[transform](out, lambda outputs: model.loss(outputs, targets), shards, vector)
+    return storages.peak["cpu"], tuple(events)
+
+
+@pytest.mark.nightly(one_in=14)
+@pytest.mark.parametrize("transform", ["hvp", "gnvp", "linearize", "jvp", "vjp", "grad"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_estimated_peak_is_the_measured_one_and_the_events_are_the_predicted_ones(case, transform):
+    setup = prepare(case)
+    peak, events = measured(setup, transform)
+    traced = profile(
+        setup.apply, setup.params, setup.buffers, setup.batch[0], loss=setup.model.loss, targets=setup.batch[1],
+        precision=setup.plan,
+    )  # fmt: skip
+    report = fs.estimate(
+        traced, setup.plan, optimizer=None, remat=setup.remat, runtime=Runtime(accelerator=False), transform=transform
+    )
+    assert report.peak == pytest.approx(peak, rel=MOST)
+    assert report.events == events
+    assert report.events == fs.predict_events(setup.plan, report.schedule, recomputed=setup.remat, transform=transform)
+    assert report.step_time > 0
+    assert 0 < report.exposed < report.step_time
