@@ -438,8 +438,8 @@ def suspend(mesh: fs.Mesh) -> None:
     the lock keeps all others from the store. They then say that the store does not answer.
     """
     watch: Any = mesh.axes[0][1].desync.watch  # type: ignore[attr-defined]
-    before, end = watch.get(mesh.rank), time.monotonic() + 30
-    while watch.get(mesh.rank) == before and time.monotonic() < end:
+    before, end = watch.get(f"funcshard/{mesh.rank}"), time.monotonic() + 30
+    while watch.get(f"funcshard/{mesh.rank}") == before and time.monotonic() < end:
         time.sleep(0.005)
     os.kill(os.getpid(), signal.SIGSTOP)
 

@@ -125,7 +125,7 @@ def agree_on_all(mesh: fs.Mesh) -> None:
             return True
 
     mesh.shard.desync._agreed_contexts = Everything()  # type: ignore[attr-defined]
-    mesh.shard.desync._sizes = collections.defaultdict(lambda: desync.MOST_SIZES)  # type: ignore[attr-defined]
+    mesh.shard.desync._sizes = collections.defaultdict(lambda: range(desync.MOST_SIZES))  # type: ignore[attr-defined]
 
 
 def exchange_texts_after_others(mesh: fs.Mesh, _: Path) -> None:
@@ -160,7 +160,7 @@ def be_killed_when_the_other_waits(mesh: fs.Mesh, _: Path) -> None:
     if mesh.rank == 1:
         watch = mesh.shard.desync.watch  # type: ignore[attr-defined]
         # Rank 0 shows its latest collectives once it has waited for longer than patience.
-        until(lambda: "16" in Record.of(watch.get(0)).titles, 15)
+        until(lambda: "16" in Record.of(watch.get("funcshard/0")).titles, 15)
         os.kill(os.getpid(), signal.SIGKILL)
     fs.psum(torch.ones(3), mesh)
 
@@ -177,7 +177,7 @@ def lose(odd: int, how: str) -> Callable[[fs.Mesh, Path], None]:
     def program(mesh: fs.Mesh, folder: Path) -> None:
         watch, process = mesh.shard.desync.watch, folder / "process"  # type: ignore[attr-defined]
         train(mesh, 3)
-        until(lambda: b"all_reduce" in watch.get(mesh.rank))
+        until(lambda: b"all_reduce" in watch.get(f"funcshard/{mesh.rank}"))
         if mesh.rank == odd:
             process.write_text(str(os.getpid()))
             if how == "suspended":

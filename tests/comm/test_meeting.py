@@ -74,6 +74,7 @@ def test_of_a_thousand_ranks_all_but_the_first_ask_the_store_a_few_times_only() 
     store.requests.clear()
     meet(watch, ranks, "init_mesh", FACTS, timeout=5.0, limits=Limits(1.0))
     assert store.requests.total() == 4
+    store.inner.delete_key(f"funcshard/{name}/1/answer")
     for rank in ranks:
         store.inner.set(f"funcshard/{name}/1/{rank}", '{"the shape": "2"}')
     watch = Watch(0, store)
