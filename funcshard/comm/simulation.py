@@ -204,8 +204,10 @@ class _World:
     def __init__(self, size: int) -> None:
         self.size = size
         self.failure: BaseException | None = None
-        self._changed = threading.Condition()
-        self._turn: int | None = 0  # the rank that runs
+        # those of ranks that don't run are locked
+        self._gates = [threading.Lock() for _ in range(size)]
+        for gate in self._gates[1:]:
+            gate.acquire()
         self._left: set[int] = set()  # the ranks that have returned or failed
         # what each waiting rank waits for
         self._waits: dict[int, _Collective] = {}
@@ -220,8 +222,7 @@ class _World:
 
     def take_turn(self, rank: int) -> None:
         """Wait for the turn of ``rank``, then put its random state in place."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._turn == rank)
+        self._gates[rank].acquire()
         if self.failure is not None:
             raise _EndedError
         self._random[rank].put()
@@ -241,9 +242,8 @@ class _World:
 
     def leave(self, rank: int) -> None:
         """Pass the turn on for the last time."""
-        with self._changed:
-            self._left.add(rank)
-            self._pass_turn(rank)
+        self._left.add(rank)
+        self._pass_turn(rank)
 
     def join(self, position: int, joined: _Collective) -> _Collective:
         """Join the next collective of a group, and return it; the last rank to join runs it.
@@ -331,9 +331,8 @@ class _World:
             return
         # The next rank continues with its own generators.
         self._random[rank] = RandomState.take(python=True)
-        with self._changed:
-            self._waits[rank] = collective
-            self._pass_turn(rank)
+        self._waits[rank] = collective
+        self._pass_turn(rank)
         self.take_turn(rank)
 
     def _pass_turn(self, rank: int) -> None:
@@ -351,10 +350,9 @@ class _World:
             self.fail(None, RuntimeError(self._deadlock()))
             ready_ranks = present_ranks
         # Note: the order is the same in every run, as it depends on the program alone.
-        self._turn = ready_ranks[0] if ready_ranks else None
-        if ready_ranks:
-            self._waits.pop(ready_ranks[0], None)
-        self._changed.notify_all()
+        for next_rank in ready_ranks[:1]:
+            self._waits.pop(next_rank, None)
+            self._gates[next_rank].release()
 
     def _deadlock(self) -> str:
         rank_lines = [
@@ -370,7 +368,7 @@ class _World:
         )
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class _Collective:
     """A collective that at least one rank has joined.
 
@@ -438,41 +436,37 @@ class _SimulatedGroup(Group):
         # Why asked first: without attempts, a step makes no further call for them.
         if self.world.attempts and (attempt := self.world.attempts.get(self.global_rank)):
             attempt.position += 1
-        title, tensors = op.kind, [op.out, op.data]
+        title, tensors, texts = op.kind, [op.out, op.data], None
         # A rank's part may be empty here, and it takes part all the same.
         if op.kind == "all_gather_text":
-            texts: list[str] = []
+            title, texts = "all_gather_text of text", list[str]()
             op = op._replace(out=texts)
-            work = self._join("all_gather_text of text", _all_gather_text, op)
-            return DeferredWork(lambda: work.wait() or texts)
-        if op.kind == "all_to_all":  # its shapes differ between ranks
-            return self._join(f"all_to_all of {dtype_name(op.out.dtype)}", _all_to_all, op)
-        if not op.out.numel():
+        elif op.kind == "all_to_all":  # its shapes differ between ranks
+            title = f"all_to_all of {dtype_name(op.out.dtype)}"
+        elif not op.out.numel():
             return DONE
-        if op.kind == "reduce_scatter":
-            full_tensor = concatenate(op.data).to(op.out.dtype)
-            op, tensors = op._replace(data=full_tensor), [op.out, full_tensor]
-        elif op.kind == "broadcast":
-            title = f"broadcast from rank {op.src}"
-        tensor_shapes = [
-            f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
-            for tensor in tensors
-            if tensor is not None
-        ]
-        return self._join(f"{title} of {', '.join(tensor_shapes)}", _RUN[op.kind], op)
+        else:
+            if op.kind == "reduce_scatter":
+                full_tensor = concatenate(op.data).to(op.out.dtype)
+                op, tensors = op._replace(data=full_tensor), [op.out, full_tensor]
+            elif op.kind == "broadcast":
+                title = f"broadcast from rank {op.src}"
+            tensor_shapes = [
+                f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+                for tensor in tensors
+                if tensor is not None
+            ]
+            title = f"{title} of {', '.join(tensor_shapes)}"
+        title, world, rank = f"{title} of {op.label}" if op.label else title, self.world, self.rank
+        world.check_used_by(self.global_rank)
+        joined = _Collective(title, self.axis, self.ranks, _RUN[op.kind], {rank: op})
+        collective, global_rank = world.join(rank, joined), self.global_rank
 
-    def _join(self, title: str, run: Callable[[list[Op]], None], op: Op) -> Work:
-        """Join the group's next collective; ``run`` takes the parts of all ranks."""
-        self.world.check_used_by(self.global_rank)
-        joined = _Collective(
-            title=f"{title} of {op.label}" if op.label else title,
-            axis=self.axis,
-            ranks=self.ranks,
-            run=run,
-            arguments={self.rank: op},
-        )
-        collective = self.world.join(self.rank, joined)
-        return DeferredWork(lambda: self.world.wait(self.global_rank, collective))
+        def finish() -> list[str] | None:
+            world.wait(global_rank, collective)
+            return texts
+
+        return DeferredWork(finish)
 
 
 @dataclass(slots=True)
@@ -561,4 +555,6 @@ _RUN: dict[str, Callable[[list[Op]], None]] = {
     "reduce_scatter": _reduce_scatter,
     "all_reduce": _all_reduce,
     "broadcast": _broadcast,
+    "all_gather_text": _all_gather_text,
+    "all_to_all": _all_to_all,
 }
