@@ -10,7 +10,7 @@ on all ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,27 +24,7 @@ from funcshard.comm.user_collectives import CustomGroup
 # --- the operations -------------------------------------------------------------------------------
 
 _WHERE = "str? unit, str buffer, str axis, int ranks, str label"
-_SCHEMAS = {
-    "all_gather": f"(Tensor shard, bool shared, {_WHERE}) -> Tensor",
-    "reduce_scatter": f"(Tensor[] parts, ScalarType dtype, {_WHERE}) -> Tensor",
-    "all_reduce": f"(Tensor tensor, {_WHERE}) -> Tensor",
-    "broadcast": f"(Tensor tensor, SymInt src, {_WHERE}) -> Tensor",
-    "all_to_all": f"(Tensor full, SymInt[] out_sizes, SymInt[] sizes, {_WHERE}) -> Tensor",
-    "wait": "(Tensor pending) -> Tensor",
-    "number": "(int index, SymInt steps) -> Tensor",
-    "phase": "(str name) -> ()",
-    "coordinate": "(str axis, int ranks) -> Tensor",
-}
-for _name, _schema in _SCHEMAS.items():
-    # Why this tag: the result depends on other ranks, so that torch must neither compute a constant
-    # of it, nor take one operation for another with the same arguments.
-    _tags = (
-        () if _name in ("wait", "number", "coordinate") else (torch.Tag.nondeterministic_seeded,)
-    )
-    torch.library.define(f"funcshard::{_name}", _schema, tags=_tags)
-
-
-_RANKS = 3  # position of ``ranks`` among the arguments of ``_WHERE``
+_RANKS = 3  # position of ``ranks`` among these
 
 
 def _new(
@@ -54,45 +34,48 @@ def _new(
     return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
 
 
-@torch.library.register_fake("funcshard::all_gather")
-def _(shard: torch.Tensor, shared: bool, *where: Any) -> torch.Tensor:
-    return _new((shard.shape[0] * where[_RANKS], *shard.shape[1:]), shard)
-
-
-@torch.library.register_fake("funcshard::reduce_scatter")
-def _(parts: Sequence[torch.Tensor], dtype: torch.dtype, *where: Any) -> torch.Tensor:
+def _scattered(parts: Sequence[torch.Tensor], dtype: torch.dtype, *where: Any) -> torch.Tensor:
     return _new((sum(part.numel() for part in parts) // where[_RANKS],), parts[0], dtype)
 
 
-@torch.library.register_fake("funcshard::all_reduce")
-@torch.library.register_fake("funcshard::broadcast")
-def _(tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return _new(tensor.shape, tensor)
-
-
-@torch.library.register_fake("funcshard::all_to_all")
-def _(full: torch.Tensor, out_sizes: Sequence[int], *rest: Any) -> torch.Tensor:
-    return _new((sum(out_sizes),), full)
-
-
-@torch.library.register_fake("funcshard::wait")
-def _(pending: torch.Tensor) -> torch.Tensor:
-    return _new(pending.shape, pending)
-
-
-@torch.library.register_fake("funcshard::number")
-def _(index: int, steps: int) -> torch.Tensor:
-    return torch.empty((), dtype=torch.float64, device="cpu")
-
-
-@torch.library.register_fake("funcshard::phase")
-def _(name: str) -> None:
-    pass
-
-
-@torch.library.register_fake("funcshard::coordinate")
-def _(axis: str, ranks: int) -> torch.Tensor:
-    return torch.empty((), dtype=torch.int64, device="cpu")
+# The arguments and results of each operation, and a function that gives a result without values.
+_OPERATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "all_gather": (
+        f"(Tensor shard, bool shared, {_WHERE}) -> Tensor",
+        lambda shard, _, *where: _new((shard.shape[0] * where[_RANKS], *shard.shape[1:]), shard),
+    ),
+    "reduce_scatter": (
+        f"(Tensor[] parts, ScalarType dtype, {_WHERE}) -> Tensor",
+        _scattered,
+    ),
+    "all_reduce": (f"(Tensor tensor, {_WHERE}) -> Tensor", lambda x, *_: _new(x.shape, x)),
+    "broadcast": (
+        f"(Tensor tensor, SymInt src, {_WHERE}) -> Tensor",
+        lambda x, *_: _new(x.shape, x),
+    ),
+    "all_to_all": (
+        f"(Tensor full, SymInt[] out_sizes, SymInt[] sizes, {_WHERE}) -> Tensor",
+        lambda full, out_sizes, *_: _new((sum(out_sizes),), full),
+    ),
+    "wait": ("(Tensor pending) -> Tensor", lambda pending: _new(pending.shape, pending)),
+    "number": (
+        "(int index, SymInt steps) -> Tensor",
+        lambda *_: torch.empty((), dtype=torch.float64, device="cpu"),
+    ),
+    "phase": ("(str name) -> ()", lambda name: None),
+    "coordinate": (
+        "(str axis, int ranks) -> Tensor",
+        lambda *_: torch.empty((), dtype=torch.int64, device="cpu"),
+    ),
+}
+for _name, (_schema, _result) in _OPERATIONS.items():
+    # Why this tag: the result depends on other ranks, so that torch must neither compute a constant
+    # of it, nor take one operation for another with the same arguments.
+    _tags = (
+        () if _name in ("wait", "number", "coordinate") else (torch.Tag.nondeterministic_seeded,)
+    )
+    torch.library.define(f"funcshard::{_name}", _schema, tags=_tags)
+    torch.library.register_fake(f"funcshard::{_name}", _result)
 
 
 # --- the group ------------------------------------------------------------------------------------
