@@ -229,7 +229,7 @@ class SharedMemoryBackend:
         exchange, collective_index = self.exchange, key >> 1
         if not self._rank:
             block, _ = exchange.contributions[-collective_index]
-            return block.tensor(len(block.memory), torch.uint8)
+            return block.tensor(len(block), torch.uint8)
         first_peer = exchange.peers[0]
         message = first_peer.received.get(key)
         if (

@@ -51,6 +51,9 @@ class Block:
     uses: int = 0
     idle_since: int = 0
 
+    def __len__(self) -> int:
+        return len(self.memory)
+
     def tensor(
         self,
         numel: int,
@@ -120,7 +123,7 @@ def fits(block: Block, size: int) -> bool:
     # Why not every block that is large enough: at 2 ranks the gradients that a unit writes take
     # half as much memory as its gathered buffer. If they took the buffer's block, the next
     # all-gather would have to make a new one.
-    return size <= len(block.memory) < 2 * max(size, _SMALL_BYTES)
+    return size <= len(block) < 2 * max(size, _SMALL_BYTES)
 
 
 class Pool:
@@ -150,69 +153,65 @@ class Pool:
 
     def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a new 1-D tensor in a block, which comes back when the tensor is gone."""
-        return self.take(numel * dtype.itemsize)[0].tensor(numel, dtype, self._on_free)
+        return self.take(numel * dtype.itemsize).tensor(numel, dtype, self._on_free)
 
-    def take(self, size: int) -> tuple[Block, int]:
-        """Take the smallest free block that fits, or make one; ``give_back`` is the inverse.
-
-        Returns:
-            The block, and the number of a block that the pool has dropped, or 0.
-        """
+    def take(self, size: int) -> Block:
+        """Take the smallest free block that fits, or make one; ``give_back`` is the inverse."""
         free_blocks = self._free
         self._takes += 1
         # Why reversed: of equal blocks the pool takes the one that came back last, so blocks that
         # are not needed move to the front of the list.
         fitting_blocks = [block for block in reversed(free_blocks) if fits(block, size)]
-        free_block = (
-            min(fitting_blocks, key=lambda block: len(block.memory)) if fitting_blocks else None
-        )
-        dropped_block = None
-        if free_block is not None:
-            free_blocks.remove(free_block)
-            # Note: it was not needed for long, such as one of a model that was gathered once.
-            if free_blocks and free_blocks[0].idle_since + _IDLE_TAKES < self._takes:
-                dropped_block = free_blocks[0]
-        else:  # a new block replaces the largest of the free blocks that are too small
-            small_blocks = [block for block in free_blocks if len(block.memory) < size]
-            dropped_block = (
-                max(small_blocks, key=lambda block: len(block.memory)) if small_blocks else None
-            )
-        if dropped_block is not None:
-            free_blocks.remove(dropped_block)
-            dropped_block.close()
-        if free_block is None:
-            free_block = self._make(size)
+        if not fitting_blocks:
+            # A new block replaces the largest of the free blocks that are too small.
+            small_blocks = [block for block in free_blocks if len(block) < size]
+            if small_blocks:
+                self.drop(max(small_blocks, key=len))
+            new_block = self._make(size)
             self.made += 1
-            free_block.number = self.made
-        return free_block, dropped_block.number if dropped_block is not None else 0
+            new_block.number = self.made
+            return new_block
+        free_block = min(fitting_blocks, key=len)
+        free_blocks.remove(free_block)
+        # Note: it was not needed for long, such as one of a model that was gathered once.
+        if free_blocks and free_blocks[0].idle_since + _IDLE_TAKES < self._takes:
+            self.drop(free_blocks[0])
+        return free_block
 
     def give_back(self, block: Block) -> None:
         block.idle_since = self._takes
         self._free.append(block)
+
+    def drop(self, block: Block) -> None:
+        """Forget a free block."""
+        self._free.remove(block)
+        block.close()
 
     def has(self, size: int) -> bool:
         """Return whether ``take(size)`` finds a free block."""
         return any(fits(block, size) for block in self._free)
 
 
-class SharedBlocks:
+class SharedBlocks(Pool):
     """The shared blocks of one rank, and how many collectives need each of them.
 
     Attributes:
-        pool: the pool that owns the blocks.
         dropped: numbers of dropped blocks that no message has named yet.
     """
 
     def __init__(self) -> None:
-        self.pool = Pool(shared_block)
+        super().__init__(shared_block)
         self.dropped: list[int] = []
         self._slab: Block | None = None  # the slab that is being filled
         self._slab_end = 0  # its first free byte
 
+    def drop(self, block: Block) -> None:
+        super().drop(block)
+        self.dropped.append(block.number)
+
     def take(self, size: int) -> Block:
         """Take a block of ``size`` bytes for one collective; ``release`` is the inverse."""
-        block, dropped = self.pool.take(size)
-        self.dropped += [dropped] * (dropped > 0)
+        block = super().take(size)
         block.uses = 1
         return block
 
@@ -230,7 +229,7 @@ class SharedBlocks:
         # anyway, and the pool keeps every block that it makes. Because the wait is limited (70 ms
         # for 7 MiB), this rank never depends on its peers.
         end_time = time.monotonic() + min(size * _WAIT_PER_BYTE, _MAX_WAIT)
-        while not self.pool.has(size) and any(fits(block, size) for block in busy()):
+        while not self.has(size) and any(fits(block, size) for block in busy()):
             seconds_left = end_time - time.monotonic()
             if seconds_left <= 0:
                 break
@@ -258,4 +257,4 @@ class SharedBlocks:
         """End one collective's use of a block, which returns to the pool after the last."""
         block.uses -= 1
         if not block.uses:
-            self.pool.give_back(block)
+            self.give_back(block)

@@ -203,7 +203,7 @@ def test_parts_are_added_up_as_if_they_were_one(sizes, size) -> None:
                 part.zero_()  # its owner may do so now
         assert torch.equal(torch.cat(finish(started)), sum_in_order(fulls))
         # only the slices of a rank's peers are in shared memory, not its own
-        assert all(len(block.memory) < LARGE * 4 for rank in world for block in rank.backend.blocks.pool._free)
+        assert all(len(block) < LARGE * 4 for rank in world for block in rank.backend.blocks._free)
 
 
 @pytest.mark.parametrize("error", [errno.EAGAIN, errno.ETOOMANYREFS, errno.ENOBUFS])
@@ -339,7 +339,7 @@ def test_memory_is_used_again_also_of_collectives_that_ranks_do_not_wait_for(nam
                         assert all((whole == 7.0).all() for whole in results)
                 del started, results
                 run_some(world, salt=step)
-                made.append(max(rank.backend.blocks.pool.made for rank in world))
+                made.append(max(rank.backend.blocks.made for rank in world))
             assert made[-1] <= most, made
             assert dropping or made[-1] == made[5], made
             for rank in world:
@@ -361,7 +361,7 @@ def test_memory_is_not_used_again_while_a_rank_may_read_it() -> None:
             if started is late:
                 more = [fast.all_gather(some(0, LARGE, salt)) for salt in range(20, 25)]
         assert len(more) == 5
-        assert fast.backend.blocks.pool.made == 25
+        assert fast.backend.blocks.made == 25
 
 
 @pytest.mark.parametrize("holder", [0, 1])
@@ -378,7 +378,7 @@ def test_an_output_that_a_rank_still_holds_is_not_used_again(holder) -> None:
             run_some(world)
         wholes = [run_some(world, "all_gather_shared", LARGE) for _ in range(3)]
         assert address is None or address in {whole[0].data_ptr() for whole in wholes}
-        assert world[0].backend.blocks.pool.made <= 5
+        assert world[0].backend.blocks.made <= 5
 
 
 def test_a_shared_output_is_copied_in_inference_mode() -> None:
@@ -411,7 +411,7 @@ def test_a_reduction_is_read_and_its_memory_freed_once_every_rank_has_contribute
             for outs in ([out for _, out in started], finish(started)):
                 assert torch.equal(torch.cat(outs), inputs[0] + inputs[1])
             finish(gathering)
-        assert all(rank.backend.blocks.pool.made <= 3 for rank in world)
+        assert all(rank.backend.blocks.made <= 3 for rank in world)
 
 
 MEANWHILE = {
@@ -488,7 +488,7 @@ def go_on_after_errors(mesh: fs.Mesh, shared_memory: bool) -> tuple[list[float],
         with contextlib.suppress(ValueError):
             losses.append(run_step(shards, torch.ones(2, 150))[0].item())
     group = mesh.shard
-    return losses, group.pool.made + (0 if group.shm is None else group.shm.blocks.pool.made)
+    return losses, group.pool.made + (0 if group.shm is None else group.shm.blocks.made)
 
 
 @pytest.mark.slow

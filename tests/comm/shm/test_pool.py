@@ -9,6 +9,7 @@ import os
 import pickle
 import threading
 from multiprocessing.reduction import ForkingPickler
+from typing import Any
 
 import pytest
 import torch
@@ -81,15 +82,15 @@ def test_memory_comes_back_from_garbage_and_from_another_thread(end) -> None:
 def test_an_idle_block_is_dropped(make, monkeypatch) -> None:
     monkeypatch.setattr(pools, "_IDLE_TAKES", 10)
     pool = Pool(make)
-    every = [pool.take(5000)[0] for _ in range(6)]  # as when a whole model is gathered
+    every = [pool.take(5000) for _ in range(6)]  # as when a whole model is gathered
     before = open_files()
     for block in every:
         pool.give_back(block)
-    dropped = []
+    dropped: list[Any] = []
+    monkeypatch.setattr(pool, "drop", lambda block: dropped.append(block.number) or Pool.drop(pool, block))
     for _ in range(30):
         blocks = [pool.take(5000) for _ in range(2)]
-        dropped += [number for _, number in blocks if number]
-        for block, _ in blocks:
+        for block in blocks:
             pool.give_back(block)
     assert sorted(dropped) == [1, 2, 3, 4]
     assert pool.made == 6
@@ -117,7 +118,7 @@ def saved(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", USES)
 def test_a_tensor_in_a_block_can_be_copied_and_sent(name, make) -> None:
     pool = Pool(make)
-    pool.give_back(pool.take(1 << 20)[0])
+    pool.give_back(pool.take(1 << 20))
     tensor = pool.tensor(5000, torch.float32)
     tensor.copy_(torch.arange(5000.0))
     copied = USES[name](tensor)
