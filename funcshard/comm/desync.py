@@ -211,35 +211,42 @@ class DesyncDetector:
                 collective failed.
         """
         check_process(self._process, self.ranks[self.rank])
-        serial, seconds = None, self.limits.patience
+        seconds = self.limits.patience
         while True:
             try:
                 if has_come(seconds):
                     return
             except RuntimeError as error:
                 self.raise_failure(error, number)
-            # Only a wait that takes long gets a number, so short ones cost nothing.
-            if serial is None and self.watch is not None:
-                serial = self.watch.begin_wait()
             # Note: a slow rank is no error, so the wait continues unless this raises.
-            self.look(number, serial)
+            self.look(number)
             seconds = self.limits.patience / 8
 
-    def look(self, number: int, serial: int | None = None) -> None:
+    def look(self, number: int) -> None:
         """Raise ``RuntimeError`` if this rank waits for collective ``number`` in vain."""
+        if self.watch is not None and (why := self._why(number)):
+            self.watch.close_connections()
+            raise RuntimeError(why)
+
+    def find_lost(self) -> str:
+        """Return an error message if a rank of the axis is given up, or ``""``."""
+        return self._why(0)
+
+    def _why(self, number: int, *, failed: bool = False) -> str:
+        """Return why this rank waits for collective ``number`` in vain, or why that has failed."""
         if self.watch is None:
-            return
+            return ""
         needed_ranks, is_recorded = self.ranks, number in self._recorded
-        if is_recorded:
+        if is_recorded and not failed:
             _, needed_positions = self._entries[number - self.number - 1]
             if needed_positions is not None:
                 needed_ranks = [self.ranks[position] for position in needed_positions]
         what = f"{self._describe(number)} (number {number} on mesh axis {self.axis!r})"
         # Why no number otherwise: it is not known which ranks the collective needs.
-        wait = Wait(self.name, number * is_recorded, what, needed_ranks, serial or 0)
-        if why := self.watch.why(wait, self.limits.give_up, self):
-            self.watch.close_connections()
-            raise RuntimeError(why)
+        shown_number = number * (is_recorded or failed)
+        wait = Wait(self.name, shown_number, what, needed_ranks)
+        detector = self if shown_number else None
+        return self.watch.why(wait, self.limits.give_up, detector, failed=failed)
 
     def raise_desync(self, number: int, peer: str = "another rank") -> NoReturn:
         """Raise because ``peer`` reached collective ``number`` with another history."""
@@ -318,15 +325,10 @@ class DesyncDetector:
 
     def _why_within(self, seconds: float, number: int) -> str:
         """Return why collective ``number`` has failed; wait so long until other ranks know it."""
-        if self.watch is None:
-            return ""
         end_time = time.monotonic() + seconds
-        wait = Wait(self.name, number, self._describe(number), self.ranks)
-        while True:
-            why = self.watch.why(wait, self.limits.give_up, self, failed=True)
-            if why or time.monotonic() > end_time:
-                return why
-            time.sleep(min(0.05, seconds))
+        while not (why := self._why(number, failed=True)) and time.monotonic() < end_time:
+            time.sleep(min(0.05, max(seconds, 0.0)))
+        return why
 
     def raise_failure(self, error: Exception, number: int) -> NoReturn:
         """Raise ``RuntimeError`` for collective ``number``, which failed with ``error``."""
@@ -361,12 +363,6 @@ class DesyncDetector:
             f"{number} on mesh axis {self.axis!r}, which failed; {where_text}. Communication ended "
             f"with: {error}"
         ) from error
-
-    def find_lost(self) -> str:
-        """Return an error message if a rank of the axis is given up, or ``""``."""
-        if self.watch is None:
-            return ""
-        return self.watch.why(Wait("", 0, "", self.ranks), self.limits.give_up)
 
     def titles(self) -> Mapping[str, str]:
         """Return the latest collectives as text, by number."""

@@ -21,10 +21,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from funcshard._utils.options import some
 from funcshard.comm.agreement import first_difference
 from funcshard.comm.watch import (
     LIMITS,
-    MOST_NAMED,
     Limits,
     LostError,
     SilentStoreError,
@@ -114,7 +114,7 @@ class _Meeting:
         """Return the answer of the first rank, once all have come."""
         # Why no wait of the store: that of a file asks once a second.
         begin_time = current_time = time.monotonic()
-        next_look, sleep_seconds, serial = begin_time + limits.patience, _SHORTEST, 0
+        next_look, sleep_seconds = begin_time + limits.patience, _SHORTEST
         while True:
             # Why suppressed: the store may answer later, and a look says if it does not.
             with contextlib.suppress(SilentStoreError):
@@ -124,18 +124,17 @@ class _Meeting:
             if current_time >= begin_time + timeout:
                 raise LostError(self._late(timeout))
             if current_time >= next_look:
-                serial = serial or self.watch.begin_wait()
-                self._look(serial, limits.give_up)
+                self._look(limits.give_up)
                 next_look = current_time + limits.patience / 8
             # Ranks of one program come soon, and others spare the store.
             time.sleep(sleep_seconds)
             sleep_seconds, current_time = min(1.5 * sleep_seconds, _LONGEST), time.monotonic()
 
-    def _look(self, serial: int, give_up: float) -> None:
+    def _look(self, give_up: float) -> None:
         """Raise ``LostError`` if this rank waits in vain."""
         other_ranks = [rank for rank in self.ranks if rank != self.watch.rank]
         call_title = f"{self.call}, number {self.number} of these ranks"
-        wait = Wait(self.group, self.number, call_title, other_ranks, serial)
+        wait = Wait(self.group, self.number, call_title, other_ranks)
         if why := self.watch.why(wait, give_up, is_away=self._is_away):
             self.watch.close_connections()
             raise LostError(why)
@@ -173,12 +172,9 @@ class _Meeting:
         missing_ranks = list[int]()
         with contextlib.suppress(SilentStoreError):
             missing_ranks += [rank for rank in self.ranks if not self.watch.check([self.key(rank)])]
-        ranks_text = ", ".join(map(str, missing_ranks[:MOST_NAMED])) + ", and others" * (
-            len(missing_ranks) > MOST_NAMED
-        )
         return (
             f"rank {self.watch.rank} waited {timeout:g} s in {self.call}, which is number "
-            f"{self.number} of these ranks, and rank {ranks_text or self.ranks[0]} has not come: "
+            f"{self.number} of these ranks, and rank {some(missing_ranks) or self.ranks[0]} has not come: "
             "every rank has to make the same meshes in the same order; read the log of the rank that is "
             "missing, or pass a larger timeout if it is slow"
         )

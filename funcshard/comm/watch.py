@@ -124,14 +124,12 @@ class Wait(NamedTuple):
         number: of the collective on the axis.
         what: the collective and its axis as text.
         ranks: the global ranks without whose part the collective cannot end.
-        serial: number of the wait on this rank.
     """
 
     group: str
     number: int
     what: str
     ranks: Sequence[int]
-    serial: int = 0
 
 
 class Record(NamedTuple):
@@ -258,10 +256,10 @@ class Watch:
             weakref.WeakValueDictionary()
         )
         self._counts: dict[str, int] = {}
-        # The record of each rank at the last look of this wait, and the clock when it was new.
+        # The record of each rank at the last look, and the clock when it was new.
         self._seen: dict[int, tuple[Record, float]] = {}
         self._suspects: Iterable[int] = ()
-        self._serial = self._looks = 0
+        self._looks = 0
         # Seconds for which the store has not answered, and the time of the last question.
         self._silence = self._asked = 0.0
         thread = threading.Thread(
@@ -337,13 +335,6 @@ class Watch:
             detector.close_connections()
 
     # --- a look -----------------------------------------------------------------------------------
-
-    def begin_wait(self) -> int:
-        """Return the number of a wait that exceeds ``patience``."""
-        self._serial += 1
-        # What an earlier wait has seen says nothing about this one.
-        self._seen.clear()
-        return self._serial
 
     def why(
         self,
@@ -449,7 +440,7 @@ class Watch:
         lasting = {
             rank: record
             for rank, record in waiting.items()
-            if rank == self.rank or (rank in self._seen and record.lasts(self._seen[rank][0]))
+            if rank in self._seen and record.lasts(self._seen[rank][0])
         }
         rank_lines = []
         for rank, blocker in _blocked_by(self.rank, lasting).items():

@@ -69,11 +69,10 @@ class Rank:
         self.detectors = {name: Detector(count) for name, count in counts.items()}  # the watch does not keep them
         for name, detector in self.detectors.items():
             self.watch.add(name, detector)
-        self.serial = self.watch.begin_wait()
 
     def wait(self) -> Wait:
         number = self.detectors[self.group].number
-        return Wait(self.group, number, f"number {number} along {self.group}", self.needs, self.serial)
+        return Wait(self.group, number, f"number {number} along {self.group}", self.needs)
 
     def look(self, *, failed: bool = False) -> str:
         return self.watch.why(self.wait(), 1000.0, failed=failed)
@@ -139,7 +138,7 @@ def join(last: Rank) -> str:
 NO_CIRCLES: dict[str, Callable[[Rank, int], str]] = {
     "it writes nothing": lambda last, step: "",
     "it has written long ago": lambda last, step: "" if step else last.look(),
-    "it waits for something else each time": lambda last, step: set_and_look(last, serial=last.watch.begin_wait()),
+    "it waits for something else each time": lambda last, step: set_and_look(last, needs=[*last.needs, 9 + step]),
     "it has joined": lambda last, step: join(last),
     "it needs no other": lambda last, step: set_and_look(last, needs=[]),
     "another of its threads goes on": lambda last, step: with_another_thread(last, keeps=True),
@@ -358,7 +357,7 @@ def test_a_look_ends_soon_if_the_store_is_suspended_in_the_middle_of_it(answers:
     monkeypatch.setattr(watches, "_ANSWER", 0.1)
     store = SuspendedStore(answers)
     detector = DesyncDetector("shard", [0, 1, 2], 0, watch=Watch(0, store), name="axis")
-    looking = threading.Thread(target=detector.look, args=(0, 1), daemon=True)
+    looking = threading.Thread(target=detector.look, args=(0,), daemon=True)
     looking.start()
     looking.join(10)
     ended = not looking.is_alive()
