@@ -7,23 +7,37 @@ import enum
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from funcshard._utils.torch_private import unseen
 from funcshard.comm.attempts import UNDO
+from funcshard.comm.group import Group
 from funcshard.comm.step_recording import current_recording
-
-if TYPE_CHECKING:
-    from funcshard.comm.mesh import Mesh
 
 _REMEDY = "build it from the same arguments everywhere"
 _SOME = "a function"
 _NONE = "None"
 
 
-def check_same(mesh: Mesh, text: str, what: str, *, remedy: str = _REMEDY) -> None:
+class Ranks(Protocol):
+    """The part of a mesh that an exchange of texts needs."""
+
+    @property
+    def axes(self) -> tuple[tuple[str, Group], ...]:
+        """Name and group of each axis with more than one rank, the last axis first."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def memo(self) -> dict[Any, Any]:
+        """What the ranks have done together; here the texts that they have found to be equal."""
+
+
+def check_same(mesh: Ranks, text: str, what: str, *, remedy: str = _REMEDY) -> None:
     """Raise ``ValueError`` on every rank unless all ranks of ``mesh`` pass the same ``text``.
 
     Every rank has to call this.
@@ -38,7 +52,7 @@ def check_same(mesh: Mesh, text: str, what: str, *, remedy: str = _REMEDY) -> No
 
 
 def check_all_same(
-    mesh: Mesh, texts: Mapping[str, str], label: str = "", *, remedy: str = _REMEDY
+    mesh: Ranks, texts: Mapping[str, str], label: str = "", *, remedy: str = _REMEDY
 ) -> None:
     """Do what ``check_same`` does for several texts, by name, in one exchange.
 
@@ -63,7 +77,7 @@ def check_all_same(
             raise ValueError(first_error)
 
 
-def check_once(mesh: Mesh, texts: Mapping[str, str], label: str) -> None:
+def check_once(mesh: Ranks, texts: Mapping[str, str], label: str) -> None:
     """Do what ``check_all_same`` does, unless these texts of this mesh were equal before."""
     known_call = json.dumps([label, dict(texts), [axis for axis, _ in mesh.axes]])
     # Note: ranks whose texts differ are found all the same, because those that know their text
@@ -148,7 +162,7 @@ def _may_be_the_same(own: str, other: str) -> bool:
 
 
 @unseen
-def all_gather_texts(mesh: Mesh, text: str, label: str = "") -> list[str]:
+def all_gather_texts(mesh: Ranks, text: str, label: str = "") -> list[str]:
     """Return every rank's ``text``, in order of ranks; each rank of ``mesh`` has to call this.
 
     ``label`` is the purpose, for errors about ranks that issue something else.

@@ -43,7 +43,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -54,9 +54,6 @@ from funcshard._utils.torch_groups import (
     store_for_thread,
     store_is_gone,
 )
-
-if TYPE_CHECKING:
-    from funcshard.comm.desync import DesyncDetector
 
 T = TypeVar("T")
 Answer = concurrent.futures.Future[Any]
@@ -130,6 +127,22 @@ class Wait(NamedTuple):
     number: int
     what: str
     ranks: Sequence[int]
+
+
+class Detector(Protocol):
+    """The part of a ``DesyncDetector`` that a watch uses."""
+
+    axis: str
+    limits: Limits
+    number: int
+    thread: int
+    closed: bool
+
+    def titles(self) -> Mapping[str, str]:
+        """Return the latest collectives as text, by number."""
+
+    def close_connections(self) -> None:
+        """Close this rank's connections on the axis."""
 
 
 class Record(NamedTuple):
@@ -252,9 +265,7 @@ class Watch:
         self.pulse = _Pulse(store_for_thread(store), f"funcshard/{rank}", first_record)
         self.unused: list[tuple[Any, Comparison | None]] = []
         self.groups: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._detectors: weakref.WeakValueDictionary[str, DesyncDetector] = (
-            weakref.WeakValueDictionary()
-        )
+        self._detectors: weakref.WeakValueDictionary[str, Detector] = weakref.WeakValueDictionary()
         self._counts: dict[str, int] = {}
         # The record of each rank at the last look, and the clock when it was new.
         self._seen: dict[int, tuple[Record, float]] = {}
@@ -313,7 +324,7 @@ class Watch:
 
     # --- what this rank does ----------------------------------------------------------------------
 
-    def add(self, group: str, detector: DesyncDetector) -> None:
+    def add(self, group: str, detector: Detector) -> None:
         """Add the detector of one axis, and beat often enough for its ``give_up``."""
         self._detectors[group] = detector
         # The shortest ``give_up`` of all meshes of this process decides.
@@ -340,7 +351,7 @@ class Watch:
         self,
         wait: Wait,
         give_up: float,
-        detector: DesyncDetector | None = None,
+        detector: Detector | None = None,
         *,
         failed: bool = False,
         is_away: Callable[[int], bool] = lambda rank: False,
@@ -392,7 +403,7 @@ class Watch:
         """Write this rank's record with some changes, and return it."""
         return self.ask(functools.partial(_write_record, self.pulse, **changes))
 
-    def _look(self, wait: Wait, detector: DesyncDetector | None) -> dict[int, Record]:
+    def _look(self, wait: Wait, detector: Detector | None) -> dict[int, Record]:
         """Write this rank's record; return it and those of the ranks that it waits for.
 
         Those for which they wait in turn are among them, and so on.
