@@ -306,11 +306,13 @@ def put(
     if packing is not None:
         begin, end = packing.numel_of(begin), packing.numel_of(end)
     with torch.no_grad():
-        # Why by rows: of a slice, only these are copied.
-        row_numel = leaf[0].numel() if leaf.ndim else 1
-        first_row = begin // row_numel
-        leaf_rows = leaf[first_row : -(-end // row_numel)] if leaf.ndim else leaf
-        leaf_values = leaf_rows.reshape(-1)[begin - first_row * row_numel :][: end - begin]
+        if not leaf.is_contiguous():
+            # Why by rows: of a slice, only these are copied.
+            row_numel = leaf[0].numel()
+            first_row = begin // row_numel
+            leaf = leaf[first_row : -(-end // row_numel)]
+            begin, end = begin - first_row * row_numel, end - first_row * row_numel
+        leaf_values = leaf.reshape(-1)[begin:end]
         if packing is not None:
             leaf_values = packing.pack(leaf_values.to(shard.device))
         shard[in_shard].copy_(leaf_values)
