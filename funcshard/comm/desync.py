@@ -161,9 +161,15 @@ class DesyncDetector:
         Raises:
             RuntimeError: the ranks issue different collectives.
         """
-        kind_code, new_size = self._append((kind, label, dtype, numel), needs)
+        kind_code = self._append((kind, label, dtype, numel), needs)
         if self.control is None or self_checking:
             return self.number
+        sizes = self._sizes[kind_code]
+        new_size = len(sizes) < MOST_SIZES and numel not in sizes
+        if new_size:
+            sizes.add(numel)
+            if len(self._sizes) > MOST_CONTEXTS:
+                self._sizes.clear()
         # Note: sizes are no part of a context, so a batch of another length is in a known one.
         context = self._context = (*self._context[1:], kind_code)
         if new_size or (context not in self._agreed_contexts and not self._knows_enough()):
@@ -275,17 +281,11 @@ class DesyncDetector:
             )
         return True
 
-    def _append(self, entry: Entry, needs: Sequence[int] | None = None) -> tuple[int, bool]:
-        """Record a collective; return its hash without the size, and whether the size is new."""
+    def _append(self, entry: Entry, needs: Sequence[int] | None = None) -> int:
+        """Record a collective, and return its hash without the size."""
         # Why before a collective: gloo's waits never end in a process without gloo's threads.
         check_process(self._process, self.ranks[self.rank])
         entry_hash, kind_code = _codes_of(entry)
-        sizes = self._sizes[kind_code]
-        new_size = len(sizes) < MOST_SIZES and entry[3] not in sizes
-        if new_size:
-            sizes.add(entry[3])
-            if len(self._sizes) > MOST_CONTEXTS:
-                self._sizes.clear()
         self.number += 1
         self.thread = get_ident()
         self._entries.append((entry, needs))
@@ -293,7 +293,7 @@ class DesyncDetector:
             self.watch.pulse.latest = self.axis, self.number, entry
         # Note: the factor makes the order count, and 62 bits leave room for the sign of an int64.
         self.history = (self.history * 6364136223846793005 + entry_hash + 1) & MASK
-        return kind_code, new_size
+        return kind_code
 
     def _compare_now(self, *values: int) -> list[int]:
         """Compare histories, wait, and return the maxima of ``values``."""
