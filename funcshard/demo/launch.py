@@ -13,7 +13,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -201,7 +200,7 @@ def _rank(
             world = math.prod(shape.values())
             # Ranks that share cores slow each other down with more threads than cores.
             if "OMP_NUM_THREADS" not in os.environ:
-                torch.set_num_threads(max(1, _cores() // world))
+                torch.set_num_threads(max(1, torch.get_num_threads() // world))
             _use_loopback()
             # A file, because a port may be taken by another program.
             store = dist.FileStore(str(Path(folder, "store")), world)
@@ -240,8 +239,8 @@ def _wait(processes: list[Any], folder: Path) -> str:
     # The names of the files begin with the time, so the first failure comes first.
     failure_texts = [path.read_text() for path in sorted(folder.glob("*.failure"))]
     failure_texts += [
-        f"funcshard: rank {rank} failed with exit code {failed_ranks[rank]}"
-        for rank in failed_ranks
+        f"funcshard: rank {rank} failed with exit code {code}"
+        for rank, code in failed_ranks.items()
     ]
     return failure_texts[0] if failed_ranks else ""
 
@@ -284,11 +283,5 @@ def _on_signal(function: Callable[[bool], None]) -> Iterator[None]:
 def _use_loopback() -> None:
     """Make gloo use the loopback interface, unless the user chose one."""
     # Why: gloo looks up the host's name otherwise, which many machines can't resolve.
-    if sys.platform == "linux" and "lo" in {name for _, name in socket.if_nameindex()}:
+    if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

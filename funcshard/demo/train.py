@@ -170,8 +170,8 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
 
     state_dict = fs.to_state_dict(state.shards, plan, mesh)
     if is_first:
-        _write(out / "model.pt", lambda path: torch.save(state_dict, path))
-        _write(out / "plan.json", lambda path: path.write_text(plan.to_json() + "\n"))
+        torch.save(state_dict, out / "model.pt")
+        (out / "plan.json").write_text(plan.to_json() + "\n")
     loss_after = validate("after") if state.step else loss_before
     sample_length = 60 if stop.happened else 200
     with progress("Sampling", sample_length, quiet=not is_first) as show:
@@ -193,8 +193,7 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
         "seconds": {"training": training_seconds, "all": time.perf_counter() - job_began},
         "sample": sample_text,
     }
-    metrics_text = json.dumps(summary, indent=1) + "\n"
-    _write(out / "metrics.json", lambda path: path.write_text(metrics_text))
+    (out / "metrics.json").write_text(json.dumps(summary, indent=1) + "\n")
     say("Sample")
     for line in sample_text.split("\n"):
         for begin in range(0, max(1, len(line)), 90):
@@ -228,14 +227,6 @@ def _introduce(plan: fs.Plan, mesh: fs.Mesh, settings: Settings, corpus: Corpus)
     )
     say(f"Text    {corpus.description}")
     say(f"\n{plan}\n")
-
-
-def _write(path: Path, write: Any) -> None:
-    """Write a file atomically."""
-    part_file = path.with_name(path.name + ".part")
-    write(part_file)
-    # The system renames in one operation, whatever happens meanwhile.
-    os.replace(part_file, path)
 
 
 # --- evaluation -----------------------------------------------------------------------------------

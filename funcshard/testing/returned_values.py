@@ -9,7 +9,7 @@ import torch
 
 from funcshard._utils import tree
 from funcshard.comm import Mesh
-from funcshard.core import all_gather, views
+from funcshard.core import all_gather, join_slices, views
 from funcshard.plan import BufferPlan, Plan, own_axes
 
 Key = tuple[int | None, str]  # the number of a step, if there are steps, and a path
@@ -100,6 +100,4 @@ def _gathered(value: Any, buffer: BufferPlan, mesh: Mesh) -> Iterator[tuple[str,
         # Note: one rank has no leaf that's local without being a slice.
         if own_axes(long_axes, leaf.cuts):
             continue
-        for cut in reversed(leaf.cuts if is_cut else ()):
-            whole = all_gather(whole, mesh, axis=cut.axis, dim=cut.dim, tiled=True)
-        yield leaf.path, whole
+        yield leaf.path, join_slices(whole, leaf, mesh) if is_cut else whole

@@ -279,10 +279,7 @@ class PairStep:
         leaves, unflatten = tree.flatten(params)
         params = unflatten(donate(leaves))
         for unit, buffer in trainable_buffers(self.plan):
-            ranges = self.layout.ranges(buffer)
-            parts = picked[unit.name][buffer.key].split([part.numel for part in ranges])
-            for (_, start, stop), part in zip(ranges, parts, strict=True):
-                params[unit.name][buffer.key][start:stop] = part
+            self.layout.put(picked[unit.name][buffer.key], params[unit.name][buffer.key], buffer)
         return params, state
 
     def _pick(self, shards: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

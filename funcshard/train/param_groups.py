@@ -85,11 +85,15 @@ class ParamGroupLayout:
         if picked.numel() == buffer.shard_numel:
             return picked
         flat = picked.new_zeros(buffer.shard_numel)
+        self.put(picked, flat, buffer)
+        return flat
+
+    def put(self, picked: torch.Tensor, flat: torch.Tensor, buffer: BufferPlan) -> None:
+        """Write what ``pick`` returns into a shard."""
         group_ranges = self.ranges(buffer)
         picked_parts = picked.split([group_range.numel for group_range in group_ranges])
         for (_, start, stop), part in zip(group_ranges, picked_parts, strict=True):
             flat[start:stop] = part
-        return flat
 
 
 def group_leaves(

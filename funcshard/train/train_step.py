@@ -19,6 +19,7 @@ from funcshard._utils.torch_private import local_part, untraced_with_warning
 from funcshard.comm import (
     UNDO,
     Mesh,
+    Topology,
     at_own_rank,
     check_all_same,
     current_recording,
@@ -26,6 +27,7 @@ from funcshard.comm import (
     text_of,
 )
 from funcshard.core import (
+    BufferComm,
     GradientFunction,
     GradientKeywords,
     GradientOptions,
@@ -38,6 +40,7 @@ from funcshard.core import (
     evaluate,
     loss_value,
     named_results,
+    start_reduce,
 )
 from funcshard.plan import AXES, Plan, Reduce, check_reduce, check_reduce_units, position_of
 from funcshard.train.clipping import clip_by_global_norm, global_norm
@@ -190,6 +193,7 @@ def make_train_step(
         max_norm=max_norm,
         scaler=scaler,
         donate=donate,
+        world_sum=BufferComm(Topology(mesh, False)),
         owns_grads=hooks == (None, None) and options.divisor is None and _divides_all(plan),
         rate=getattr(optimizer[1], "rate", None),
     )
@@ -252,6 +256,7 @@ class TrainStep:
             neither.
         scaler: the loss scaling; ``None`` without.
         donate: whether the state may be updated in place.
+        world_sum: how losses are added up over the world.
         owns_grads: whether the gradients may be unscaled in place, because no one else holds their
             memory.
         rate: the learning rate, a number or a function of the step, if it is known.
@@ -267,6 +272,7 @@ class TrainStep:
     max_norm: float | None
     scaler: GradScaler | None
     donate: bool
+    world_sum: BufferComm
     owns_grads: bool
     rate: Any = None
 
@@ -388,7 +394,8 @@ class TrainStep:
         if weight is not None:
             metrics |= {"loss": loss, "weight": weight}
         else:
-            metrics["loss"] = all_reduce_flat(loss.detach().clone(), mesh) / mesh.world_size
+            total = start_reduce(loss.detach().clone(), self.world_sum, donated=True).finish()
+            metrics["loss"] = total / mesh.world_size
         metrics["local_loss"] = local_loss
         if self.max_norm is not None:
             if not isinstance(self.max_norm, torch.Tensor) and math.isinf(self.max_norm):
