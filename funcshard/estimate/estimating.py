@@ -170,8 +170,7 @@ def estimate(
         step_time=simulation.step_time,
         exposed=simulation.exposed,
         tokens=profile.tokens * micro_batches,
-        # Why 3: backward computes the gradients of inputs and of weights, each as much as forward.
-        flops=3 * profile.forward_flops * micro_batches
+        flops=profile.model_flops * micro_batches
         if transform is None
         else sum(span.flops for span in simulation.spans),
         peak_flops=target_hardware.flops.get(profile.compute_dtype, 0.0),

@@ -270,3 +270,15 @@ def test_ranks_of_an_axis_that_lie_on_several_nodes_take_the_links_between_nodes
         for axes in ({"replicate": 2, "shard": 4}, {"replicate": 2, "shard": 8})
     )
     assert between[0] > 2 * inside[0]
+
+
+def test_frozen_weights_have_no_gradients_in_the_flops_of_a_step():
+    net = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(3)))
+    product = 2 * 16 * 8 * 8
+    for frozen, products in ((), 9), ((net[1], net[2]), 3 + 1 + 2), ((net[0],), 3 + 2 + 1):
+        for module in net:
+            module.requires_grad_(module not in frozen)
+        apply, params, buffers = fs.make_functional(net)
+        report = fs.estimate(fs.profile(apply, params, buffers, torch.zeros(16, 8)), fs.make_plan(params, 2))
+        assert report.flops == products * product
+        assert report.mfu == pytest.approx(report.flops / (report.step_time * load_hardware("h100").flops["float32"]))

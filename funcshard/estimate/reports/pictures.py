@@ -164,7 +164,7 @@ def draw_pareto(reports: Mapping[str, Report], *, path: str | Path | None = None
     return _saved(figure, path)
 
 
-def pareto_front(reports: Mapping[str, Report]) -> list[str]:
+def pareto_front(reports: Mapping[Any, Any]) -> list[Any]:
     """Return the reports that none beats in both time and memory, least memory first."""
     ordered_names = sorted(reports, key=lambda name: (reports[name].peak, reports[name].step_time))
     # Note: by rising memory, each report of the front is faster than the one before.

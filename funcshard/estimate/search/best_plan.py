@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from funcshard._utils.options import check_count
 from funcshard._utils.table import Part, Shown, Table
 from funcshard.estimate.estimating import budget_on, estimate, optimizer_memory
 from funcshard.estimate.machine import Hardware, load_hardware
-from funcshard.estimate.reports import Report, left_text
+from funcshard.estimate.reports import Report, left_text, pareto_front
 from funcshard.estimate.search.infeasible import Infeasible, changes_to_fit
 from funcshard.estimate.search.scoring import Score, Scorer
 from funcshard.estimate.search.space import (
@@ -30,11 +29,10 @@ from funcshard.estimate.search.space import (
     Candidate,
     Space,
     ladders,
-    unit_classes,
 )
 from funcshard.estimate.trace import Profile
-from funcshard.estimate.walk import HardwareClock, OptimizerMemory, Runtime, check_runtime
-from funcshard.plan import Plan, Schedule, make_plan
+from funcshard.estimate.walk import OptimizerMemory, Runtime, check_runtime
+from funcshard.plan import Plan, Schedule
 
 Profiles = Profile | Mapping[int, Profile]
 
@@ -116,6 +114,8 @@ def auto_plan(
     space: Space | None = None,
     runtime: Runtime | None = None,
     local: Any = (),
+    storage: Any = None,
+    axes: Any = None,
 ) -> Best | Infeasible:
     """Find the fastest plan of your model that fits a memory budget on every rank.
 
@@ -124,7 +124,7 @@ def auto_plan(
 
     Arguments:
         profile: the profile of a rank's batch. ``{1: whole, 2: half}`` also tries micro-batches.
-        ranks: number of ranks.
+        ranks: number of ranks along the data axes.
         budget: as in ``estimate``.
         hardware: as in ``estimate``.
         optimizer: as in ``estimate``.
@@ -132,6 +132,8 @@ def auto_plan(
         space: the plans to try.
         runtime: as in ``estimate``.
         local: as in ``make_plan``.
+        storage: as in ``make_plan``.
+        axes: sizes of the mesh's model axes, which ``local`` cuts leaves along.
 
     Returns:
         The best plan, or an ``Infeasible`` that says which changes would help. Both have ``fits``,
@@ -175,28 +177,26 @@ def auto_plan(
     profiles = [
         (count, each.on(accelerator=runtime.accelerator)) for count, each in _profiles(profile)
     ]
-    first_profile = profiles[0][1]
-    plan_options = {"units": units, "local": local}
-    single_plan = make_plan(
-        first_profile.forms, 1, precision=first_profile.precision, **plan_options
-    )
-    clock = HardwareClock(target_hardware, single_plan.mesh_axes)
-    class_list = unit_classes(
-        single_plan, first_profile.program(single_plan), lambda run: clock.compute(run)[0]
-    )
     scorer = Scorer(
         profiles=profiles,
-        make=plan_options,
-        classes=class_list,
+        make={
+            "mesh": {"shard": 1, **(axes or {})},
+            "units": units,
+            "local": local,
+            "storage": storage,
+        },
         hardware=target_hardware,
         optimizer=optimizer_memory(optimizer),
         runtime=runtime,
     )
-    search_result = _search(scorer, space, ranks, budget_limit)
-    report = _report(scorer, search_result.candidate, optimizer, budget)
-    text, remat = described(search_result.candidate, scorer), scorer.remat(search_result.candidate)
-    micro_batches, best_profile = scorer.profiles[search_result.candidate.profile]
-    if search_result.fits:
+    candidate, fits, scores, plan_count = _search(scorer, space, ranks, budget_limit)
+    text, remat = described(candidate, scorer), scorer.remat(candidate)
+    micro_batches, best_profile = scorer.profiles[candidate.profile]
+    report = estimate(
+        best_profile, scorer.plan(candidate), hardware=target_hardware, optimizer=optimizer,
+        remat=remat, micro_batches=micro_batches, budget=budget, runtime=runtime,
+    )  # fmt: skip
+    if fits:
         return Best(
             plan=report.plan,
             schedule=report.schedule,
@@ -205,24 +205,20 @@ def auto_plan(
             profile=best_profile,
             report=report,
             text=text,
-            considered=search_result.considered,
-            pareto=tuple(_pareto(search_result.scores, scorer)),
+            considered=plan_count,
+            pareto=tuple(
+                Point(*scores[name], described(name, scorer))
+                for name in reversed(pareto_front(scores))
+            ),
         )
     changes = changes_to_fit(best_profile, report, target_hardware)
-    return Infeasible(budget_limit, report, text, search_result.considered, changes)
+    return Infeasible(budget_limit, report, text, plan_count, changes)
 
 
-@dataclass(slots=True)
-class _Result:
-    """The best candidate of a search, or the leanest one if none fits."""
-
-    candidate: Candidate
-    fits: bool
-    scores: dict[Candidate, Score]
-    considered: int
-
-
-def _search(scorer: Scorer, space: Space, ranks: int, budget: int) -> _Result:
+def _search(
+    scorer: Scorer, space: Space, ranks: int, budget: int
+) -> tuple[Candidate, bool, dict[Candidate, Score], int]:
+    """Return the best candidate or the leanest one, whether it fits, and what was scored of all."""
     all_ladders = list(ladders(space, ranks, scorer.classes, len(scorer.profiles)))
     assert all_ladders, "a space has at least one plan"
     fixed_figures = [scorer.fixed(ladder.first) for ladder in all_ladders]
@@ -275,25 +271,15 @@ def _search(scorer: Scorer, space: Space, ranks: int, budget: int) -> _Result:
                 best = seconds, peak, i, rung
     plan_count = sum(len(ladder.counts) for ladder in all_ladders)
     if best is not None:
-        return _Result(all_ladders[best[2]].rung(best[3]), True, scores, plan_count)
+        return all_ladders[best[2]].rung(best[3]), True, scores, plan_count
     # Note: nothing fits, so the last rungs of the smallest ladders are candidates for the leanest
     # plan.
     for i in sorted(range(len(all_ladders)), key=lambda i: fixed_figures[i].held)[:_LEAN]:
         score(i, len(all_ladders[i].counts) - 1)
     lean_candidate = min(
-        scores, key=lambda candidate: (scores[candidate].peak, scores[candidate].seconds)
+        scores, key=lambda candidate: (scores[candidate].peak, scores[candidate].step_time)
     )
-    return _Result(lean_candidate, False, scores, plan_count)
-
-
-def _report(
-    scorer: Scorer, candidate: Candidate, optimizer: Any, budget: int | str | None
-) -> Report:
-    micro_batches, profile = scorer.profiles[candidate.profile]
-    return estimate(
-        profile, scorer.plan(candidate), hardware=scorer.hardware, optimizer=optimizer,
-        remat=scorer.remat(candidate), micro_batches=micro_batches, budget=budget, runtime=scorer.runtime,
-    )  # fmt: skip
+    return lean_candidate, False, scores, plan_count
 
 
 def _profiles(profile: Profiles) -> Iterator[tuple[int, Profile]]:
@@ -308,14 +294,6 @@ def _profiles(profile: Profiles) -> Iterator[tuple[int, Profile]]:
                 f"of micro-batches to them; found {type(single_profile).__name__}"
             )
         yield check_count("micro-batches", count, of="micro-batches"), single_profile
-
-
-def _pareto(scores: Mapping[Candidate, Score], scorer: Scorer) -> Iterator[Point]:
-    least_peak = math.inf
-    for candidate, score in sorted(scores.items(), key=lambda item: item[1]):
-        if score.peak < least_peak:
-            least_peak = score.peak
-            yield Point(score.seconds, score.peak, described(candidate, scorer))
 
 
 def described(candidate: Candidate, scorer: Scorer) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from funcshard.estimate.machine import Hardware
-from funcshard.estimate.search.space import Candidate, UnitClass, on_mesh
+from funcshard.estimate.search.space import Candidate, UnitClass, on_mesh, unit_classes
 from funcshard.estimate.trace import Profile, Program, Run
 from funcshard.estimate.walk import (
     HardwareClock,
@@ -29,9 +29,9 @@ _LESS = 1 - 1e-9  # sums in another order differ in their last digits
 
 
 class Score(NamedTuple):
-    """Seconds of a step, and bytes at the peak."""
+    """Seconds of a step, and bytes at the peak, named as in a ``Report``."""
 
-    seconds: float
+    step_time: float
     peak: int
 
 
@@ -65,23 +65,33 @@ class Scorer:
     Attributes:
         profiles: micro-batches and profile, for each way to split the batch.
         make: options of ``make_plan`` that all candidates share.
-        classes: the classes of units.
         hardware: the machine.
         optimizer: the optimizer's memory.
         runtime: how ranks communicate.
+        classes: the classes of units.
+        singles: the plan of each profile for one rank.
     """
 
     profiles: Sequence[tuple[int, Profile]]
     make: Mapping[str, Any]
-    classes: Sequence[UnitClass]
     hardware: Hardware
     optimizer: OptimizerMemory | None
     runtime: Runtime
-    _singles: dict[int, Plan] = field(default_factory=dict)
+    classes: Sequence[UnitClass] = ()
+    singles: Sequence[Plan] = ()
     _bases: dict[Any, _Base] = field(default_factory=dict)
     _clocks: dict[Any, HardwareClock] = field(default_factory=dict)
     _programs: dict[Any, Program] = field(default_factory=dict)
     _seconds: dict[Any, float] = field(default_factory=dict)  # of a program's computations
+
+    def __post_init__(self) -> None:
+        # Note: units are cut from the plan for one rank, which is planned once.
+        self.singles = [
+            make_plan(profile.forms, precision=profile.precision, **self.make)
+            for _, profile in self.profiles
+        ]
+        program, clock = self.profiles[0][1].program(self.singles[0]), self._clock((1, 1))
+        self.classes = unit_classes(self.singles[0], program, lambda run: clock.compute(run)[0])
 
     def plan(self, candidate: Candidate) -> Plan:
         unit_strategies = self._strategies(candidate)
@@ -126,7 +136,7 @@ class Scorer:
             schedule=make_schedule(plan),
             micro_batches=micro_batches,
         )
-        return Score(simulation.step_time, simulation.peak)
+        return Score(simulation.step_time, simulation.ledger.peak)
 
     def fixed(self, candidate: Candidate) -> Fixed:
         """Return the lower bounds of the candidate's ladder."""
@@ -172,7 +182,7 @@ class Scorer:
         key = self._key(candidate)
         if key not in self._programs:
             names = self.remat(candidate)
-            profile, plan = self.profiles[candidate.profile][1], self._single(candidate.profile)
+            profile, plan = self.profiles[candidate.profile][1], self.singles[candidate.profile]
             self._programs[key] = profile.program(plan, remat=names)
         return self._programs[key]
 
@@ -180,29 +190,20 @@ class Scorer:
         return candidate.profile, tuple(choice.remat for choice in candidate.choices)
 
     def _clock(self, mesh: tuple[int, int]) -> HardwareClock:
-        axes = {"replicate": mesh[0], "shard": mesh[1]}
+        axes = self.singles[0].mesh_axes | {"replicate": mesh[0], "shard": mesh[1]}
         return self._clocks.setdefault(mesh, HardwareClock(self.hardware, axes))
-
-    def _single(self, profile_index: int) -> Plan:
-        if profile_index not in self._singles:
-            profile = self.profiles[profile_index][1]
-            self._singles[profile_index] = make_plan(
-                profile.forms, 1, precision=profile.precision, **self.make
-            )
-        return self._singles[profile_index]
 
     def _base(self, candidate: Candidate, strategy: str) -> _Base:
         key = (candidate.profile, candidate.mesh, strategy)
         if key not in self._bases:
-            # Note: units are cut from the plan for one rank, which is planned once.
             options = functools.partial(unit_options, strategy)
-            plan = on_mesh(self._single(candidate.profile), candidate.mesh, options)
+            plan = on_mesh(self.singles[candidate.profile], candidate.mesh, options)
             self._bases[key] = self._measured(plan, candidate)
         return self._bases[key]
 
     def _measured(self, plan: Plan, candidate: Candidate) -> _Base:
         profile = self.profiles[candidate.profile][1]
-        program = profile.program(self._single(candidate.profile))
+        program = profile.program(self.singles[candidate.profile])
         clock = self._clock(candidate.mesh)
         lane_seconds = {name: [0.0, 0.0, 0.0] for name in plan.units}
         forward_order = [name for name in program.order if name in lane_seconds]

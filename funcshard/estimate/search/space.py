@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from funcshard.plan import Plan, UnitPlan, fold_units, mesh_axes_of
 STRATEGIES = ("full_shard", "no_shard")
 
 _PARTS = 8  # of a class, by default
-_MOST_STEPS = 128  # into which the largest class is divided, by default
 _FEW = 16  # units of a class in which each number of units is tried
 _LITTLE = 8  # times as many units in the largest class as in one that is recomputed as a whole
 MOST_RUNGS = _FEW + 1  # of a ladder on which each rung is tried
@@ -35,7 +33,7 @@ class Space:
         kept: steps in which to try how many sharded units of a class stay gathered between forward
             and backward; 0: none.
         remat: steps in which to try how many units of a class backward recomputes; 0: none.
-            ``None``: steps of one unit in the largest class, at most 128, and eighths of others.
+            ``None``: steps of one unit in the largest class, and eighths of others.
 
     Example:
         >>> from funcshard.estimate import Space
@@ -188,7 +186,9 @@ def ladders(
         classes: the classes of units.
         profiles: number of profiles.
     """
-    mesh_list = space.meshes or tuple((ranks // size, size) for size in _divisors(ranks))
+    mesh_list = space.meshes or [
+        (ranks // size, size) for size in range(ranks, 0, -1) if ranks % size == 0
+    ]
     # Note: beside equal units, single ones save little, and each of them takes a trace.
     has_repeated = any(units.repeated for units in classes)
     able_counts = [
@@ -205,7 +205,14 @@ def ladders(
     if space.remat is None and (
         able_counts[climbed_class] <= _FEW or classes[climbed_class].repeated
     ):
-        remat_counts[climbed_class] = _fine_counts(able_counts[climbed_class])
+        # Why not the first ones of many: they take a trace each. The last ones do so too, but the
+        # search seldom comes to them.
+        able_count = able_counts[climbed_class]
+        remat_counts[climbed_class] = [
+            count
+            for count in range(able_count + 1)
+            if able_count <= _FEW or not 0 < count <= MARGIN
+        ]
     # Note: the rungs of a ladder are the counts of its climbed class.
     rung_counts = tuple(remat_counts[climbed_class])
     remat_counts[climbed_class] = [0]
@@ -216,15 +223,6 @@ def ladders(
         ]
         for choices in itertools.product(*options):
             yield Ladder(Candidate(profile, mesh, choices), climbed_class, rung_counts)
-
-
-def _divisors(number: int) -> list[int]:
-    small_divisors = [
-        divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0
-    ]
-    return sorted(
-        {*small_divisors, *(number // divisor for divisor in small_divisors)}, reverse=True
-    )
 
 
 def _choices(
@@ -246,12 +244,3 @@ def _counts(units: int, parts: int) -> list[int]:
     if not parts:
         return [0]
     return sorted({units * part // parts for part in range(parts + 1)})
-
-
-def _fine_counts(units: int) -> list[int]:
-    counts = _counts(units, min(units, _MOST_STEPS))
-    # Why not the first ones: they take a trace each. The last ones do so too, but the search seldom
-    # comes to them.
-    if units <= _FEW:
-        return counts
-    return [count for count in counts if count == 0 or count > MARGIN]

@@ -172,12 +172,22 @@ class Profile(Shown):
     @property
     def forward_flops(self) -> int:
         """Floating-point operations of one forward, without the loss."""
-        return sum(self._forward_flops().values())
+        return sum(self._flops("forward").values())
+
+    @property
+    def model_flops(self) -> int:
+        """Floating-point operations of a step, as ``mfu`` counts them: without recomputation."""
+        # Why 3: backward computes the gradients of inputs and of weights, each as much as forward.
+        trained_flops = 3 * self.forward_flops
+        if all(param.requires_grad for param in self.forms.values()):
+            return trained_flops
+        # Note: frozen weights have no gradients, so backward computes those of inputs alone.
+        return min(trained_flops, self.forward_flops + sum(self._flops("backward").values()))
 
     @property
     def compute_dtype(self) -> str:
         """Name of the dtype in which forward has the most FLOPs."""
-        flops_by_dtype = self._forward_flops()
+        flops_by_dtype = self._flops("forward")
         first_dtype = next(iter(self.dtypes.values()), "float32")
         return max(flops_by_dtype, key=flops_by_dtype.__getitem__, default=first_dtype)
 
@@ -192,10 +202,10 @@ class Profile(Shown):
         value: _T = self._programs[key]
         return value
 
-    def _forward_flops(self) -> Mapping[str, int]:
+    def _flops(self, phase: str) -> Mapping[str, int]:
         dtype_flops = Counter[str]()
         for step in self._root().steps:
-            if isinstance(step, Run) and step.what == "forward":
+            if isinstance(step, Run) and step.what == phase:
                 for work in step.work:
                     dtype_flops[work.dtype] += work.flops
         return +dtype_flops  # those above 0

@@ -313,10 +313,14 @@ class Recorder(TorchDispatchMode):
                     func, self.parts(tensors_in((args, kwargs))), stored_results
                 )
             flops = count_flops(func, args, kwargs, out)
+            lane = str(output_tensors[0].dtype).removeprefix("torch.")
+            if (
+                func.namespace == "funcshard"
+            ):  # a collective, whose arguments end in axis, ranks, label
+                lane = f"{func.name().removeprefix('funcshard::')} {args[-3]}"
+                bytes_moved = max(map(_nbytes, (*tensors_in(args), *stored_results)))
             if bytes_moved or flops:
-                self.emit(
-                    Op(flops, bytes_moved, str(output_tensors[0].dtype).removeprefix("torch."))
-                )
+                self.emit(Op(flops, bytes_moved, lane))
         return out
 
     def _fused_bytes(

@@ -15,7 +15,7 @@ from funcshard.estimate.machine import (
     source_of_sum,
     update_time,
 )
-from funcshard.estimate.trace import Run
+from funcshard.estimate.trace import Run, Work
 from funcshard.estimate.walk.runtime import Runtime
 from funcshard.plan import Event
 
@@ -53,7 +53,8 @@ class HardwareClock:
 
     hardware: Hardware
     mesh_axes: Mapping[str, int]
-    _known_times: dict[Any, tuple[float, str]] = field(default_factory=dict)
+    _costs: dict[int, tuple[tuple[float, int, int, str], Any]] = field(default_factory=dict)
+    _collectives: dict[Any, tuple[float, str]] = field(default_factory=dict)
     _strides: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -63,26 +64,40 @@ class HardwareClock:
             self._strides[axis] = stride
             stride *= size
 
-    def compute(self, run: Run) -> tuple[float, str]:
-        run_time = self._known_times.get(run.work)
-        if run_time is None:
-            hardware = self.hardware
-            work_times = [
-                compute_time(hardware, work.flops, work.bytes, work.dtype, kernels=work.kernels)
-                for work in run.work
-            ]
-            seconds = math.fsum(timed.seconds for timed in work_times)
-            run_time = self._known_times[run.work] = seconds, source_of_sum(work_times)
-        return run_time
+    def compute(self, run: Run) -> tuple[float, int, int, str]:
+        """Return the seconds of a run, its bytes and FLOPs, and the source of the seconds."""
+        # Why the id: a work's hash takes longer than the rest, and most runs share their works.
+        known = self._costs.get(id(run.work))
+        if known is None:
+            times = [self._work(work) for work in run.work]
+            cost = (
+                math.fsum(seconds for seconds, _ in times),
+                sum(work.bytes for work in run.work),
+                sum(work.flops for work in run.work),
+                source_of_sum(times),
+            )
+            known = self._costs[id(run.work)] = cost, run.work  # which must live on
+        return known[0]
+
+    def _work(self, work: Work) -> tuple[float, str]:
+        kind, _, axis = work.dtype.partition(" ")
+        if not axis:
+            return compute_time(
+                self.hardware, work.flops, work.bytes, work.dtype, kernels=work.kernels
+            )
+        # Note: the rank waits for each collective of the model.
+        each_bytes, ranks = work.bytes // work.kernels, self.mesh_axes.get(axis, 1)
+        seconds, source = self.collective(Event(kind, None, "", "", each_bytes, axis, ranks))
+        return work.kernels * seconds, source
 
     def collective(self, event: Event) -> tuple[float, str]:
         event_key = (event.kind, event.bytes, event.axis, event.ranks)
-        event_time = self._known_times.get(event_key)
+        event_time = self._collectives.get(event_key)
         if event_time is None:
             stride = self._strides.get(event.axis, 1)
             if event.ranks < self.mesh_axes.get(event.axis, event.ranks):
                 stride = 1  # neighbours on the axis hold the unit together
-            event_time = self._known_times[event_key] = collective_time(
+            event_time = self._collectives[event_key] = collective_time(
                 self.hardware, event.kind, event.bytes, event.ranks, stride=stride
             )
         return event_time
@@ -111,26 +126,12 @@ class Lanes:
         self._runtime = runtime
         # When each lane is free; all-reduces have their own lane, or that of reductions.
         self._free = {"gather": 0.0, "reduce": 0.0, "replicate": 0.0}
-        # Seconds, source, bytes and FLOPs of runs, by the id of their works.
-        # Why the id: a work's hash takes longer than the rest, and most runs share their works.
-        self._costs: dict[int, tuple[float, str, int, int]] = {}
 
     def compute(self, run: Run) -> None:
-        run_cost = self._costs.get(id(run.work))
-        if run_cost is None:
-            run_cost = self._costs[id(run.work)] = (
-                *self._clock.compute(run),
-                sum(work.bytes for work in run.work),
-                sum(work.flops for work in run.work),
-            )
-        seconds, source, bytes_moved, run_flops = run_cost
-        if seconds:
-            self.spans.append(
-                Span(
-                    "compute", run.what, run.unit, self.now, seconds, bytes_moved, run_flops, source
-                )
-            )
-        self.now += seconds
+        cost = self._clock.compute(run)
+        if cost[0]:
+            self.spans.append(Span("compute", run.what, run.unit, self.now, *cost))
+        self.now += cost[0]
 
     def move(self, what: str, nbytes: int) -> None:
         """Read and write device memory, as the optimizer does."""

@@ -69,5 +69,4 @@ def simulate_operator(
         unit_memory={
             name: {"shards": unit.shard} for name, unit in sizes.items() if not unit.offload
         },
-        peak=ledger.peak,
     )

@@ -50,7 +50,6 @@ class Simulation:
     step_time: float
     exposed: float
     unit_memory: Mapping[str, Mapping[str, int]]
-    peak: int
 
 
 def simulate_step(
@@ -126,7 +125,6 @@ def simulate_step(
         step_time=lanes.now,
         exposed=lanes.exposed,
         unit_memory=step_walk.unit_memory(),
-        peak=step_walk.ledger.peak,
     )
 
 

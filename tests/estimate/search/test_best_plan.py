@@ -126,7 +126,7 @@ def test_all_reduces_beside_the_lane_count_beside_it_in_bounds(
 
     def checked(scorer: Scorer, candidate: Candidate) -> Score:
         found, fixed = score(scorer, candidate), scorer.fixed(candidate)
-        scored.append((fixed.communicating + fixed.updating, found.seconds))
+        scored.append((fixed.communicating + fixed.updating, found.step_time))
         return found
 
     monkeypatch.setattr(Scorer, "score", checked)
