@@ -20,6 +20,7 @@ from funcshard.demo.arguments import (
     at_least,
     check_mesh,
     gpt_config,
+    positive,
 )
 from funcshard.demo.calibrate_command import add_calibrate, calibrate_command
 from funcshard.demo.display import mebibytes
@@ -71,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     add_number(add_train, "--batch", 2, "sequences a rank and step", most=2**20)
     add_train.add_argument(
         "--lr",
-        type=_positive,
+        type=positive,
         default=5e-4,
         metavar="RATE",
         help="highest learning rate (default: %(default)s)",
@@ -112,7 +113,8 @@ def _parser() -> argparse.ArgumentParser:
         "calibrate",
         help="measure this machine, and write a hardware file for plan --hardware; takes about half a minute",
         description="Measure FLOP/s, memory bandwidth and collectives of this machine's CPUs, and write them to a file "
-        "for plan --hardware. It takes about half a minute, on an otherwise idle machine.",
+        "for plan --hardware. It takes about half a minute, on an otherwise idle machine. With --from-step, take the "
+        "hardware of a plan, and fit it to a step that you measured.",
     )
     add_calibrate(add_calibrate_command)
     add_inspect = commands.add_parser(
@@ -213,16 +215,6 @@ def _convert(path: Path, options: argparse.Namespace) -> int:
             )
         print("\n".join(f"Wrote {file}" for file in files))
     return 0
-
-
-def _positive(text: str) -> float:
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = 0.0
-    if not 0 < rate < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a positive number; found {text!r}")
-    return rate
 
 
 _COMMANDS = {

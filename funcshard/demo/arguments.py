@@ -136,3 +136,14 @@ def import_callable(option: str, spec: str) -> Callable[..., Any]:
     if not callable(function):
         raise ValueError(f"{option} {spec} must be callable; found {type(function).__name__}")
     return function
+
+
+def positive(text: str) -> float:
+    """Return a positive number; for ``type=`` of an argument."""
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a positive number; found {text!r}")
+    return rate

@@ -63,11 +63,13 @@ def _bucket_bytes(text: str) -> int | str:
 
 
 def _lora(text: str) -> dict[str, Any]:
-    if not (match := re.fullmatch(r"r=(\d+)[, ]+targets=([\w.,]+)", text)):
+    pattern = r"r=(\d+)(?:[, ]+base=(\w+))?[, ]+targets=([\w.,]+)"
+    if not (match := re.fullmatch(pattern, text)):
         raise argparse.ArgumentTypeError(
             f"must be such as r=16,targets=q_proj,v_proj; found {text!r}"
         )
-    return {"r": int(match[1]), "targets": match[2].split(",")}
+    base = {"base": match[2]} if match[2] else {}
+    return {"r": int(match[1]), "targets": match[3].split(","), **base}
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -109,7 +111,16 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--lora", type=_lora, metavar="r=16,targets=q_proj,v_proj",
-        help="for a PATH, freeze the weights, and train adapters of this rank around modules of these names (default: none)",
+        help="for a PATH, freeze the weights, and train adapters of this rank around modules of these names; "
+        "r=16,base=nf4,targets=... stores the frozen weights of layers in 4 bits, or as int8 or fp8 (default: none)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tensor", type=at_least(1), default=1, metavar="N",
+        help="for a PATH, GPUs that divide each layer, by the tensor parallelism of transformers (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dpo", action="store_true",
+        help="for a PATH of a decoder, train it from preferences beside a frozen reference; a sample is a pair of answers",
     )  # fmt: skip
     parser.add_argument(
         "--no-cache", action="store_true",
@@ -201,16 +212,23 @@ def _answer(options: argparse.Namespace) -> Answer:
         "precision": options.precision or "bf16",
         "optimizer": options.optimizer,
         "lora": options.lora,
+        "tensor": options.tensor,
+        "dpo": options.dpo,
     }
     file = None
     # Note: code of yours may change, and no digest shows it.
     if not (is_ours or options.inputs or options.no_cache):
-        file = answer_file(Path(options.path), {**question, "gpu": hardware.to_json()})
+        # Note: only a page has pictures, which take a while to draw.
+        facts = {**question, "gpu": hardware.to_json(), "html": bool(options.html)}
+        file = answer_file(Path(options.path), facts)
     answer = read_answer(file) if file else None
     if answer is None:
         model = _model(options.path, options) if is_ours else options.path
         run = fs.plan_run(model, inputs=_inputs(options), **question)
-        answer = Answer(str(run), run.to_json(), run._repr_html_(), run.fits)
+        html = "".join(
+            [run._repr_html_(), *(_pictures([run.plan, run.report]) if options.html else ())]
+        )
+        answer = Answer(str(run), run.to_json(), html, run.fits)
         if file:
             write_answer(file, answer)
     return answer
@@ -225,7 +243,7 @@ def _check_together(options: argparse.Namespace) -> None:
             _OF_ESTIMATE,
             "{} belongs to an estimate: add --hardware, e.g. h100",
         ),
-        (True, {"lora": None}, "{} belongs to a PATH: pass one"),
+        (True, {"lora": None, "tensor": 1, "dpo": False}, "{} belongs to a PATH: pass one"),
     ]
     if options.path is None and options.precision == "bf16-params":
         raise ValueError("--precision bf16-params belongs to a PATH: pass one")
@@ -354,17 +372,21 @@ def _read(path: str) -> fs.Plan:
 
 
 def _write_page(path: Path, shown: list[Any]) -> None:
-    html_parts = [item._repr_html_() for item in shown]
-    # Without matplotlib the page has the tables alone.
-    if importlib.util.find_spec("matplotlib") is not None:
-        for plan in [item for item in shown if isinstance(item, fs.Plan)]:
-            html_parts.append(_image(draw_holdings(plan)))
-        for report in [item for item in shown if isinstance(item, Report)]:
-            html_parts += [_image(draw_memory(report)), _image(draw_timeline(report))]
+    html_parts = [*(item._repr_html_() for item in shown), *_pictures(shown)]
     page_style = "body{font-family:sans-serif;margin:24px;max-width:1200px} img{max-width:100%} body>*{margin-bottom:24px}"
     page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>funcshard plan</title><style>{page_style}</style>'
     page_body = "".join(f"<div>{part}</div>" for part in html_parts)
     path.write_text(f"{page}{page_body}</html>\n", encoding="utf-8")
+
+
+def _pictures(shown: list[Any]) -> list[str]:
+    """Return the pictures of plans and reports; none without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return []
+    plans = [item for item in shown if isinstance(item, fs.Plan)]
+    reports = [item for item in shown if isinstance(item, Report)]
+    figures = [*map(draw_holdings, plans), *map(draw_memory, reports), *map(draw_timeline, reports)]
+    return list(map(_image, figures))
 
 
 def _image(figure: Any) -> str:

@@ -4,6 +4,8 @@ In reading order:
 
 - ``model_inputs``: a batch of a model, its loss, and its trace.
 - ``adapters``: adapters of peft around frozen weights.
+- ``tensor_parts``: one rank's part of a model under tensor parallelism.
+- ``preferences``: a policy and its reference, for DPO.
 - ``run_plan``: ``plan_run`` and its result.
 - ``script``: the training script of a result.
 - ``answers``: answers of the command on disk.

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from funcshard._utils.options import check_count, outline
+from funcshard._utils.options import check_choice, check_count, outline
+from funcshard.checkpoint import is_hugging_face
+from funcshard.plan import Storage, fp8, int8, nf4
 
+# How frozen weights may be stored, by name.
+STORAGES = {"nf4": nf4, "int8": int8, "fp8": fp8}
 _FORM = '{"r": 16, "targets": ["q_proj", "v_proj"]}'
 
 
@@ -18,14 +23,16 @@ def add_adapters(module: nn.Module, lora: Mapping[str, Any]) -> None:
 
     Arguments:
         module: the model, on the meta device.
-        lora: ``r`` and ``targets``, as in ``plan_run``.
+        lora: that of ``plan_run``.
 
     Raises:
         ImportError: peft isn't installed.
         ValueError: the options are others, or no module has such a name.
     """
-    if not isinstance(lora, Mapping) or lora.keys() != {"r", "targets"}:
+    if not isinstance(lora, Mapping) or lora.keys() - {"base"} != {"r", "targets"}:
         raise ValueError(f"lora must have a rank and names; found {outline(lora)}: pass {_FORM}")
+    if "base" in lora:
+        check_choice("base of lora", lora["base"], [*STORAGES])
     rank, names = check_count("r of lora", lora["r"]), list(lora["targets"])
     try:
         import peft
@@ -45,3 +52,31 @@ def add_adapters(module: nn.Module, lora: Mapping[str, Any]) -> None:
             f"targets of lora must be names of linear modules; found {names}: pass some of "
             f"{', '.join(sorted(linear_names))}"
         ) from error
+
+
+def storage_of(module: nn.Module, lora: Mapping[str, Any] | None) -> dict[str, Storage]:
+    """Return ``storage`` of ``make_plan`` for a model with adapters.
+
+    As in QLoRA, it packs the frozen matrices of the layers, not those of embedding and head.
+
+    Arguments:
+        module: the model with its adapters.
+        lora: that of ``plan_run``.
+    """
+    if lora is None or "base" not in lora:
+        return {}
+    model: Any = module
+    head = model.get_output_embeddings() if is_hugging_face(module) else None
+    whole_ids = {
+        id(parameter)
+        for part in module.modules()
+        if isinstance(part, nn.Embedding) or part is head
+        for parameter in part.parameters()
+    }
+    # Note: a glob for the same matrix of all layers.
+    globs = {
+        re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+        for name, parameter in module.named_parameters()
+        if not parameter.requires_grad and parameter.ndim > 1 and id(parameter) not in whole_ids
+    }
+    return {glob: STORAGES[lora["base"]]() for glob in sorted(globs)}

@@ -146,6 +146,17 @@ def _hugging_face_inputs(module: nn.Module, batch: int, seq: int) -> dict[str, A
     return inputs
 
 
+def has_vision(config: Any) -> bool:
+    """Return whether a model of transformers has a part for images and one for text."""
+    return hasattr(config, "vision_config") and hasattr(config, "text_config")
+
+
+def takes_text_alone(config: Any) -> bool:
+    """Return whether such a model runs without images: decoders do, CLIP and its kin don't."""
+    names = ("image_token_id", "image_token_index", "vision_feature_layer")
+    return any(hasattr(config, name) for name in names)
+
+
 def _cross_entropy(logits: Any, targets: torch.Tensor) -> torch.Tensor:
     """Return the mean cross entropy of logits ``[batch, seq, vocabulary]``."""
     if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != targets.shape:
@@ -167,10 +178,7 @@ def _main_input(module: Any, batch: int, seq: int) -> dict[str, Any]:
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(batch, *shape, dtype=torch.float32, device="meta")
 
-    vision_names = ("image_token_id", "image_token_index", "vision_feature_layer")
-    has_two_encoders = hasattr(config, "vision_config") and hasattr(config, "text_config")
-    # Note: CLIP and its kin need both inputs, decoders with a vision tower don't.
-    if has_two_encoders and not any(hasattr(config, field) for field in vision_names):
+    if has_vision(config) and not takes_text_alone(config):
         name = "pixel_values"
     if name == "pixel_values":
         vision = getattr(config, "vision_config", config)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +17,7 @@ from torch import nn
 
 from funcshard._utils import table
 from funcshard._utils.garbage import without_collection
-from funcshard._utils.options import check_bytes, check_choice, check_count
+from funcshard._utils.options import check_bytes, check_choice, check_count, check_flag
 from funcshard._utils.table import Bullets, Part, Shown, Table
 from funcshard.checkpoint import default_units, module_of_config
 from funcshard.estimate import (
@@ -27,17 +28,28 @@ from funcshard.estimate import (
     Infeasible,
     Profile,
     Report,
+    Space,
     auto_plan,
     changes_to_fit,
+    collective_time,
     load_hardware,
     memory_table,
     reserved_band,
 )
 from funcshard.module import make_functional
 from funcshard.plan import MixedPrecision, Plan, Schedule
-from funcshard.planning.adapters import add_adapters
-from funcshard.planning.model_inputs import InputMaker, context_of, default_seq, trace
+from funcshard.planning.adapters import add_adapters, storage_of
+from funcshard.planning.model_inputs import (
+    InputMaker,
+    context_of,
+    default_seq,
+    has_vision,
+    takes_text_alone,
+    trace,
+)
+from funcshard.planning.preferences import SCRIPT, Preferences, pairs
 from funcshard.planning.script import training_script
+from funcshard.planning.tensor_parts import AXIS, cut_along_tensor
 
 # By name; bf16-params keeps the parameters in bfloat16 too.
 PRECISIONS = {
@@ -50,14 +62,22 @@ _MARGIN = 3 * 2**30  # bytes of a GPU that CUDA, NCCL and cuBLAS may take
 _LARGEST_BATCH = 64  # samples of a rank that the search for a batch tries
 _GAIN = 0.02  # of throughput, below which a larger batch isn't worth its memory
 _SHORT = 0.25  # seconds of a step, in which launches of kernels may take a part
+_FEW = 8  # GPUs, of which the runs that the times were fitted to had at least so many
+# Shares of the step time. Between the first two lie 238 of 243 published runs of decoders, in
+# docs/dev/estimates.md; between the others the steps of one GPU there.
+_NARROW, _WIDE = (0.85, 1.2), (0.7, 1.5)
 _NO_DROPS = "The plan runs every layer: it leaves the config's layerdrop out."
-_FROZEN = "Adapters alone are trained. MFU counts the frozen weights as if they were, too."
+_DECODING = "Layers decode their packed weights in forward and backward, which takes no time here."
+_FITTED = "Times were fitted to steps of dense decoders on A100s and H100s."
 _SAVED = 0.1  # of the peak: what the changes of a plan that fits are to save
 _CHANGES = 3
 _FIGURES = (
     "parameters", "fits", "peak_bytes", "reserved_bytes", "step_seconds", "tokens_per_second", "samples_per_second",
     "mfu", "batch", "micro_batches", "seq", "budget", "margin",
 )  # fmt: skip
+
+
+_Search = Callable[..., Best | Infeasible]  # of samples, micro-batches and, if you like, the space
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -81,6 +101,8 @@ class RunPlan(Shown):
         changes: single changes that save memory, the cheapest first.
         notes: what you should know about the model and the hardware.
         title: the model and the hardware.
+        tensor_seconds: seconds of a step in which a rank waits for the tensor axis.
+        step_range: seconds between which a step lies by the errors of earlier estimates.
 
     Example:
         >>> import torch, funcshard as fs
@@ -105,7 +127,10 @@ class RunPlan(Shown):
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
     title: str
+    tensor_seconds: float
+    step_range: tuple[float, float]
     _script: str
+    _of_model: Mapping[tuple[str, str], Sequence[int]]
 
     @property
     def peak_bytes(self) -> int:
@@ -125,12 +150,12 @@ class RunPlan(Shown):
     @property
     def samples_per_second(self) -> float:
         """Samples of all ranks in one second."""
-        return self.batch * self.plan.world_size / self.step_seconds
+        return self.batch * math.prod(self.plan.mesh_shape) / self.step_seconds
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens of all ranks in one second; 0 if the first input isn't tokens."""
-        return self.report.tokens_per_second * self.plan.world_size
+        return self.report.tokens_per_second * math.prod(self.plan.mesh_shape)
 
     @property
     def mfu(self) -> float:
@@ -144,6 +169,8 @@ class RunPlan(Shown):
             "gpus": self.plan.world_size,
             "gpu": self.report.hardware,
             "binds": self.report.binds,
+            "step_range": self.step_range,
+            "waiting_seconds": self.report.exposed + self.tensor_seconds,
             "memory": self.report.by_category,
             "remat": self.remat,
             "changes": [str(change) for change in self.changes],
@@ -162,7 +189,7 @@ class RunPlan(Shown):
         yield f"{self.title}. {verdict}: {memory_text}. {self.report.binds}"
         yield self._step_table()
         yield memory_table(self.report, "Memory in use at the peak")
-        yield _collectives_table(self.report)
+        yield _collectives_table(self.report, self._of_model)
         if self.changes:
             yield self._changes_table()
         yield Bullets("Notes", self.notes)
@@ -170,11 +197,29 @@ class RunPlan(Shown):
     def _step_table(self) -> Table:
         report, plan = self.report, self.plan
         remat_text = f"{len(self.remat)} of {len(plan.units) - 1} units recomputed"
-        batch_text = f"samples a GPU, {table.count(self.batch * plan.world_size)} in all"
+        axes_text, copies = "replicas × shards", math.prod(plan.mesh_shape)
+        mesh_sizes = [*plan.mesh_shape]
+        per = "GPU"
+        if plan.model_axes:
+            axes_text += " × tensor"
+            mesh_sizes += [size for _, size in plan.model_axes]
+            per = "group of GPUs"
+        batch_text = f"samples a {per}, {table.count(self.batch * copies)} in all"
         if self.micro_batches > 1:
             batch_text += f"; in {self.micro_batches} micro-batches"
+        range_text = " to ".join(map(table.duration, self.step_range))
+        waiting_text = table.duration(report.exposed)
+        if plan.model_axes:
+            waiting_text += (
+                f" for data axes and {table.duration(self.tensor_seconds)} for the tensor axis"
+            )
+        tokens_rows = [
+            ["tokens per second", f"{self.tokens_per_second:,.0f}", f"{self.tokens_per_second / plan.world_size:,.0f} a GPU"]
+        ]  # fmt: skip
+        if not report.tokens:  # the first input is images or sounds
+            tokens_rows = []
         rows = [
-            ["mesh", " × ".join(map(str, plan.mesh_shape)), f"replicas × shards; {remat_text}"],
+            ["mesh", " × ".join(map(str, mesh_sizes)), f"{axes_text}; {remat_text}"],
             ["batch", table.count(self.batch), batch_text],
             [
                 "budget",
@@ -187,8 +232,8 @@ class RunPlan(Shown):
                 table.size(self.reserved_bytes),
                 f"or more, up to {table.size(report.reserved[1])} if there is room",
             ],
-            ["step time", table.duration(report.step_time), f"{table.duration(report.exposed)} waiting"],
-            ["tokens per second", f"{self.tokens_per_second:,.0f}", f"{report.tokens_per_second:,.0f} a GPU"],
+            ["step time", table.duration(report.step_time), f"{range_text}; {waiting_text} waiting"],
+            *tokens_rows,
             ["samples per second", f"{self.samples_per_second:,.4g}", "on all GPUs"],
             ["MFU", f"{100 * report.mfu:.1f} %", "model FLOPs of the hardware's peak"],
         ]  # fmt: skip
@@ -200,7 +245,7 @@ class RunPlan(Shown):
                 change.text,
                 table.signed(change.peak, table.size),
                 table.signed(change.seconds, table.duration),
-                f"{self.batch * change.report.plan.world_size / change.report.step_time:,.4g}",
+                f"{self.batch * math.prod(change.report.plan.mesh_shape) / change.report.step_time:,.4g}",
                 "yes" if change.fits else "no",
             ]
             for change in self.changes
@@ -225,6 +270,8 @@ def plan_run(
     optimizer: str = "adamw",
     inputs: InputMaker | None = None,
     lora: Mapping[str, Any] | None = None,
+    tensor: int = 1,
+    dpo: bool = False,
 ) -> RunPlan:
     """Plan a training run: whether it fits, what its memory is, and how long a step takes.
 
@@ -246,7 +293,12 @@ def plan_run(
             dictionary. Models of transformers don't need it, and others do unless they take
             tokens and return logits. The loss is ``outputs.loss``, or the mean of the first output.
         lora: adapters to train in place of the weights, as ``{"r": 16, "targets": ["q_proj",
-            "v_proj"]}``. Frozen weights are in bfloat16, unless ``precision`` is ``"fp32"``.
+            "v_proj"]}``. Frozen weights are in bfloat16, unless ``precision`` is ``"fp32"``; with
+            ``"base": "nf4"``, those of layers are stored in 4 bits, as in QLoRA.
+        tensor: number of GPUs that divide each layer, with tensor parallelism as transformers does
+            it; the other GPUs take other samples.
+        dpo: whether the model, a decoder, learns from preferences, beside a frozen reference in
+            bfloat16. A sample is a pair of answers then.
 
     Returns:
         The plan and its figures, which you can print. ``code()`` returns a training script.
@@ -265,6 +317,12 @@ def plan_run(
         True
     """
     gpus = check_count("gpus", gpus, of="GPUs")
+    tensor = check_count("tensor", tensor, of="GPUs")
+    check_flag("dpo", dpo)
+    if gpus % tensor:
+        raise ValueError(f"tensor must divide the {gpus} gpus; found {tensor}: pass a divisor")
+    if lora is not None and (dpo or tensor > 1):
+        raise ValueError("lora can't be planned with tensor or dpo yet; found both: leave out one")
     check_choice("precision", precision, [*PRECISIONS])
     check_choice("optimizer", optimizer, [*OPTIMIZERS])
     hardware = load_hardware(gpu)
@@ -273,42 +331,91 @@ def plan_run(
     with without_collection():  # the files of transformers take a third less time to import
         module = model if isinstance(model, nn.Module) else module_of_config(Path(model))
     drops_layers = path is not None and _without_layerdrop(module)
-    if lora is not None or precision == "bf16-params":
+    if lora is not None or precision == "bf16-params" or tensor > 1:
         module = copy.deepcopy(module)
-        if precision != "fp32":
-            module = module.to(torch.bfloat16)
+    if precision == "bf16-params" or (lora is not None and precision == "bf16"):
+        module = module.to(torch.bfloat16)
     if lora is not None:
         add_adapters(module, lora)
+    parameters = sum(param.numel() for param in module.parameters())
+    local: Mapping[str, Mapping[str, int]] = {}
+    if tensor > 1:
+        local = cut_along_tensor(module, tensor)
     if batch is not None:
         batch = check_count("batch", batch, of="samples")
     seq = default_seq(module) if seq is None else check_count("seq", seq, of="tokens")
     unit_names = default_units(module, ends=True)
-    functional = make_functional(module)
+    storage = storage_of(module, lora)
+    trained_module = module
+    if dpo:
+        if "CausalLM" not in type(module).__name__ or inputs is not None:
+            raise ValueError(
+                f"dpo needs a decoder of transformers, and makes its inputs; found {type(module).__name__}"
+                f"{' and inputs' * (inputs is not None)}: leave out dpo"
+            )
+        trained_module = Preferences(module, None if precision == "fp32" else torch.bfloat16)
+        inputs = pairs
+        parts = ("policy", "reference")
+        unit_names = [f"{part}.{name}" for part in parts for name in unit_names]
+        local = {f"{part}.{name}": cut for part in parts for name, cut in local.items()}
+    functional = make_functional(trained_module)
 
-    def plan_batch(samples: int, micro_batches: int) -> Best | Infeasible:
-        micro_profile = trace(
-            module,
-            samples // micro_batches,
-            seq,
-            precision=PRECISIONS[precision],
-            inputs=inputs,
-            functional=functional,
-        )
+    profiles: dict[tuple[int, int], Profile] = {}
+
+    def search(samples: int, micro_batches: int, space: Space | None = None) -> Best | Infeasible:
+        key = samples, micro_batches
+        if key not in profiles:
+            profiles[key] = trace(
+                trained_module,
+                samples // micro_batches,
+                seq,
+                precision=PRECISIONS[precision],
+                inputs=inputs,
+                functional=functional,
+            )
         return plan_within(
             limit,
-            {micro_batches: micro_profile},
-            ranks=gpus,
+            {micro_batches: profiles[key]},
+            ranks=gpus // tensor,
             hardware=hardware,
             optimizer=optimizer,
             units=unit_names,
+            local=local,
+            axes={AXIS: tensor} if tensor > 1 else {},
+            storage=storage,
+            space=space,
         )
 
-    best, batch = _with_batch(plan_batch, batch)
+    best, batch = _with_batch(search, batch)
     report = best.report
-    parameters = sum(leaf.numel for leaf in report.plan.leaves)
+    profile = profiles[batch, cast("int", report.options["micro_batches"])]
+    of_model, tensor_seconds = _model_collectives(profile, report, hardware)
+    doubts = [
+        *_doubts(module, hardware),
+        *[f"fewer than {_FEW} GPUs"] * (gpus < _FEW),
+        *["a short step"] * (report.step_time < _SHORT),
+        *["a tensor axis"] * (tensor > 1),
+        *["adapters"] * (lora is not None),
+        *["two forwards"] * dpo,
+    ]
+    low, high = _WIDE if doubts else _NARROW
     size_text = f"{table.count(parameters)} parameters"
     remat = cast("tuple[str, ...]", report.options["remat"])
     micro_batches = cast("int", report.options["micro_batches"])
+    script = training_script(
+        report.plan,
+        path=path,
+        module=module,
+        units=unit_names,
+        remat=remat,
+        precision=precision,
+        optimizer=optimizer,
+        micro_batches=micro_batches,
+        lora=lora,
+        storage=storage,
+    )
+    if dpo:
+        script = SCRIPT.format(units=unit_names, remat=list(remat))
     return RunPlan(
         plan=report.plan,
         schedule=report.schedule,
@@ -325,20 +432,15 @@ def plan_run(
         notes=(
             *_notes(module, seq, precision, hardware),
             *[_NO_DROPS] * drops_layers,
-            *[_FROZEN] * (lora is not None),
+            *[_DECODING] * bool(storage),
+            *[f"{_FITTED} This one has {', '.join(doubts)}, so its time is less certain."]
+            * bool(doubts),
         ),
-        title=f"{type(module).__name__}, {size_text}, on {gpus:,} × {hardware.name}",
-        _script=training_script(
-            report.plan,
-            path=path,
-            module=module,
-            units=unit_names,
-            remat=remat,
-            precision=precision,
-            optimizer=optimizer,
-            micro_batches=micro_batches,
-            lora=lora,
-        ),
+        title=f"{type(module).__name__}{' with DPO' * dpo}, {size_text}, on {gpus:,} × {hardware.name}",
+        _script=script,
+        tensor_seconds=tensor_seconds,
+        step_range=(low * report.step_time, high * report.step_time),
+        _of_model=of_model,
     )
 
 
@@ -386,32 +488,43 @@ def _limit(hardware: Hardware, budget: int | str | None) -> int:
     return budget_bytes
 
 
-def _with_batch(
-    plan_batch: Callable[[int, int], Best | Infeasible], batch: int | None
-) -> tuple[Best | Infeasible, int]:
+def _with_batch(search: _Search, batch: int | None) -> tuple[Best | Infeasible, int]:
     """Return the plan of a batch, split if it must be, or of the fastest one; and the batch."""
-    if batch is None:
-        return _fastest(plan_batch)
     micro_batches = 1
-    best = plan_batch(batch, 1)
-    # Why only then: each further micro-batch gathers and reduces once more.
-    while not best.fits and batch % (2 * micro_batches) == 0:
-        micro_batches *= 2
-        best = plan_batch(batch, micro_batches)
+    if batch is None:
+        best, batch = _fastest(search)
+    else:
+        best = _plan_batch(search, batch, 1)
+        # Why only then: each further micro-batch gathers and reduces once more.
+        while not best.fits and batch % (2 * micro_batches) == 0:
+            micro_batches *= 2
+            best = _plan_batch(search, batch, micro_batches)
+    # Note: recomputation takes time, so it's of use to a plan that fits without only if ranks wait.
+    if not best.report.options["remat"] and best.report.exposed > _GAIN * best.report.step_time:
+        best = search(batch, micro_batches)
     return best, batch
 
 
-def _fastest(plan_batch: Callable[[int, int], Best | Infeasible]) -> tuple[Best | Infeasible, int]:
-    """Return the plan of the fastest batch that fits, and the batch."""
+def _plan_batch(search: _Search, batch: int, micro_batches: int) -> Best | Infeasible:
+    """Return the best plan that recomputes nothing, or if none fits, the best of all."""
+    # Why first: each number of recomputed units takes a trace.
+    best = search(batch, micro_batches, Space(remat=0))
+    return best if best.fits else search(batch, micro_batches)
+
+
+def _fastest(search: _Search) -> tuple[Best | Infeasible, int]:
+    """Return a plan of the fastest batch that fits, and the batch."""
     batch, factor = 1, 4
-    best = plan_batch(1, 1)
+    best = _plan_batch(search, 1, 1)
+    if best.report.exposed > best.report.step_time / 2:  # then four samples take little longer
+        factor = 16
     while best.fits and factor * batch <= _LARGEST_BATCH and _may_gain(best.report):
-        larger = plan_batch(factor * batch, 1)
+        larger = _plan_batch(search, factor * batch, 1)
         seconds = larger.report.step_time / factor
         if larger.fits and seconds < best.report.step_time / (1 + _GAIN):
             best, batch = larger, factor * batch
-        elif factor == 4 and not larger.fits:
-            factor = 2
+        elif factor > 2 and not larger.fits:
+            factor = max(factor // 4, 2)
         else:
             break
     return best, batch
@@ -457,6 +570,19 @@ def _without_layerdrop(module: nn.Module) -> bool:
     return drops_layers
 
 
+def _doubts(module: nn.Module, hardware: Hardware) -> Iterator[str]:
+    """Yield what model and hardware have that the runs didn't to which times were fitted."""
+    config: Any = getattr(module, "config", None)
+    if hardware.sources["flops_efficiency"].how == "extrapolated":
+        yield "another GPU"
+    if "CausalLM" not in type(module).__name__ and "LMHead" not in type(module).__name__:
+        yield "no decoder" if config is not None else "a model of yours"
+    if getattr(config, "num_experts_per_tok", None):
+        yield "experts"
+    if getattr(config, "_attn_implementation", None) == "eager":
+        yield "eager attention"
+
+
 def _notes(module: nn.Module, seq: int, precision: str, hardware: Hardware) -> Iterator[str]:
     yield hardware.about
     config: Any = getattr(module, "config", None)
@@ -475,15 +601,40 @@ def _notes(module: nn.Module, seq: int, precision: str, hardware: Hardware) -> I
             "Attention is eager, as transformers has no call of SDPA for this model, so each head "
             "keeps a matrix of tokens × tokens."
         )
-    if hasattr(config, "vision_config") and hasattr(config, "text_config"):
-        yield "The batch has tokens only unless the model's main input is images: pass inputs= for both."
+    main_input = getattr(module, "main_input_name", "")
+    if has_vision(config) and takes_text_alone(config) and main_input != "pixel_values":
+        yield "The batch has tokens only: pass inputs= for images too."
     context = context_of(module)
     if context is not None and seq > context:
         yield f"{seq:,} tokens are more than the {context:,} positions of the config."
 
 
-def _collectives_table(report: Report) -> Table:
+def _model_collectives(
+    profile: Profile, report: Report, hardware: Hardware
+) -> tuple[dict[tuple[str, str], list[int]], float]:
+    """Return number and bytes sent of the model's own collectives, and their seconds in a step."""
+    remat = cast("tuple[str, ...]", report.options["remat"])
+    micro_batches = cast("int", report.options["micro_batches"])
     counts: dict[tuple[str, str], list[int]] = {}
+    seconds = 0.0
+    for step in profile.program(report.plan, remat=remat).steps:
+        for work in getattr(step, "work", ()):  # of a run
+            kind, _, axis = work.dtype.partition(" ")
+            if axis:
+                ranks = report.plan.mesh_axes[axis]
+                row = counts.setdefault((kind, axis), [0, 0])
+                row[0] += work.kernels * micro_batches
+                halves = 2 if kind == "all_reduce" else 1
+                row[1] += halves * work.bytes * (ranks - 1) // ranks * micro_batches
+                one_seconds = collective_time(
+                    hardware, kind, work.bytes // work.kernels, ranks
+                ).seconds
+                seconds += work.kernels * one_seconds * micro_batches
+    return counts, seconds
+
+
+def _collectives_table(report: Report, of_model: Mapping[tuple[str, str], Sequence[int]]) -> Table:
+    counts = {key: list(row) for key, row in of_model.items()}
     for event in report.events:
         row = counts.setdefault((event.kind, event.axis), [0, 0])
         row[0] += 1

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from funcshard.checkpoint import is_hugging_face
 from funcshard.plan import Plan
+from funcshard.planning.tensor_parts import AXIS
 
 _OPTIMIZERS = {
     "adamw": "torch.optim.AdamW, lr=3e-4",
@@ -32,6 +33,7 @@ def training_script(
     optimizer: str,
     micro_batches: int,
     lora: Mapping[str, Any] | None,
+    storage: Collection[str],
 ) -> str:
     """Return a script whose ``main(mesh, batches)`` trains one rank with a plan.
 
@@ -45,10 +47,11 @@ def training_script(
         optimizer: that of ``plan_run``.
         micro_batches: number of micro-batches.
         lora: that of ``plan_run``.
+        storage: globs of the frozen weights that are stored small.
     """
-    replicas, shards = plan.mesh_shape
+    copy_ranks = plan.world_size // plan.mesh_shape[0]
     plan_options, step_options, init_options, call = ["units=units"], "", "", "*batch)"
-    imports, model_lines, precision_lines, parameters = [], [], [], "mesh, batches, model"
+    imports, model_lines, option_lines, parameters = [], [], [], "mesh, batches, model"
     if path is not None:
         dtype_call = ""
         if precision == "bf16-params" or (lora and precision == "bf16"):
@@ -59,6 +62,15 @@ def training_script(
             '    with torch.device("meta"):',
             f"        model = transformers.{type(module).__name__}(config).train(){dtype_call}",
             "    model.tie_weights()",
+        ]
+    if plan.model_axes:
+        # Note: the model's leaves become DTensors, which transformers makes.
+        imports.append(
+            "from transformers.distributed.tensor_parallel import apply_tensor_parallelism"
+        )
+        model_lines += [
+            "    styles = model._expand_parallel_plan(model.tp_plan)",
+            f"    apply_tensor_parallelism(model, mesh.device_mesh[{AXIS!r}], styles)",
         ]
     if is_hugging_face(module):
         init_options, call = ", reset=model._init_weights", "**batch).loss"
@@ -73,26 +85,29 @@ def training_script(
             model_lines[-1:] = ['    with torch.device("meta"):', f"    {model_lines[-1]}"]
             folder = path.removesuffix("config.json") or "."
             values = f"_, shards, buffers, _ = fs.from_pretrained({folder!r}, mesh, model=model, plan=plan)"
+        if storage:
+            plan_options.append("storage=storage")
+            option_lines = [f"    storage = dict.fromkeys({list(storage)}, fs.{lora['base']}())"]
     if plan.unit_list[0].strategy != "full_shard":
         plan_options.append(f"strategy={plan.unit_list[0].strategy!r}")
     if precision == "bf16":
         plan_options.append("precision=precision")
-        precision_lines = [f"    precision = {_PRECISION}"]
+        option_lines.append(f"    precision = {_PRECISION}")
     if micro_batches > 1:
         step_options = f", accumulate={micro_batches}"
     lines = [
-        f"# {plan.world_size} ranks, {shards} to a copy of the model: torchrun --nproc-per-node 8 ...",
+        f"# {plan.world_size} ranks, {copy_ranks} to a copy of the model: torchrun --nproc-per-node 8 ...",
         "import torch",
         *imports,
         "import funcshard as fs",
         "",
-        f"MESH = {{'replicate': {replicas}, 'shard': {shards}}}",
+        f"MESH = {plan.mesh_axes}",
         "",
         "",
         f"def main({parameters}):",
         *model_lines,
         "    apply, params, buffers = fs.make_functional(model)",
-        *precision_lines,
+        *option_lines,
         *_unit_lines(plan, units),
         f"    plan = fs.make_plan(params, mesh, {', '.join(plan_options)})",
         f"    {values}",

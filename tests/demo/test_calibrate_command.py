@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from funcshard.__main__ import main
 from funcshard.demo import calibrate_command
@@ -34,3 +38,41 @@ def test_it_measures_as_told_and_says_how_to_use_the_file(
     assert "FLOP/s in a training step" in out
     assert "all_gather on 2 ranks" in out
     assert out.endswith(f"python -m funcshard plan --ranks {expected[1]['ranks']} --hardware {expected[0]}\n")
+
+
+def linear() -> nn.Module:
+    return nn.Linear(1024, 1024)
+
+
+def samples(batch: int, seq: int) -> tuple[torch.Tensor]:
+    return (torch.empty(batch, seq, 1024),)
+
+
+def test_a_step_of_ones_own_moves_the_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv = ["plan", f"{__file__}:linear", "--inputs", f"{__file__}:samples", "--gpus", "1", "--batch", "8", "--seq", "512"]
+
+    def planned(*options: str) -> Any:
+        assert main([*argv, "--json", *options]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    before = planned()
+    assert before["waiting_seconds"] == 0
+    Path("plan.json").write_text(json.dumps(before))
+    step, peak = 1.5 * before["step_seconds"], 2 * before["reserved_bytes"]
+    fit = ["calibrate", "mine.json", "--plan", "plan.json", "--from-step"]
+    assert main([*fit, str(step), "--peak", str(peak)]) == 0
+    out = capsys.readouterr().out
+    assert "computes 1.50 times as long as h100-8x400gbps, and leaves 50% of the memory free." in out
+    after = planned("--gpu", "mine.json")
+    assert after["step_seconds"] == pytest.approx(step)
+    assert after["budget"] + after["margin"] == (before["budget"] + before["margin"]) // 2
+    assert main([*fit, str(0.01 * step)]) == 2
+    assert "must be a time that h100-8x400gbps can reach" in capsys.readouterr().err
+    assert main(["calibrate", "--from-step", "1"]) == 2
+    assert "--from-step and --plan need each other" in capsys.readouterr().err
+    Path("plan.json").write_text("{}")
+    assert main([*fit, "1"]) == 2
+    assert "must be a file that plan PATH --json wrote; found plan.json" in capsys.readouterr().err
