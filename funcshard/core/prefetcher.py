@@ -590,13 +590,6 @@ class Gathered:
 
     # --- a part of forward that backward computes again -------------------------------------------
 
-    def as_used(self, leaves: Leaves) -> list[torch.Tensor]:
-        """Return the leaves of all buffers, as DTensors where the model uses these."""
-        leaf_tensors = [leaf for buffer_leaves in leaves for leaf in buffer_leaves]
-        if self._dtensors is None:
-            return leaf_tensors
-        return unseen(as_dtensors)(leaf_tensors, self._dtensors)
-
     def handles_for(self, unit: UnitPlan, shard: UnitShard) -> Handles | None:
         """Return finished handles, if gathering ``shard`` would give the same."""
         assert self.source is not None
@@ -612,15 +605,16 @@ class Gathered:
         ]
 
     @unseen
-    def gathered_again(self) -> Leaves:
-        """Return the leaves of each buffer, gathered again, without a graph."""
-        gathered_leaves = []
-        for comm, full_buffer in zip(self._comms, self.buffers(), strict=True):
-            leaves = decoded_views(full_buffer.detach(), comm.plan)
-            for leaf in leaves:
-                leaf.requires_grad_(comm.plan.trainable and leaf.is_floating_point())
-            gathered_leaves.append(tuple(leaves))
-        return tuple(gathered_leaves)
+    def leaves_again(self) -> list[torch.Tensor]:
+        """Return the leaves as the model uses them, gathered again, without a graph."""
+        leaf_tensors = [
+            leaf.requires_grad_(comm.plan.trainable and leaf.is_floating_point())
+            for comm, full_buffer in zip(self._comms, self.buffers(), strict=True)
+            for leaf in decoded_views(full_buffer.detach(), comm.plan)
+        ]
+        if self._dtensors is None:
+            return leaf_tensors
+        return as_dtensors(leaf_tensors, self._dtensors)
 
 
 def _post_backward(

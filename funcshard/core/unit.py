@@ -52,7 +52,7 @@ from funcshard.core.buffer_comm import (
     start_gather,
 )
 from funcshard.core.checks import check_shard, same_axes
-from funcshard.core.dtensor_leaves import DTensorForm, dtensor_forms
+from funcshard.core.dtensor_leaves import DTensorForm, as_dtensors, dtensor_forms
 from funcshard.core.flat_buffer import ShardToLeaves
 from funcshard.core.grad_reducer import GradReducer, current_reducer, shard_uses
 from funcshard.core.prefetcher import (
@@ -293,26 +293,20 @@ class Unshard:
                 gathered.kept = functools.partial(reducer.find_kept, self.comms, shard)
         return gathered
 
-    def run(self, gathered: Gathered, args: Any, kwargs: Any, *, hooked: bool = True) -> Any:
-        """Call ``apply`` with the unit's leaves; cast as the precision says.
-
-        Arguments:
-            gathered: what ``open`` returned. After ``close`` its unit is gathered again.
-            args: further positional arguments of ``apply``.
-            kwargs: arguments by name.
-            hooked: whether autograd saves positions in place of views, if the leaves are freed.
-        """
+    def run(self, gathered: Gathered, args: Any, kwargs: Any) -> Any:
+        """Call ``apply`` with the leaves of an open gather; cast as the precision says."""
         leaves = gathered.leaves
-        if leaves is None:
-            leaves = gathered.gathered_again()
+        assert leaves is not None, "the gather is open"
         hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         hidden_views = hooks
-        if hooked and self.frees and gathered.source is not None:
+        if self.frees and gathered.source is not None:
             # Autograd calls these for each tensor that it saves while the forward runs.
             hooks = saved_tensors_hooks(inside_hooks(gathered.pack), _unpack)
         if dispatch_modes() and in_selective_checkpoint() and not transforms_active():
             hidden_views = UnseenViews({storage_id(first_leaf) for first_leaf, *_ in leaves})
-        leaf_tensors = gathered.as_used(leaves)
+        leaf_tensors = [leaf for buffer_leaves in leaves for leaf in buffer_leaves]
+        if self.dtensors is not None:
+            leaf_tensors = as_dtensors(leaf_tensors, self.dtensors)
         # Why a list if possible: building the tree takes a part of a small unit's time.
         if self.listed:
             apply = functools.partial(self.apply, leaf_tensors, gathered)
@@ -451,7 +445,7 @@ class RecomputeParams(dict[str, Any]):
             return super().__getitem__(name)
         # Note: ``torch.utils.checkpoint`` inside the unit calls a part of its forward again, from
         # backward.
-        return self.gathered.as_used(self.gathered.gathered_again())[leaf_index]
+        return self.gathered.leaves_again()[leaf_index]
 
 
 def cast_inputs(

@@ -178,21 +178,32 @@ class UnitCall:
         """Run one module of a unit as part of the call: the only way in."""
         # Note: backward may enter too, from a checkpoint, after the call has returned.
         inputs = module, forward, args, kwargs
-        group, prefetcher = self.units[member.f.unit.name], self.prefetcher
-        if len(group) > 1:
-            # Note: a module that backward computes again, or that runs in a transform that the call
-            # is not in, gathers the group for itself.
-            if prefetcher is None:
-                gathers_alone = member.remat or transform_level() != self.level
-            else:
-                gathers_alone = prefetcher.returned or not hooks_allowed()
-            if not gathers_alone:
-                return self._run_in_group(group, member, inputs)
-        if member.remat:
-            return self._run_recomputed(member, inputs)
-        return self._run_alone(member, inputs)
+        return self._run_recomputed(member, inputs) if member.remat else self._run(member, inputs)
 
-    def _run_in_group(self, group: Sequence[UnitModule], member: UnitModule, inputs: Inputs) -> Any:
+    def _run(self, member: UnitModule, inputs: Inputs) -> Any:
+        group, prefetcher = self.units[member.f.unit.name], self.prefetcher
+        # Note: a module that backward computes again, or that runs in a transform that the call is
+        # not in, gathers its group for itself.
+        shares_gather = len(group) > 1
+        if shares_gather and prefetcher is None:
+            shares_gather = not member.remat and transform_level() == self.level
+        elif shares_gather and prefetcher is not None:
+            shares_gather = not prefetcher.returned and hooks_allowed()
+        needs_leaves = torch.is_grad_enabled() and (
+            member.f.trainable or any(tensor.requires_grad for tensor in tensors_in(inputs[2:]))
+        )
+        if shares_gather:
+            return self._run_in_group(group, member, inputs, again=member.remat and needs_leaves)
+        gathered = self._gather(member.f, needed=needs_leaves)
+        try:
+            return member.f.run(gathered, inputs, {})
+        finally:
+            gathered.close()
+
+    def _run_in_group(
+        self, group: Sequence[UnitModule], member: UnitModule, inputs: Inputs, *, again: bool
+    ) -> Any:
+        """Run one module of a group, which backward may run ``again``."""
         unit_name = member.f.unit.name
         mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         open_group = self.groups.get(unit_name)
@@ -208,24 +219,16 @@ class UnitCall:
             # Why not by the inputs: they are those of the first module alone.
             gathered = self._gather(member.f, needed=torch.is_grad_enabled())
             self.groups[unit_name] = gathered, waiting_modules, mode
+        if again:
+            gathered.note_needed()
         try:
-            return _run_member(member, gathered, inputs)
+            return member.f.run(gathered, inputs, {})
         finally:
             waiting_modules.discard(member.index)
             # Note: the module may have called others of the group, which closed it, or gathered it
             # again.
             if unit_name in self.groups and not self.groups[unit_name][1]:
                 self.groups.pop(unit_name)[0].close()
-
-    def _run_alone(self, member: UnitModule, inputs: Inputs) -> Any:
-        needs_leaves = torch.is_grad_enabled() and (
-            member.f.trainable or any(tensor.requires_grad for tensor in tensors_in(inputs[2:]))
-        )
-        gathered = self._gather(member.f, needed=needs_leaves)
-        try:
-            return member.f.run(gathered, inputs, {})
-        finally:
-            gathered.close()
 
     def _gather(self, f: Unshard, *, needed: bool) -> Gathered:
         unit, shard, prefetcher = f.unit, self.shards[f.unit.name], self.prefetcher
@@ -276,7 +279,7 @@ class UnitCall:
                 # Why by id: a tied buffer stays tied.
                 buffer_copies = {id(b): b.clone() for b in tree.leaves(buffers)}
                 _set_buffers(owners, tree.map(lambda b: buffer_copies[id(b)], buffers))
-                out = self._run_alone(member, (module, forward, args, kwargs))
+                out = self._run(member, (module, forward, args, kwargs))
                 return out, _get_buffers(owners)
             finally:
                 self.shards = shards_before
@@ -291,25 +294,6 @@ class UnitCall:
         out, buffers = rematerialised(run)(shards_below, _get_buffers(owners), args, kwargs)
         _set_buffers(owners, buffers)
         return out
-
-
-def _run_member(member: UnitModule, gathered: Gathered, inputs: Inputs) -> Any:
-    """Run one module of a group; if backward computes it again, it does so from its inputs."""
-    f, (module, forward, args, kwargs) = member.f, inputs
-    if not member.remat or gathered.source is None or not torch.is_grad_enabled():
-        return f.run(gathered, inputs, {})
-    # Backward computes the module again if any gradient passes through it.
-    if f.trainable or any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
-        gathered.note_needed()
-
-    def run(args: Args, kwargs: Kwargs) -> Any:
-        try:
-            return f.run(gathered, (module, forward, args, kwargs), {}, hooked=False)
-        finally:
-            # They have no graph in forward, and another one in backward.
-            forget_parametrized(module)
-
-    return rematerialised(run)(args, kwargs)
 
 
 Buffers = list[Tensors]  # of modules, by key
