@@ -237,31 +237,26 @@ def read_storages(
             "storage must map paths or globs to pairs of functions, as in {'base': fs.nf4()}; "
             f"found {storage!r}"
         )
-    storages = {glob: _read_storage(glob, value) for glob, value in storage.items()}
+    storages: dict[str, Storage | None] = dict.fromkeys(storage)
     by_name: dict[tuple[str, int], Storage] = {}
-    for glob_storage in filter(None, storages.values()):
-        other = by_name.setdefault((glob_storage.name, glob_storage.block), glob_storage)
-        if other != glob_storage:
+    for glob, value in storage.items():
+        if value is None:
+            continue
+        pair = Storage(*value) if isinstance(value, tuple) and len(value) == 2 else value
+        if not isinstance(pair, Storage):
+            raise TypeError(
+                f"storage[{glob!r}] must be a pair (encode, decode) of functions, an fs.Storage, or "
+                f"None; found {value!r}: pass fs.nf4(), for example"
+            )
+        if pair.name in built_in and pair != built_in[pair.name](pair.block):
             raise ValueError(
-                f"two pairs of storage have the name {other.name!r} and blocks of {other.block} "
+                f"storage[{glob!r}] has the name {pair.name!r} of a storage of the library; found "
+                "other functions: pass another name, as in fs.Storage(..., name=...)"
+            )
+        storages[glob] = pair
+        if by_name.setdefault((pair.name, pair.block), pair) != pair:
+            raise ValueError(
+                f"two pairs of storage have the name {pair.name!r} and blocks of {pair.block} "
                 "elements, and plans tell them apart by these: pass fs.Storage(..., name=...)"
             )
     return storages, by_name
-
-
-def _read_storage(glob: Any, value: Any) -> Storage | None:
-    if value is None:
-        return None
-    if isinstance(value, tuple) and len(value) == 2:
-        value = Storage(*value)
-    if not isinstance(value, Storage):
-        raise TypeError(
-            f"storage[{glob!r}] must be a pair (encode, decode) of functions, an fs.Storage, or "
-            f"None; found {value!r}: pass fs.nf4(), for example"
-        )
-    if value.name in built_in and value != built_in[value.name](value.block):
-        raise ValueError(
-            f"storage[{glob!r}] has the name {value.name!r} of a storage of the library; found "
-            "other functions: pass another name, as in fs.Storage(..., name=...)"
-        )
-    return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -357,10 +358,8 @@ def _with_modules(
             # Why the highest so far: units keep the order in which the user names them.
             first_leaf = max(first_leaf, min(first_leaves[path] for path in unit_paths))
             placed_units.append((first_leaf, unit_name, unit_paths))
-    for module_path in modules:
-        if module_path not in units:
-            placed_units.append((first_leaves[module_path], module_path, (module_path,)))
-    placed_units.sort(key=lambda placed: placed[0])
+    placed_units += [(first_leaves[path], path, (path,)) for path in modules if path not in units]
+    placed_units.sort(key=operator.itemgetter(0))
     return {unit_name: unit_paths for _, unit_name, unit_paths in placed_units}
 
 
