@@ -156,8 +156,11 @@ def _prefix(stored: Mapping[str, _Tensor], plan: Plan, key: str | None, folder: 
         )
     missing_paths: dict[str, list[str]] = {}
     for start in starts or [""]:
-        names = {name.removeprefix(start) for name in stored if name.startswith(start)}
-        missing_paths[start] = [leaf.path for leaf in plan.leaves if name_in(names, leaf) is None]
+        missing_paths[start] = [
+            leaf.path
+            for leaf in plan.leaves
+            if not any(start + name in stored for name in (leaf.path, *leaf.aliases))
+        ]
     # Note: of no whole tree, the error tells what the fullest one lacks.
     prefix = min(missing_paths, key=lambda start: len(missing_paths[start]))
     if missing_paths[prefix]:
