@@ -303,7 +303,7 @@ def _refuse(tensor: torch.Tensor, func: Any) -> NoReturn:
     if is_zero_tensor(tensor):
         raise ValueError(
             "trace cannot record this torch.func.jvp: torch differentiates an "
-            "operation forwards with zeros that no recording sees, as for LayerNorm; "
+            "operation forwards with zeros that no recording sees, as for GroupNorm; "
             f"found them in {func}: run the step itself, or take the derivative with "
             "torch.func.vjp"
         )

@@ -105,7 +105,7 @@ def hold_the_model(mesh: fs.Mesh) -> int:
     _, sharded, shards = of_module(mesh, nn.Sequential(*layers), ["*"], strategy="shard_grad_op")
     out = sharded(requiring_grad(shards), {}, torch.ones(1, WIDTH))
     fs.psum(torch.ones(1), mesh)
-    pool = mesh.shard.shm.blocks.pool
+    pool = mesh.shard.shm.blocks
     held = pool.made - len(pool._free)
     out.sum().backward()
     return held
