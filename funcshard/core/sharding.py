@@ -88,7 +88,7 @@ def shard(
     # Why after cutting: a rank can cut while others still read their leaves for the checksums.
     with on_every_rank(mesh, checksums):
         by_path = _checked_leaves(params, plan, mesh, None, checksums if check else None)
-        return {unit.name: cut(unit, by_path, mesh, "params") for unit in plan.unit_list}
+        return {unit.name: cut(unit, by_path, mesh, None) for unit in plan.unit_list}
 
 
 def _shard_from_rank(params: Any, plan: Plan, mesh: Mesh, src: int) -> Shards:
@@ -256,7 +256,7 @@ def cut(
     unit: UnitPlan,
     by_path: Mapping[str, torch.Tensor],
     mesh: Mesh,
-    where: str,
+    where: str | None,
     *,
     whole: bool = False,
     cast: bool | None = None,
@@ -267,7 +267,7 @@ def cut(
         unit: the unit.
         by_path: the full leaves by path.
         mesh: the ranks.
-        where: a name for the tree of leaves, for errors.
+        where: a name for the tree of leaves, for errors; ``None``: they have been checked.
         whole: whether slices of larger tensors are given as these whole tensors.
         cast: as in ``check_leaf``.
     """
@@ -276,7 +276,8 @@ def cut(
         shard[buffer.key] = empty_shard(unit, buffer, mesh)
         for spec in buffer.leaves:
             leaf = by_path[spec.path]
-            check_leaf(leaf, spec, buffer, where, whole=whole, cast=cast)
+            if where is not None:
+                check_leaf(leaf, spec, buffer, where, whole=whole, cast=cast)
             (put_whole if whole else put)(shard[buffer.key], leaf, spec, buffer, mesh)
     return shard
 
