@@ -617,6 +617,8 @@ def _model_collectives(
     micro_batches = cast("int", report.options["micro_batches"])
     counts: dict[tuple[str, str], list[int]] = {}
     seconds = 0.0
+    if not report.plan.model_axes:
+        return counts, seconds
     for step in profile.program(report.plan, remat=remat).steps:
         for work in getattr(step, "work", ()):  # of a run
             kind, _, axis = work.dtype.partition(" ")
