@@ -29,7 +29,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from funcshard._utils.tensors import byte_view, tensors_in
+from funcshard._utils.tensors import byte_view, map_tensors, tensors_in
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -739,6 +739,11 @@ def _fake_mode() -> Any:
         def dispatch(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = MappingProxyType({})
         ) -> Any:
+            if func is _choose_attention:
+                # Why: of tensors without data torch would always choose plain operations.
+                inputs = [_smaller(tensor, keep=1) for tensor in args[:3]]
+                rest, options = map_tensors(_smaller, (args[3:], dict(kwargs)))
+                return func(*inputs, *rest, **options)
             is_constant = not types and all(
                 type(tensor) is torch.Tensor and _is_constant(tensor)
                 for tensor in tensors_in((args, kwargs))
@@ -754,6 +759,16 @@ def _fake_mode() -> Any:
             return func(*args, **kwargs) if all(map(_is_constant, tensors_in(out))) else out
 
     return FakeTensors
+
+
+_choose_attention = torch.ops.aten._fused_sdp_choice.default
+
+
+def _smaller(tensor: torch.Tensor, keep: int = 0) -> torch.Tensor:
+    """Return zeros like a tensor, with at most two in each dim but the last ``keep`` ones."""
+    last_dims = tensor.shape[tensor.dim() - keep :]
+    first_dims = [min(size, 2) for size in tensor.shape[: tensor.dim() - keep]]
+    return torch.zeros([*first_dims, *last_dims], dtype=tensor.dtype, device="cpu")
 
 
 @functools.cache

@@ -173,7 +173,8 @@ class _AbsentRanks(Group):
             return DeferredWork(result=[op.data] * self.size)
         notes, sent_data = self.notes, op.data
         if op.kind == "reduce_scatter" and len(op.data) > 1:
-            sent_data = concatenate(op.data)
+            # Note: parts are copied, and cast to the dtype of the result.
+            sent_data = concatenate(op.data, self.empty(self.size * op.out.numel(), op.out))
         if op.kind == "all_gather":
             notes.gathered.add(notes.recorder.number(op.out))
         event = notes.events[-1]
