@@ -113,6 +113,11 @@ class LeafPart(NamedTuple):
     end: int
     in_shard: slice
 
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.end - self.begin
+
 
 @dataclass(frozen=True, slots=True)
 class BufferPlan:
