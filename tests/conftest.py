@@ -39,10 +39,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+def _uses_processes(item: pytest.Item) -> bool:
+    """Return whether a test itself calls ``run_ranks``, whose pool of processes takes seconds to start."""
+    code = getattr(getattr(item, "function", None), "__code__", None)
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    names = {getattr(value, "__name__", "") for value in values}
+    return "run_ranks" in (*names, *(code.co_names if code else ()))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what runs at night, unless you name a test by its id."""
     left_out, cases = [], Counter[str]()
     for item in items:
+        if _uses_processes(item):
+            item.add_marker(pytest.mark.slow)
         if mark := item.get_closest_marker("nightly"):
             item.add_marker(pytest.mark.slow)
             table, one_in = item.nodeid.partition("[")[0], mark.kwargs.get("one_in")
