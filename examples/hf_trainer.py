@@ -8,6 +8,7 @@ uses DDP: the losses are the same. The example shows the four methods that a sub
 from __future__ import annotations
 
 import argparse
+import functools
 import tempfile
 from typing import Any
 
@@ -67,12 +68,9 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true")
     options = parser.parse_args()
 
-    config = transformers.GPT2Config(
-        vocab_size=LETTERS, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0,
-        attn_pdrop=0, embd_pdrop=0, resid_pdrop=0,  # to compare losses
-    )  # fmt: skip
     torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(config)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=LETTERS, **sizes))
     texts = (torch.arange(64)[:, None] + torch.arange(LENGTH)) % LETTERS
     data = [{"input_ids": text, "labels": text} for text in texts]
     with tempfile.TemporaryDirectory() as folder:
@@ -80,15 +78,10 @@ def main() -> None:
             folder, max_steps=options.steps, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
             save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
         )  # fmt: skip
-        if options.plain:
-            trainer: Any = transformers.Trainer(model, settings, train_dataset=data)
-        else:
-            mesh = fs.init_mesh()
-            trainer = ShardedTrainer(model, settings, train_dataset=data, mesh=mesh, units=["transformer.h.*"])
-        trainer.train()
-    if trainer.is_world_process_zero():
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        print(*(f"step {number}: loss {loss:.4f}" for number, loss in enumerate(losses, 1)), sep="\n")
+        make_trainer: Any = transformers.Trainer
+        if not options.plain:
+            make_trainer = functools.partial(ShardedTrainer, mesh=fs.init_mesh(), units=["model.layers.*"])
+        make_trainer(model, settings, train_dataset=data).train()  # prints the losses
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -11,7 +11,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,9 @@ class _Ours(sides.Ours):
 
     def restore(self, path: Path) -> None:
         self.state = fs.restore(path, self.plan, self.mesh)
+
+    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return fs.iter_params(self.state.shards, self.plan, self.mesh, dtype=torch.bfloat16)
 
     def clear(self) -> None:
         """Forget the state, as a new process has none."""
@@ -103,6 +106,9 @@ class _Theirs(sides.Theirs):
         dcp.load(found, checkpoint_id=path)
         set_state_dict(self.module, self.optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
 
+    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return ((name, leaf.full_tensor().bfloat16()) for name, leaf in self.module.named_parameters())
+
     def clear(self) -> None:
         """Clear the parameters, and forget the optimizer's state, as a new process has none."""
         with torch.no_grad():
@@ -135,6 +141,22 @@ def _taking(optimizer: bool, sharded: bool) -> Callable[[str], _Make]:
         return place.turn(lambda: side.take(optimizer, sharded), check)
 
     return lambda name: partial(make, name)
+
+
+def _loading_engine(name: str) -> _Make:
+    """Copy whole bfloat16 parameters into the memory of an inference engine."""
+
+    def make(place: Place) -> Turn:
+        side = _SIDES[name](place)
+        engine = {name: torch.empty_like(tensor) for name, tensor in side.weights()}
+
+        def load() -> None:
+            for name, tensor in side.weights():
+                engine[name].copy_(tensor)
+
+        return place.turn(load, lambda _: sum(float(tensor.double().norm()) for tensor in engine.values()))
+
+    return make
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -243,6 +265,7 @@ CASES = (
     _race("state-sharded", "sharded state dict, GPT, 51 M", _taking(False, True), "FSDP2"),
     _race("optimizer-state", "AdamW's state by name on rank 0, GPT, 51 M", _taking(True, False), "FSDP2"),
     _race("optimizer-state-sharded", "AdamW's state by name, sharded, GPT, 51 M", _taking(True, True), "FSDP2"),
+    _race("engine", "whole bfloat16 parameters for an inference engine, 51 M", _loading_engine, "FSDP2's full_tensor"),
     _race("save", "save parameters and AdamW, 51 M", _saving),
     _race("save-async", "save in the background, until training goes on", lambda name: _saving(name, wait=False)),
     _race("restore", "restore", _restoring, before=_save_both),
