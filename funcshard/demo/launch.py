@@ -2,6 +2,10 @@
 
 A rank that stops alone leaves the others waiting in a collective. So a signal only sets
 ``Stop.requested``, and the ranks agree on it between steps (``Stop.agreed``).
+
+Why not torch's ``elastic_launch``: it has one time limit for ranks that outlive a failed one, which
+have to end at once, and for ranks that finish their step and save after Ctrl-C. It also starts two
+seconds later.
 """
 
 from __future__ import annotations
