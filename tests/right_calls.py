@@ -172,6 +172,7 @@ RIGHT_CALLS: dict[str, Callable[[World], Call]] = {
     # Outputs, or an output and aux.
     "jvp": lambda w: (fs.jvp, (lambda s: (w.of_shards(s),) * 2, (w.shards,), (w.shards,)), {"has_aux": False}),
     "vjp": lambda w: (fs.vjp, (lambda s: (w.of_shards(s),) * 2, w.shards), {"has_aux": False, "mesh": w.mesh}),
+    "jacobian": lambda w: (fs.jacobian, (torch.sin, torch.ones(2)), {"chunk_size": None}),
     "per_sample_grad": lambda w: (fs.per_sample_grad, (w.loss, w.plan, w.mesh), {
         "max_norm": 1.0, "noise_multiplier": 0.0, "generator": torch.Generator(), "batch_size": None, "chunk_size": None,
     }),

@@ -61,7 +61,7 @@ from funcshard.core.collectives import (
     psum_scatter,
     psum_world,
 )
-from funcshard.core.derivatives import gnvp, grad, hvp, jvp, linearize, vjp
+from funcshard.core.derivatives import gnvp, grad, hvp, jacobian, jvp, linearize, vjp
 from funcshard.core.flat_buffer import (
     all_reduce_flat,
     decoded_views,
@@ -132,7 +132,7 @@ __all__ = [
     "cast_inputs", "cast_outputs", "check_callable", "check_cut", "check_derivatives", "check_fits", "check_leaf",
     "check_mesh", "check_shards", "check_source", "check_tie", "check_weight", "current_reducer",
     "cut", "cut_from_rank", "decoded_views", "detached", "empty_shard", "evaluate", "gather", "gnvp", "grad",
-    "hvp", "join_slices", "jvp", "linearize",
+    "hvp", "jacobian", "join_slices", "jvp", "linearize",
     "loss_value", "modified_leaf", "named_results", "norm", "on_every_rank", "pmax", "pmean",
     "ppermute", "psum", "psum_scatter", "psum_world", "put_whole", "raise_on_every_rank", "randn_like", "remat", "reshard",
     "run_in_full_precision", "shard", "slice_comms", "slice_from_rank", "start_gather",

@@ -254,3 +254,52 @@ def test_a_loss_whose_kernel_lacks_a_forward_derivative_has_products_with_its_he
 
     expected = torch.func.grad(lambda x: (torch.func.grad(loss_fn)(x) * v).sum())(x)
     torch.testing.assert_close(fs.hvp(loss_fn, (x,), (v,), mesh=fs.Mesh()), expected)
+
+
+def penalty_of(jacobian, run, inputs):
+    """Return a loss that contains a Jacobian by inputs, and the Jacobian."""
+    rows = jacobian(lambda x: logits_of(run(x)).tanh(), inputs)
+    return sum(row.square().mean() for row in rows.values()), rows
+
+
+def jacobians(mesh, name):
+    subject, at = subject_of(name), (mesh.rank, mesh.world_size)
+    plan = fs.make_plan(subject.params, mesh, units=subject.units)
+    shards, sharded = fs.shard(subject.params, plan, mesh), fs.fully_shard(subject.apply, plan, mesh)
+    loss = lambda s, **size: penalty_of(  # noqa: E731
+        functools.partial(fs.jacobian, **size), lambda x: sharded(s, subject.buffers, **x), subject.inputs(*at)
+    )
+    grads, rows = fs.grad(loss, has_aux=True)(shards)
+    with fs.record_events() as events:
+        torch.testing.assert_close(loss(shards, chunk_size=2)[1], rows)
+    assert len(events) == sum(len(unit.buffers) for unit in plan.unit_list)
+    return whole(grads, plan, mesh), rows
+
+
+@pytest.mark.parametrize("name", ["ViT", "UNet"])
+def test_a_jacobian_is_by_the_ranks_inputs_and_a_loss_may_contain_it(name):
+    subject = subject_of(name)
+    plain = lambda f, x: torch.func.jacrev(f)(x)  # noqa: E731
+    with sdpa_kernel(SDPBackend.MATH):
+        pairs = [
+            torch.func.grad(
+                lambda p, i=i: penalty_of(plain, lambda x: subject.apply(p, subject.buffers, **x), subject.inputs(i, 2)),
+                has_aux=True,
+            )(subject.params)
+            for i in range(2)
+        ]
+    mean = {path: sum(grads[path] for grads, _ in pairs) / 2 for path in subject.params}
+    for index, (grads, rows) in enumerate(run_simulated(jacobians, 2, name)):
+        torch.testing.assert_close(rows, pairs[index][1], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(grads, mean, rtol=1e-10, atol=1e-10)
+
+
+@on_ranks(2)
+def test_a_jacobian_has_the_form_of_outputs_and_inputs_and_is_by_no_shard(mesh):
+    x = {"a": torch.ones(2), "number": torch.tensor(3)}
+    rows = fs.jacobian(lambda x: {"out": x["a"].square() * x["number"]}, x)
+    assert rows["out"]["a"].tolist() == [[6.0, 0.0], [0.0, 6.0]]
+    assert rows["out"]["number"] is None
+    _, shards, _, out, _ = mlp(mesh)
+    with pytest.raises(ValueError, match="found buffer '.*' of unit '.*' among them: call fs.jvp"):
+        fs.jacobian(out, shards)

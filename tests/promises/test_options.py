@@ -135,6 +135,7 @@ RULES: dict[str, dict[str, Rule]] = {
     "optimizer_from_state_dict": {"check": FLAG, "strict": FLAG, "steps": or_none(count(0, "steps"))},
     "value_and_grad": {"has_aux": FLAG, "weighted": FLAG, "allow_constant": FLAG, "divisor": or_none(positive())},
     **{name: {"has_aux": FLAG} for name in ("grad", "jvp", "vjp")},
+    "jacobian": {"chunk_size": or_none(count(1, "rows"))},
     "accumulate": {
         "allow_constant": FLAG, "micro_batches": count(1, "micro-batches"), "has_aux": FLAG, "reduce": REDUCE,
         "divisor": or_none(positive()), "weighted": FLAG,
