@@ -114,7 +114,7 @@ def report_of(case: Case, micro_batches: int = 1) -> Report:
     traced, plan = _traced(case)
     runtime = {"fsdp1": Runtime.fsdp1(), "fsdp2": Runtime.fsdp2(), "none": Runtime(sent_lives=False)}[case.peer]
     return fs.estimate(
-        traced, plan, hardware=case.hardware, optimizer=case.optimizer, runtime=runtime, micro_batches=micro_batches
+        traced, plan, hardware=case.hardware, optimizer=case.optimizer, runtime=runtime, accumulate=micro_batches
     )
 
 

@@ -63,6 +63,7 @@ from funcshard.estimate import auto_plan, compare, estimate, profile
 from funcshard.graph import load_traced, passes, trace
 from funcshard.module import fully_shard, init_buffers, init_module, init_shards, make_functional
 from funcshard.plan import (
+    Accumulation,
     Cast,
     Event,
     MixedPrecision,
@@ -107,6 +108,7 @@ __version__ = "0.1.0"
 _logging.getLogger(__name__).addHandler(_logging.NullHandler())
 
 __all__ = [
+    "Accumulation",
     "Cast",
     "Contents",
     "Event",

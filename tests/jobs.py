@@ -321,8 +321,7 @@ def train(training: Training, folder: Path | None = None) -> Outcome:
         plan,
         training.sharded.schedule,
         recomputed=[unit.name for unit in plan.unit_list if unit.name] if job.remat else (),
-        micro_batches=job.micro_batches,
-        reduce=job.reduce,
+        accumulate=fs.Accumulation(job.micro_batches, job.reduce),
     )
     of_units = tuple(event for event in events if event.unit is not None)
     return Outcome(losses, fs.gather(state.shards, plan, mesh), dict(state.buffers), of_units, predicted)

@@ -148,8 +148,9 @@ RIGHT_CALLS: dict[str, Callable[[World], Call]] = {
         "forward_prefetch": True, "backward_prefetch": "pre", "limit": 1,
     }),
     "Schedule": lambda w: (fs.Schedule, (("a",), True, "pre", 1), {}),
+    "Accumulation": lambda w: (fs.Accumulation, (), {"micro_batches": 2, "reduce": "each", "forwards": 1}),
     "predict_events": lambda w: (fs.predict_events, (w.plan,), {
-        "micro_batches": 1, "forwards": 1, "reduce": "each", "transform": None,
+        "accumulate": 1, "transform": None,
     }),
     "wrap.by_size": lambda w: (fs.wrap.by_size, (8,), {}),
     "make_functional": lambda w: (fs.make_functional, (NET,), {"mutable": False}),
@@ -268,7 +269,7 @@ RIGHT_CALLS: dict[str, Callable[[World], Call]] = {
     }),
     "profile": lambda w: (fs.profile, (APPLY, PARAMS, BUFFERS, torch.ones(3, 4)), {"fold": True}),
     "estimate": lambda w: (fs.estimate, (profiled(), fs.make_plan(PARAMS, w.mesh.world_size, units=["0"])), {
-        "remat": (), "micro_batches": 1,
+        "remat": (), "accumulate": 1,
         "budget": None,
     }),
     "auto_plan": lambda w: (fs.auto_plan, (profiled(),), {"ranks": 2, "budget": None}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from funcshard._utils.garbage import without_collection
-from funcshard._utils.options import check_bytes, check_choice, check_count
+from funcshard._utils.options import check_bytes, check_choice
 from funcshard.estimate.machine import (
     Hardware,
     load_hardware,
@@ -13,7 +13,7 @@ from funcshard.estimate.machine import (
     weakest,
 )
 from funcshard.estimate.reports import Report
-from funcshard.estimate.trace import OPERATORS, Profile
+from funcshard.estimate.trace import Profile
 from funcshard.estimate.walk import (
     OPTIMIZERS,
     HardwareClock,
@@ -26,11 +26,13 @@ from funcshard.estimate.walk import (
     simulate_step,
 )
 from funcshard.plan import (
+    Accumulation,
     Plan,
-    Reduce,
     Schedule,
     Transform,
+    check_accumulate,
     check_plan,
+    check_transform,
     make_schedule,
     recomputed_modules,
 )
@@ -44,8 +46,7 @@ def estimate(
     optimizer: str | OptimizerMemory | None = "adamw",
     schedule: Schedule | None = None,
     remat: Iterable[str] | bool = (),
-    micro_batches: int = 1,
-    reduce: Reduce = "each",
+    accumulate: int | Accumulation = 1,
     budget: int | str | None = None,
     runtime: Runtime | None = None,
     transform: Transform | None = None,
@@ -65,8 +66,7 @@ def estimate(
             ``make_schedule``.
         remat: names or globs of units that backward computes again, or ``True`` for all but the
             root and groups.
-        micro_batches: as in ``accumulate``.
-        reduce: as in ``accumulate``.
+        accumulate: number of micro-batches, or an ``Accumulation``.
         budget: memory of a rank in bytes, or as ``"80GiB"``; by default, and at most, the
             hardware's.
         runtime: how ranks communicate; by default as on the hardware.
@@ -102,18 +102,13 @@ def estimate(
             f"schedule must be a Schedule or None; found {schedule!r}: make it with "
             "make_schedule(plan)"
         )
-    micro_batches = check_count("micro_batches", micro_batches, of="micro-batches")
+    accumulation = _accumulation(accumulate)
     target_hardware = load_hardware(hardware)
     asked_budget, budget_limit = budget_on(target_hardware, budget)
     remat_modules = recomputed_modules(plan, remat)
     clock = HardwareClock(target_hardware, plan.mesh_axes)
     check_runtime(runtime)
-    check_choice("transform", transform, [*OPERATORS, None])
-    if transform is not None and micro_batches != 1:
-        raise ValueError(
-            f"transform={transform!r} is of a function that runs once; found "
-            f"micro_batches={micro_batches}: leave it out"
-        )
+    check_transform(transform, accumulation)
     on_device = runtime or Runtime.on(target_hardware.device)
     # Note: a GPU saves less for attention and dropout than a CPU does.
     profile = profile.on(accelerator=on_device.accelerator)
@@ -141,8 +136,7 @@ def estimate(
                 optimizer=held_optimizer,
                 runtime=on_device,
                 schedule=used_schedule,
-                micro_batches=micro_batches,
-                reduce=reduce,
+                accumulation=accumulation,
             )
     pool_bytes = simulation.ledger.pools(streams=on_device.streams)
     step_how = source_of_sum((span.seconds, span.source) for span in simulation.spans)
@@ -153,9 +147,8 @@ def estimate(
         reserved_range = reserved_band(pool_bytes, target_hardware.memory)
     report_options = {
         "remat": tuple(remat_modules),
-        "micro_batches": micro_batches,
+        "accumulate": accumulation,
         "optimizer": optimizer,
-        "reduce": reduce,
         "runtime": runtime,
         "budget": asked_budget,
         "transform": transform,
@@ -169,8 +162,8 @@ def estimate(
         events=simulation.events,
         step_time=simulation.step_time,
         exposed=simulation.exposed,
-        tokens=profile.tokens * micro_batches,
-        flops=profile.model_flops * micro_batches
+        tokens=profile.tokens * accumulation.micro_batches,
+        flops=profile.model_flops * accumulation.micro_batches
         if transform is None
         else sum(span.flops for span in simulation.spans),
         peak_flops=target_hardware.flops.get(profile.compute_dtype, 0.0),
@@ -197,6 +190,17 @@ def budget_on(hardware: Hardware, budget: int | str | None) -> tuple[int | None,
     if asked_budget is None:
         return None, hardware.memory
     return asked_budget, min(asked_budget, hardware.memory)
+
+
+def _accumulation(accumulate: int | Accumulation) -> Accumulation:
+    """Return what a step runs, by forwards that the profile holds."""
+    accumulation = check_accumulate(accumulate)
+    if accumulation.forwards != 1:
+        raise ValueError(
+            f"estimate reads the forwards from the profile; found {accumulation}: leave forwards "
+            "out, and profile a function that calls the model as often"
+        )
+    return accumulation
 
 
 def _check_model_axes(plan: Plan) -> None:

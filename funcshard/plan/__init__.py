@@ -48,13 +48,21 @@ from funcshard.plan.mesh_axes import (
 from funcshard.plan.plan import Plan, check_plan, plan_from_data, plan_to_data
 from funcshard.plan.planner import make_plan
 from funcshard.plan.precision import MixedPrecision, is_one_of
-from funcshard.plan.predict import Reached, Transform, predict_events, predict_step
+from funcshard.plan.predict import (
+    Reached,
+    Transform,
+    check_transform,
+    predict_events,
+    predict_step,
+)
 from funcshard.plan.schedule import (
+    Accumulation,
     BackwardOrder,
     ForwardOrder,
     Reduce,
     Schedule,
     buffer_mode,
+    check_accumulate,
     check_reduce,
     check_reduce_units,
     check_schedule,
@@ -77,6 +85,9 @@ from funcshard.plan.unit_plan import (
 )
 
 __all__ = [
+    "Accumulation",
+    "check_accumulate",
+    "check_transform",
     "AXES",
     "STRATEGIES",
     "Axes",

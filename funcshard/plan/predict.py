@@ -10,23 +10,23 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from funcshard._utils import tree
-from funcshard._utils.options import check_choice, check_count
+from funcshard._utils.options import check_choice
 from funcshard._utils.tensors import dtype_name, dtype_of
 from funcshard.plan.cast import ChooseCast, cast_of
 from funcshard.plan.events import Event
 from funcshard.plan.plan import Plan, check_plan
 from funcshard.plan.schedule import (
+    Accumulation,
     BackwardOrder,
     ForwardOrder,
-    Reduce,
     Schedule,
     buffer_mode,
-    check_reduce,
+    check_accumulate,
     check_reduce_units,
     check_schedule,
     make_schedule,
@@ -96,10 +96,8 @@ def predict_events(
     *,
     not_saved: Iterable[str] = (),
     recomputed: Iterable[str | tuple[str, ...]] = (),
-    micro_batches: int = 1,
-    reduce: Reduce = "each",
+    accumulate: int | Accumulation = 1,
     cast: ChooseCast | None = None,
-    forwards: int = 1,
     transform: Transform | None = None,
 ) -> tuple[Event, ...]:
     """Predict, in order, the collectives of one ``value_and_grad`` of a sharded model on a rank.
@@ -135,11 +133,8 @@ def predict_events(
         recomputed: units that backward computes again, by ``fully_shard(..., remat=...)`` or
             ``torch.utils.checkpoint`` around or inside them. A tuple names the units that one
             checkpoint holds together, in the order of forward.
-        micro_batches: number of micro-batches that ``accumulate`` runs.
-        reduce: as in ``accumulate``.
+        accumulate: number of micro-batches, or an ``Accumulation``.
         cast: as in ``fully_shard``.
-        forwards: how often your loss function calls the model, with the same shards and order of
-            units, before its backward.
         transform: ``"grad"``, ``"jvp"``, ``"hvp"``, ``"gnvp"``, ``"vjp"`` with one call of its
             pullback, or ``"linearize"`` with one call of its ``f_jvp``: that operator by the shards
             of a function that calls every unit once. Checkpoints may not hold others.
@@ -148,9 +143,8 @@ def predict_events(
         The events, equal to those that ``record_events`` records around the step.
 
     Raises:
-        ValueError: an argument names a unit that the plan does not have; ``micro_batches`` or
-            ``reduce`` is not valid for ``accumulate``; ``forwards`` is not a positive whole number;
-            or ``transform`` is not one of these, or beside several micro-batches or forwards.
+        ValueError: an argument names a unit that the plan does not have; or ``transform`` is not
+            one of these, or beside several micro-batches or forwards.
 
     Example:
         >>> import torch, funcshard as fs
@@ -160,25 +154,30 @@ def predict_events(
         [('all_gather', ''), ('all_gather', 'b'),
          ('all_gather', 'b'), ('reduce_scatter', 'b'), ('reduce_scatter', '')]
     """
+    accumulation = check_accumulate(accumulate)
+    check_transform(transform, accumulation)
     step = _Step(
         plan,
         order,
         not_saved=not_saved,
         recomputed=recomputed,
-        micro_batches=micro_batches,
-        reduce=reduce,
+        accumulation=accumulation,
         cast=cast,
-        forwards=forwards,
     )
     if transform is None:
         return tuple(item for item in step.run() if isinstance(item, Event))
+    return tuple(step.derivative(transform))
+
+
+def check_transform(transform: Any, accumulation: Accumulation) -> None:
+    """Raise unless ``transform`` is an operator, and its function runs once."""
     check_choice("transform", transform, [*SWEEPS, None])
-    if micro_batches != 1 or forwards != 1:
+    micro_batches, forwards = accumulation.micro_batches, accumulation.forwards
+    if transform is not None and (micro_batches != 1 or forwards != 1):
         raise ValueError(
             f"transform={transform!r} is of a function that runs once; found "
-            f"micro_batches={micro_batches} and forwards={forwards}: leave them out"
+            f"micro_batches={micro_batches} and forwards={forwards}: leave accumulate out"
         )
-    return tuple(step.derivative(transform))
 
 
 def predict_step(
@@ -187,15 +186,14 @@ def predict_step(
     reached: Sequence[Reached],
     *,
     not_saved: Iterable[str],
-    micro_batches: int,
-    reduce: Reduce,
+    accumulation: Accumulation,
 ) -> list[Event | Reached]:
     """Return the events of a step whose backward is known, and the places at which they start.
 
     Arguments:
         reached: the places of one backward after its start.
     """
-    step = _Step(plan, schedule, not_saved=not_saved, micro_batches=micro_batches, reduce=reduce)
+    step = _Step(plan, schedule, not_saved=not_saved, accumulation=accumulation)
     return list(step.run(reached))
 
 
@@ -213,17 +211,13 @@ class _Step:
         *,
         not_saved: Iterable[str],
         recomputed: Iterable[str | tuple[str, ...]] = (),
-        micro_batches: int,
-        reduce: Reduce,
+        accumulation: Accumulation,
         cast: ChooseCast | None = None,
-        forwards: int = 1,
     ) -> None:
         check_plan(plan)
         self._units = units = plan.units
-        self._micro_batches = check_reduce(micro_batches, reduce)
-        check_reduce_units(reduce, units)
-        remedy = "pass 1 if the loss function calls the model once"
-        self._forwards = check_count("forwards", forwards, of="forwards", remedy=remedy)
+        self._accumulation = accumulation
+        check_reduce_units(accumulation.reduce, units)
         schedule = order if isinstance(order, Schedule) else make_schedule(plan, order)
         check_schedule(schedule, plan)
         self._schedule = schedule
@@ -236,7 +230,7 @@ class _Step:
             lambda name: _gathers(units[name], units[name].mesh_shape[1], cast)
         )
         self._reductions = functools.cache(
-            lambda name: _reductions(units[name], unit_mode(reduce, name))
+            lambda name: _reductions(units[name], unit_mode(accumulation.reduce, name))
         )
         # Backward gathers again what forward freed, unless it needs no leaf of the unit.
         self._uses = {
@@ -308,20 +302,20 @@ class _Step:
 
     def run(self, reached: Sequence[Reached] | None = None) -> Iterator[Event | Reached]:
         """Yield what the step does, following the places of a backward if they are known."""
-        for batch_index in range(self._micro_batches):
-            self._last = batch_index == self._micro_batches - 1
+        for batch_index in range(self._accumulation.micro_batches):
+            self._last = batch_index == self._accumulation.micro_batches - 1
             # How many gradients of each unit are still to come.
             self._awaited = Counter(
                 unit_name
-                for moment_kind, unit_name in self._moments * self._forwards
+                for moment_kind, unit_name in self._moments * self._accumulation.forwards
                 if moment_kind == "reduce"
             )
             # Reductions along further mesh axes, which follow when the next unit's reduction along
             # the first axis has started.
             self._late_reductions: Sequence[Event] = ()
-            for _ in range(self._forwards):
+            for _ in range(self._accumulation.forwards):
                 yield from self._forward()
-            for _ in range(self._forwards):
+            for _ in range(self._accumulation.forwards):
                 yield Reached("backward", "")
                 # Each backward of a micro-batch begins with nothing gathered ahead.
                 self._order = BackwardOrder(self._schedule, self._uses)

@@ -310,6 +310,47 @@ def check_reduce(micro_batches: Any, reduce: Any, name: str = "micro_batches") -
     return check_count(name, micro_batches, of="micro-batches", remedy=remedy)
 
 
+@dataclass(frozen=True, slots=True)
+class Accumulation:
+    """What a step runs before it updates: for ``predict_events`` and ``estimate``.
+
+    Attributes:
+        micro_batches: number of micro-batches that ``accumulate`` runs.
+        reduce: as in ``accumulate``.
+        forwards: how often your loss function calls the model, with the same shards and order of
+            units, before its backward.
+
+    Raises:
+        TypeError: an option has the wrong type.
+        ValueError: a number is too small, or ``reduce`` isn't valid for ``accumulate``.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> plan = fs.make_plan({"a": torch.zeros(4), "b": torch.zeros(4)}, 2, units=["b"])
+        >>> once = fs.Accumulation(4, reduce="once")
+        >>> [len(fs.predict_events(plan, accumulate=each)) for each in (1, 4, once)]
+        [5, 20, 14]
+    """
+
+    micro_batches: int = 1
+    reduce: Reduce = "each"
+    forwards: int = 1
+
+    def __post_init__(self) -> None:
+        count = check_reduce(self.micro_batches, self.reduce)
+        object.__setattr__(self, "micro_batches", count)
+        remedy = "pass 1 if the loss function calls the model once"
+        count = check_count("forwards", self.forwards, of="forwards", remedy=remedy)
+        object.__setattr__(self, "forwards", count)
+
+
+def check_accumulate(accumulate: int | Accumulation) -> Accumulation:
+    """Return the option ``accumulate`` as a value; raise unless it's one, or a number."""
+    if isinstance(accumulate, Accumulation):
+        return accumulate
+    return Accumulation(check_reduce(accumulate, "each", "accumulate"))
+
+
 def check_reduce_units(reduce: Reduce, units: Iterable[str]) -> None:
     """Raise ``ValueError`` unless every glob of ``reduce`` matches a unit."""
     if isinstance(reduce, str):

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -376,19 +376,16 @@ def plan_run(
         return plan_within(
             limit,
             {micro_batches: profiles[key]},
-            ranks=gpus // tensor,
+            ranks={"shard": gpus // tensor, AXIS: tensor},
             hardware=hardware,
             optimizer=optimizer,
             units=unit_names,
-            local=local,
-            axes={AXIS: tensor} if tensor > 1 else {},
-            storage=storage,
-            space=space,
+            space=dataclasses.replace(space or Space(), local=local, storage=storage),
         )
 
     best, batch = _with_batch(search, batch)
     report = best.report
-    profile = profiles[batch, cast("int", report.options["micro_batches"])]
+    profile = profiles[batch, report.accumulation.micro_batches]
     of_model, tensor_seconds = _model_collectives(profile, report, hardware)
     doubts = [
         *_doubts(module, hardware),
@@ -400,8 +397,8 @@ def plan_run(
     ]
     low, high = _WIDE if doubts else _NARROW
     size_text = f"{table.count(parameters)} parameters"
-    remat = cast("tuple[str, ...]", report.options["remat"])
-    micro_batches = cast("int", report.options["micro_batches"])
+    remat = report.remat
+    micro_batches = report.accumulation.micro_batches
     script = training_script(
         report.plan,
         path=path,
@@ -500,7 +497,7 @@ def _with_batch(search: _Search, batch: int | None) -> tuple[Best | Infeasible, 
             micro_batches *= 2
             best = _plan_batch(search, batch, micro_batches)
     # Note: recomputation takes time, so it's of use to a plan that fits without only if ranks wait.
-    if not best.report.options["remat"] and best.report.exposed > _GAIN * best.report.step_time:
+    if not best.report.remat and best.report.exposed > _GAIN * best.report.step_time:
         best = search(batch, micro_batches)
     return best, batch
 
@@ -613,8 +610,8 @@ def _model_collectives(
     profile: Profile, report: Report, hardware: Hardware
 ) -> tuple[dict[tuple[str, str], list[int]], float]:
     """Return number and bytes sent of the model's own collectives, and their seconds in a step."""
-    remat = cast("tuple[str, ...]", report.options["remat"])
-    micro_batches = cast("int", report.options["micro_batches"])
+    remat = report.remat
+    micro_batches = report.accumulation.micro_batches
     counts: dict[tuple[str, str], list[int]] = {}
     seconds = 0.0
     if not report.plan.model_axes:

@@ -41,7 +41,7 @@ def setup(mesh: fs.Mesh, dtype: torch.dtype = torch.float64, **options: Any) -> 
 
 def predicted_on(world: Any, reduce: Any, **options: Any) -> Any:
     plan = fs.make_plan(fs.make_functional(net())[1], world, units=UNITS, **options)
-    return fs.predict_events(plan, micro_batches=MICRO, reduce=reduce)
+    return fs.predict_events(plan, accumulate=fs.Accumulation(MICRO, reduce))
 
 
 def reductions(reduce: Any, **options: Any) -> list[tuple[str, str, int]]:
@@ -180,7 +180,7 @@ def test_a_choice_that_names_no_unit_or_no_way_is_an_error_before_anything_runs(
     optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
     for use in (
         lambda: fs.accumulate(loss_fn, 2, reduce=reduce)(shards, rows()),
-        lambda: fs.predict_events(plan, micro_batches=2, reduce=reduce),
+        lambda: fs.predict_events(plan, accumulate=fs.Accumulation(2, reduce)),
         lambda: fs.make_train_step(lambda s, b, x: loss_fn(s, x), optimizer, plan, fs.Mesh(), accumulate=2, reduce=reduce),
     ):
         with pytest.raises(kind, match=words):

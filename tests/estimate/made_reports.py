@@ -59,7 +59,7 @@ def report_of(plan: fs.Plan | None = None, *, seconds: float = 0.01, saved: int 
                 held.pop(name, None)
     now += seconds / 4
     timeline.append(Moment(now, "optimizer", "", fixed))
-    options = {"remat": (), "micro_batches": 1, **changes.pop("options", {})}
+    options = {"remat": (), **changes.pop("options", {})}
     report = Report(
         plan, schedule, "h100-8x400gbps", tuple(timeline), tuple(spans), fs.predict_events(plan, schedule), now, seconds,
         tokens=4096, flops=10**12, peak_flops=1e15, reserved=(int(1.02 * most[0]), int(1.2 * most[0])), budget=80 * MIB,

@@ -67,7 +67,7 @@ CASES += [
      lambda mesh: estimate(mesh, optimizer=fs.torch_optimizer(torch.optim.AdamW, lr=0.1))),
     ("estimate", "an operator in micro-batches",
      ValueError("transform='hvp' is of a function that runs once; found micro_batches=2"),
-     lambda mesh: fs.estimate(traced(), fs.make_plan(PARAMS, mesh), micro_batches=2, transform="hvp")),
+     lambda mesh: fs.estimate(traced(), fs.make_plan(PARAMS, mesh), accumulate=2, transform="hvp")),
     ("estimate", "a number instead of a schedule",
      TypeError("schedule must be a Schedule or None; found 3: make it with make_schedule(plan)"),
      lambda mesh: estimate(mesh, schedule=3)),

@@ -120,7 +120,7 @@ CASES += [
      lambda s: fs.predict_events(s.plan, fs.make_schedule(plan(s.mesh, units=["4"])))),
     ("predict_events", "an operator in micro-batches",
      ValueError("transform='hvp' is of a function that runs once; found micro_batches=2 and forwards=1"),
-     lambda s: fs.predict_events(s.plan, micro_batches=2, transform="hvp")),
+     lambda s: fs.predict_events(s.plan, accumulate=2, transform="hvp")),
 ]  # fmt: skip
 
 # --- policies -------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def test_two_forwards_before_one_backward_gather_a_unit_that_stays_once(way):
     anew = calls_on(2, functional, batch, ALL[1:], program=preference, **FREED, **(LOW if way == "bfloat16" else {}))
     for call, other in zip(calls_on(2, functional, batch, units, program=preference, **options), anew, strict=True):
         assert gathers(call.events) == {name: 1 if name in stays else 4 for name in call.plan.units}
-        assert call.events == call.predicted(forwards=2)
+        assert call.events == call.predicted(accumulate=fs.Accumulation(forwards=2))
         same_bits(call[:2], other[:2])
     if way == "no unit":
         check_equal(net, batch, units, program=preference, **options)
@@ -159,8 +159,8 @@ def test_a_recomputation_gathers_a_unit_that_stays_not_again(wrap, remat, forwar
     )
     for call, other in zip(kept, freed, strict=True):
         assert gathers(call.events) == dict.fromkeys(ALL, 1)
-        assert call.events == call.predicted(recomputed=ALL[1:], forwards=forwards)
-        assert other.events == other.predicted(recomputed=ALL[1:], forwards=forwards)
+        assert call.events == call.predicted(recomputed=ALL[1:], accumulate=fs.Accumulation(forwards=forwards))
+        assert other.events == other.predicted(recomputed=ALL[1:], accumulate=fs.Accumulation(forwards=forwards))
         same_bits(call[:2], other[:2])
 
 
@@ -187,7 +187,7 @@ def test_frozen_units_stay_gathered_if_backward_may_need_them(passes):
     net.blocks.requires_grad_(False)
     ways = {"recomputed": ALL[1:]} if passes else {"not_saved": ALL[1:]}
     for call in calls_on(2, fs.make_functional(net), batch, ALL[1:], program=preference, **KEPT):
-        assert call.events == call.predicted(forwards=2, **ways)
+        assert call.events == call.predicted(accumulate=fs.Accumulation(forwards=2), **ways)
         assert gathers(call.events) == {name: 1 if passes or name == "" else 2 for name in ALL}
 
 

@@ -53,7 +53,7 @@ class Simulate:
             ),
             schedule=setup.schedule,
             remat=setup.remat,
-            micro_batches=parts,
+            accumulate=parts,
             reduce=case.step.get("reduce", "each"),
             runtime=Runtime(accelerator=setup.mesh.device.type != "cpu"),
         )

@@ -135,7 +135,7 @@ def test_what_is_communicated_is_predicted(strategy, backward, frozen):
             grad = fs.accumulate(lambda s, x: sharded(s, buffers, x).square().mean(), micro_batches, reduce=reduce)
             with fs.record_events() as events:
                 grad(shards, x)
-            predicted = fs.predict_events(plan, sharded.schedule, micro_batches=micro_batches, reduce=reduce)
+            predicted = fs.predict_events(plan, sharded.schedule, accumulate=fs.Accumulation(micro_batches, reduce))
             assert tuple(events) == predicted
         return {(event.buffer.replace(".frozen", ""), event.kind, event.axis) for event in events}
 

@@ -236,8 +236,9 @@ def test_the_gradient_is_that_of_the_unsharded_model(world: str, options: str, r
             close(loss, sum(losses[setup.key()] for losses, _ in parts) / number)
         recomputed = PLANS[options].get("remat", ())
         predicted = fs.predict_events(
-            setup.plan, setup.sharded.schedule, recomputed=recomputed, not_saved=["first"], **micro
-        )
+            setup.plan, setup.sharded.schedule, recomputed=recomputed, not_saved=["first"],
+            accumulate=fs.Accumulation(**micro),
+        )  # fmt: skip
         assert tuple(event for event in events if event.unit is not None) == predicted
         assert {event.axis for event in events if event.unit is None} <= (
             {"tensor", "expert"} if not weighted else set(mesh.shape)

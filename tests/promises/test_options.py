@@ -112,8 +112,11 @@ RULES: dict[str, dict[str, Rule]] = {
     ), FLAG),
     "make_schedule": {"forward_prefetch": FLAG, "backward_prefetch": PREFETCH, "limit": count(1, "units")},
     "Schedule": {"forward_prefetch": FLAG, "backward_prefetch": PREFETCH, "limit": count(1, "units")},
-    "predict_events": {
+    "Accumulation": {
         "micro_batches": count(1, "micro-batches"), "forwards": count(1, "forwards"), "reduce": REDUCE,
+    },
+    "predict_events": {
+        "accumulate": count(1, "micro-batches"),
         "transform": choice("grad", "vjp", "jvp", "hvp", "gnvp", "linearize", None),
     },
     "wrap.by_size": {"min_numel": count(0, "elements")},
@@ -182,7 +185,7 @@ RULES: dict[str, dict[str, Rule]] = {
     "profile": {"fold": FLAG},
     "estimate": {
         "remat": REMAT,
-        "micro_batches": count(1, "micro-batches"), "budget": or_none(BUDGET),
+        "accumulate": count(1, "micro-batches"), "budget": or_none(BUDGET),
         "transform": choice("grad", "jvp", "vjp", "hvp", "gnvp", "linearize", None),
     },
     "auto_plan": {"ranks": count(1, "ranks"), "budget": or_none(BUDGET)},

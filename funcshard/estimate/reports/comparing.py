@@ -159,7 +159,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str
 
 def _facts(report: Report) -> dict[str, Any]:
     plan, schedule = report.plan, report.schedule
-    batch_count = int(str(report.options.get("micro_batches") or 1))
+    batch_count = report.accumulation.micro_batches
     forward_spans = [span for span in report.spans if span.what in ("forward", "loss")]
     return {
         "the hardware": report.hardware,
@@ -169,7 +169,12 @@ def _facts(report: Report) -> dict[str, Any]:
         "forward_prefetch": schedule.forward_prefetch,
         "backward_prefetch": schedule.backward_prefetch,
         "limit": schedule.limit,
-        **{name: value for name, value in report.options.items() if name != "remat"},
+        **{
+            name: value
+            for name, value in report.options.items()
+            if name not in ("remat", "accumulate")
+        },
+        **dataclasses.asdict(report.accumulation),
         "the number of tokens in a micro-batch": f"{report.tokens // batch_count:,}",
         "FLOPs of forward and loss": f"{sum(span.flops for span in forward_spans) // batch_count:,}",
     }

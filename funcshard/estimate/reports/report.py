@@ -11,13 +11,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from funcshard._utils import table
 from funcshard._utils.table import Part, Shown, Table
 from funcshard.estimate.machine import source_of_sum
 from funcshard.estimate.walk import CATEGORIES, LANES, Moment, Span, Timeline
-from funcshard.plan import Event, Plan, Schedule, UnitPlan, fold_units, mesh_text
+from funcshard.plan import Accumulation, Event, Plan, Schedule, UnitPlan, fold_units, mesh_text
 
 # The sources of numbers that a report does not name itself. Sizes of leaves, collectives and
 # states follow from the plan; all other sizes come from the trace.
@@ -97,6 +97,16 @@ class Report(Shown):
         """Bytes by category at the peak."""
         memory = self.peak_moment.memory
         return {category: memory[category] for category in CATEGORIES if memory.get(category)}
+
+    @property
+    def remat(self) -> tuple[str, ...]:
+        """Names of the units that backward recomputes."""
+        return cast("tuple[str, ...]", self.options.get("remat", ()))
+
+    @property
+    def accumulation(self) -> Accumulation:
+        """What the step runs before it updates."""
+        return cast("Accumulation", self.options.get("accumulate", Accumulation()))
 
     @property
     def traffic(self) -> dict[str, int]:

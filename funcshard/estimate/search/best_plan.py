@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,7 @@ from funcshard.estimate.search.space import (
 )
 from funcshard.estimate.trace import Profile
 from funcshard.estimate.walk import OptimizerMemory, Runtime, check_runtime
-from funcshard.plan import Plan, Schedule
+from funcshard.plan import AXES, Plan, Schedule, mesh_axes_of
 
 Profiles = Profile | Mapping[int, Profile]
 
@@ -106,16 +107,13 @@ class Best(Shown):
 def auto_plan(
     profile: Profiles,
     *,
-    ranks: int,
+    ranks: int | Mapping[str, int],
     budget: int | str | None = None,
     hardware: str | Hardware = "h100-8x400gbps",
     optimizer: str | OptimizerMemory | None = "adamw",
     units: Any = (),
     space: Space | None = None,
     runtime: Runtime | None = None,
-    local: Any = (),
-    storage: Any = None,
-    axes: Any = None,
 ) -> Best | Infeasible:
     """Find the fastest plan of your model that fits a memory budget on every rank.
 
@@ -124,16 +122,15 @@ def auto_plan(
 
     Arguments:
         profile: the profile of a rank's batch. ``{1: whole, 2: half}`` also tries micro-batches.
-        ranks: number of ranks along the data axes.
+        ranks: number of ranks, or sizes of the mesh's axes, as ``{"shard": 8, "tensor": 2}``. The
+            search divides the ranks along replicate and shard; ``space.local`` says what the model
+            axes cut.
         budget: as in ``estimate``.
         hardware: as in ``estimate``.
         optimizer: as in ``estimate``.
         units: as in ``make_plan``, without options.
         space: the plans to try.
         runtime: as in ``estimate``.
-        local: as in ``make_plan``.
-        storage: as in ``make_plan``.
-        axes: sizes of the mesh's model axes, which ``local`` cuts leaves along.
 
     Returns:
         The best plan, or an ``Infeasible`` that says which changes would help. Both have ``fits``,
@@ -152,7 +149,7 @@ def auto_plan(
         >>> best.fits, best.report.peak <= 200 * 1024, best.plan.mesh_shape
         (True, True, (2, 4))
     """
-    ranks = check_count("ranks", ranks, of="ranks")
+    ranks, model_axes = data_ranks("ranks", ranks)
     space = Space() if space is None else space
     check_runtime(runtime)
     for unit_options in units.values() if isinstance(units, Mapping) else ():
@@ -180,10 +177,10 @@ def auto_plan(
     scorer = Scorer(
         profiles=profiles,
         make={
-            "mesh": {"shard": 1, **(axes or {})},
+            "mesh": {"shard": 1, **model_axes},
             "units": units,
-            "local": local,
-            "storage": storage,
+            "local": space.local,
+            "storage": space.storage,
         },
         hardware=target_hardware,
         optimizer=optimizer_memory(optimizer),
@@ -194,7 +191,7 @@ def auto_plan(
     micro_batches, best_profile = scorer.profiles[candidate.profile]
     report = estimate(
         best_profile, scorer.plan(candidate), hardware=target_hardware, optimizer=optimizer,
-        remat=remat, micro_batches=micro_batches, budget=budget, runtime=runtime,
+        remat=remat, accumulate=micro_batches, budget=budget, runtime=runtime,
     )  # fmt: skip
     if fits:
         return Best(
@@ -280,6 +277,20 @@ def _search(
         scores, key=lambda candidate: (scores[candidate].peak, scores[candidate].step_time)
     )
     return lean_candidate, False, scores, plan_count
+
+
+def data_ranks(name: str, ranks: int | Mapping[str, int]) -> tuple[int, dict[str, int]]:
+    """Return the number of ranks along replicate and shard, and the sizes of the model axes.
+
+    Arguments:
+        name: the option's name.
+        ranks: number of ranks, or sizes of the mesh's axes.
+    """
+    if not isinstance(ranks, Mapping):
+        return check_count(name, ranks, of="ranks"), {}
+    sizes = mesh_axes_of(ranks, name)
+    data_sizes = [sizes.pop(axis, 1) for axis in AXES]
+    return math.prod(data_sizes), sizes
 
 
 def _profiles(profile: Profiles) -> Iterator[tuple[int, Profile]]:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from funcshard._utils import table
 from funcshard._utils.table import Part, Shown, Table
@@ -156,7 +156,7 @@ def changes_to_fit(
 def _changed(
     before: Report, module_names: Sequence[str], estimated: Callable[..., Report]
 ) -> Iterator[tuple[str, Report]]:
-    plan, remat = before.plan, cast("tuple[str, ...]", before.options["remat"])
+    plan, remat = before.plan, before.remat
     units, mesh = plan.unit_list, plan.mesh_shape
     ranks = mesh[0] * mesh[1]
     more_modules = [name for name in module_names if name not in set(remat)]

@@ -23,7 +23,7 @@ from funcshard.estimate.walk import (
     simulate_step,
     sizes_by_unit,
 )
-from funcshard.plan import Plan, UnitPlan, make_plan, make_schedule, predict_events
+from funcshard.plan import Accumulation, Plan, UnitPlan, make_plan, make_schedule, predict_events
 
 _LESS = 1 - 1e-9  # sums in another order differ in their last digits
 
@@ -134,7 +134,7 @@ class Scorer:
             optimizer=self.optimizer,
             runtime=self.runtime,
             schedule=make_schedule(plan),
-            micro_batches=micro_batches,
+            accumulation=Accumulation(micro_batches),
         )
         return Score(simulation.step_time, simulation.ledger.peak)
 

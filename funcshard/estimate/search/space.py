@@ -34,6 +34,8 @@ class Space:
             and backward; 0: none.
         remat: steps in which to try how many units of a class backward recomputes; 0: none.
             ``None``: steps of one unit in the largest class, and eighths of others.
+        local: as in ``make_plan``, for all plans.
+        storage: as in ``make_plan``, for all plans.
 
     Example:
         >>> from funcshard.estimate import Space
@@ -45,6 +47,8 @@ class Space:
     strategies: tuple[str, ...] = STRATEGIES
     kept: int = 2
     remat: int | None = None
+    local: Any = ()
+    storage: Any = None
 
 
 class Choice(NamedTuple):

@@ -27,10 +27,10 @@ from funcshard.estimate.walk.ledger import Ledger
 from funcshard.estimate.walk.runtime import OptimizerMemory, Runtime
 from funcshard.estimate.walk.sizes import BufferSizes, UnitSizes, sizes_by_unit
 from funcshard.plan import (
+    Accumulation,
     Event,
     Plan,
     Reached,
-    Reduce,
     Schedule,
     UnitPlan,
     buffer_mode,
@@ -61,8 +61,7 @@ def simulate_step(
     optimizer: OptimizerMemory | None,
     runtime: Runtime,
     schedule: Schedule,
-    micro_batches: int,
-    reduce: Reduce = "each",
+    accumulation: Accumulation,
 ) -> Simulation:
     """Return the memory and the time of one training step on one rank.
 
@@ -74,7 +73,7 @@ def simulate_step(
         optimizer: the optimizer's memory; ``None`` runs no optimizer.
         runtime: how ranks communicate.
         schedule: how far to gather ahead.
-        micro_batches: number of micro-batches, each of one program.
+        accumulation: what the step runs; each micro-batch is one program.
         reduce: when gradients are reduced, as in ``predict_step``.
     """
     units, reached_places = plan.units, program.reached
@@ -90,8 +89,7 @@ def simulate_step(
         plan,
         schedule,
         not_saved=program.not_saved,
-        micro_batches=micro_batches,
-        reduce=reduce,
+        accumulation=accumulation,
         reached=reached_places,
     )
     lanes = Lanes(clock, runtime)
@@ -99,8 +97,7 @@ def simulate_step(
         lanes=lanes,
         optimizer=optimizer,
         runtime=runtime,
-        micro_batches=micro_batches,
-        reduce=reduce,
+        accumulation=accumulation,
         not_saved=program.not_saved,
         units=units,
         sizes=sizes_by_unit(plan, accelerator=runtime.accelerator),
@@ -112,9 +109,11 @@ def simulate_step(
         optimizer,
         runtime,
         profile.buffers,
-        profile.inputs * micro_batches,
+        profile.inputs * accumulation.micro_batches,
     )
-    steps = itertools.chain.from_iterable(itertools.repeat(program.steps, micro_batches))
+    steps = itertools.chain.from_iterable(
+        itertools.repeat(program.steps, accumulation.micro_batches)
+    )
     step_walk.run(steps, predicted)
     step_walk.end()
     return Simulation(
@@ -171,8 +170,7 @@ class _Walk:
     lanes: Lanes
     optimizer: OptimizerMemory | None
     runtime: Runtime
-    micro_batches: int
-    reduce: Reduce
+    accumulation: Accumulation
     not_saved: frozenset[str]
     units: Mapping[str, UnitPlan]
     sizes: Mapping[str, UnitSizes]
@@ -423,7 +421,10 @@ class _Walk:
         """Join the gradients of a unit, for the reduction whose events follow."""
         unit_sizes = self.sizes[name]
         self.left[name] -= 1
-        more_coming, is_last = self.left[name] > 0, self.backwards == self.micro_batches
+        more_coming, is_last = (
+            self.left[name] > 0,
+            self.backwards == self.accumulation.micro_batches,
+        )
         # Note: a kept unit serves all its calls, so only the last reduction of a backward frees it.
         if not (unit_sizes.stays and more_coming) and (
             self.units[name].reshard_after_backward or is_last
@@ -442,7 +443,7 @@ class _Walk:
             self.ledger.free("reduction", cast_bytes)
 
     def _mode(self, name: str, buffer: BufferSizes) -> str:
-        reduce_mode = unit_mode(self.reduce, name)
+        reduce_mode = unit_mode(self.accumulation.reduce, name)
         if reduce_mode != "shard_each":
             return reduce_mode
         return buffer_mode(reduce_mode, cut=buffer.cut, repeated=buffer.repeated)

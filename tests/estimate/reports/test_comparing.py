@@ -54,7 +54,7 @@ CHANGES: dict[str, tuple[Any, list[str]]] = {
     "hardware": (report_of(hardware="a100"), ["the hardware is a100 instead of h100-8x400gbps"]),
     "option": (report_of(options={"batch": 2}), ["batch is 2 instead of None"]),
     "micro-batches": (
-     dataclasses.replace(report_of(options={"micro_batches": 2}, tokens=8192), spans=2 * report_of().spans),
+     dataclasses.replace(report_of(options={"accumulate": fs.Accumulation(2)}, tokens=8192), spans=2 * report_of().spans),
      ["micro_batches is 2 instead of 1"]),
     "batch": (report_of(tokens=8192), ["the number of tokens in a micro-batch is 8,192 instead of 4,096"]),
     "dtype of leaves": (report_of(plan_of(dtype=torch.bfloat16)),
@@ -109,8 +109,10 @@ def test_traffic_moves_by_collective_and_axis() -> None:
 def test_another_option_of_estimate_is_a_change(option: str) -> None:
     apply, params, buffers = fs.make_functional(torch.nn.Linear(32, 32))
     profile, plan = fs.profile(apply, params, buffers, torch.zeros(8, 32)), fs.make_plan(params, 2)
-    values: dict[str, Any] = {"reduce": "once", "runtime": Runtime.fsdp2()}
-    after = fs.estimate(profile, plan, **{option: values[option]})
+    values: dict[str, dict[str, Any]] = {
+        "reduce": {"accumulate": fs.Accumulation(reduce="once")}, "runtime": {"runtime": Runtime.fsdp2()},
+    }  # fmt: skip
+    after = fs.estimate(profile, plan, **values[option])
     (change,) = compare(fs.estimate(profile, plan), after).changes
     assert change.startswith(f"{option} is ")
 

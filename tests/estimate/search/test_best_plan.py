@@ -183,7 +183,7 @@ def test_of_meshes_over_several_nodes_the_fastest_by_their_estimates_is_chosen()
 def test_the_result_says_all_that_makes_the_plan_again() -> None:
     found = chain(MODEL)
     best = best_of(found, ranks=4, budget="90MiB")
-    again = estimate(best.profile, best.plan, schedule=best.schedule, remat=best.remat, micro_batches=best.micro_batches)
+    again = estimate(best.profile, best.plan, schedule=best.schedule, remat=best.remat, accumulate=best.micro_batches)
     assert (again.peak, again.step_time) == (best.report.peak, best.report.step_time)
     options = {unit.name: {"strategy": unit.strategy} for unit in best.plan.unit_list}
     assert make_plan(found.forms, dict(best.plan.mesh_axes), units=options) == best.plan

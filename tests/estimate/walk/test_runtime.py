@@ -69,7 +69,7 @@ def test_a_runtime_that_frees_send_buffers_waits_until_they_are_sent():
 
 def test_gradients_that_are_reduced_once_are_held_between_micro_batches():
     # Four gradients in the dtype that is reduced, and one more that is cast on its way.
-    once = report(Runtime(), micro_batches=2, reduce="once")
+    once = report(Runtime(), accumulate=fs.Accumulation(2, reduce="once"))
     held = {what: [m.memory["reduction"] for m in once.timeline if m.what == what] for what in ("join", "reduce")}
     assert held["join"][:5] == [number * WEIGHT + HALF for number in range(1, 6)]
     assert held["reduce"][0] == 4 * WEIGHT + HALF + WEIGHT // RANKS
@@ -79,7 +79,7 @@ def test_gradients_that_are_reduced_once_are_held_between_micro_batches():
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"remat": True}, {"checkpointed": True}, {"micro_batches": 2, "reduce": "once"}],
+    [{}, {"remat": True}, {"checkpointed": True}, {"accumulate": fs.Accumulation(2, reduce="once")}],
     ids=["plain", "remat", "checkpointed", "micro_batches"],
 )
 def test_no_category_of_memory_is_ever_negative_or_left(runtime, strategy, options):
