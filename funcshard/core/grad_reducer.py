@@ -165,6 +165,8 @@ class GradReducer:
         received: whether a gradient of the micro-batch that runs has arrived.
         has_gathered: whether units gather nothing.
         at_end: functions to call once at the end of the backward that runs.
+        task: autograd's number of the reducer's backward, while that runs.
+        running: the reductions that have started.
     """
 
     def __init__(
@@ -192,18 +194,17 @@ class GradReducer:
             self._hook = "on_reduce_scattered"
         if on_grad is not None:
             self._hook = "on_grads"
-        # Autograd's number of this reducer's backward, while that runs.
-        self._task: int | None = None
+        self.task: int | None = None
         self.accumulating = False
         self.zero_weight = False
-        self._running: list[tuple[LeafGradient, ReduceHandle]] = []
+        self.running: list[tuple[LeafGradient, ReduceHandle]] = []
         for leaf, gathered_leaves in zip(self.leaves, gathered, strict=False):
             leaf.gathered = gathered_leaves
 
     # --- forward ----------------------------------------------------------------------------------
 
-    def note_gather(self, shard: torch.Tensor, comm: BufferComm) -> Sequence[torch.Tensor] | None:
-        """Note that a unit gathers a shard; return the leaves if these are gathered already."""
+    def note_gather(self, shard: torch.Tensor, comm: BufferComm) -> LeafGradient | None:
+        """Note that a unit gathers a shard; return what is known of it, if it is a leaf."""
         mesh = comm.mesh
         # The mean is over these ranks; evaluate raises if there are several numbers of them.
         self.use.worlds[mesh.world_size] = mesh
@@ -213,7 +214,7 @@ class GradReducer:
             self.use.note(shard, comm)
             return None
         leaf.comm = leaf.comm or comm
-        return leaf.gathered
+        return leaf
 
     def _check_computed(self, shard: torch.Tensor, comm: BufferComm) -> None:
         """Raise if a shard that ``loss_fn`` computed from others needs to be a leaf."""
@@ -279,19 +280,12 @@ class GradReducer:
                 leaf.kept = kept_unit
         return handles
 
-    def expect(self, shard: torch.Tensor, gathered: torch.Tensor) -> None:
-        """Expect a gradient of ``shard`` if autograd records its gather, of ``gathered``."""
-        leaf = self.leaf_by_id.get(id(shard))
-        # Why look at the gathered leaf: a Function that runs under no_grad is not told so.
-        if self._task is None and leaf is not None:
-            leaf.awaited += gathered.requires_grad or unwrapped(gathered).requires_grad
-
     # --- backward ---------------------------------------------------------------------------------
 
     @property
     def in_backward(self) -> bool:
         """Whether the reducer's own backward runs, not one inside it, such as a checkpoint's."""
-        return self._task is not None and self._task == graph_task_id()
+        return self.task is not None and self.task == graph_task_id()
 
     def takes_gradients(self) -> bool:
         """Return whether the gradients that backward computes now are for this reducer.
@@ -302,7 +296,7 @@ class GradReducer:
         """
         if self.in_backward:
             return True
-        if self._hook and self._task is not None:
+        if self._hook and self.task is not None:
             raise ValueError(
                 f"{self._hook} sees the gradients that the backward of value_and_grad computes; "
                 "found a backward inside it that reduces gradients of shards, as in "
@@ -314,7 +308,7 @@ class GradReducer:
 
     def enter_backward(self, _: torch.Tensor) -> None:
         """Take the backward that runs as the reducer's; a hook of the loss."""
-        self._task = graph_task_id()
+        self.task = graph_task_id()
 
     def add(self, leaf: LeafGradient, parts: list[torch.Tensor], comm: BufferComm) -> None:
         """Take the unreduced gradient of a leaf: the concatenation of 1-D ``parts``."""
@@ -350,7 +344,7 @@ class GradReducer:
 
     def post_backward(self) -> None:
         """End this backward: wait for every reduction."""
-        self._task = None
+        self.task = None
         # The prefetcher drops what it gathered for nothing.
         while self.at_end:
             self.at_end.popitem()[0]()
@@ -359,7 +353,7 @@ class GradReducer:
             if leaf.held is not None and leaf.comm is not None and not self.accumulating:
                 grad_parts, leaf.held = [leaf.held], None
                 self._start(leaf, grad_parts, leaf.comm)
-        while self._running:
+        while self.running:
             self._finish_oldest()
         for leaf in self.leaves:
             if leaf.kept is not None:
@@ -367,18 +361,9 @@ class GradReducer:
             if leaf.partial is not None and leaf.comm is not None and not self.accumulating:
                 # The last backward did not reach the leaf.
                 partial_sum, leaf.partial = leaf.partial, None
-                self._running.append((leaf, ReduceHandle(partial_sum, DONE, leaf.comm)))
+                self.running.append((leaf, ReduceHandle(partial_sum, DONE, leaf.comm)))
                 self._finish_oldest()
         _log.debug("root post_backward")
-
-    def close(self) -> None:
-        """Drop what is held."""
-        # Why: after an error the traceback keeps the reducer alive.
-        self._task = None
-        self.at_end.clear()
-        self._running.clear()
-        for leaf in self.leaves:
-            leaf.held = leaf.partial = leaf.kept = None
 
     def _drop_kept(self, kept: KeptUnit) -> None:
         # The next micro-batch uses the same gathered buffers.
@@ -398,17 +383,17 @@ class GradReducer:
         if self._on_scattered is not None and not comm.topology.cut:
             self._on_scattered(comm.unit or "", comm.plan, parts[0])
         # Why now: their memory is free before the next one takes more.
-        wait_comm([running_handle for _, running_handle in self._running])
+        wait_comm([running_handle for _, running_handle in self.running])
         if comm.topology.cut and len(parts) > 1:
             reduce_handle = start_scatter(parts, (comm.plan.shard_numel,), comm)
         else:
             reduce_handle = start_reduce(concatenate(parts), comm, donated=True)
-        self._running.append((leaf, reduce_handle))
-        while len(self._running) > _MOST_RUNNING:
+        self.running.append((leaf, reduce_handle))
+        while len(self.running) > _MOST_RUNNING:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        leaf, reduce_handle = self._running.pop(0)
+        leaf, reduce_handle = self.running.pop(0)
         comm = reduce_handle.comm
         awaits_more = leaf.mode == "shard_each" and self.accumulating
         # Only these look at the sum between reduce-scatter and all-reduce.
@@ -460,8 +445,13 @@ def activate(reducer: GradReducer) -> Iterator[GradReducer]:
     try:
         yield reducer
     finally:
-        reducer.close()
         current_reducer.reset(context_token)
+        # Why: after an error the traceback keeps the reducer alive, which should hold nothing.
+        reducer.task = None
+        reducer.at_end.clear()
+        reducer.running.clear()
+        for leaf in reducer.leaves:
+            leaf.held = leaf.partial = leaf.kept = None
 
 
 def note_collective(mesh: Mesh) -> None:

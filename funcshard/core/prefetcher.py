@@ -102,7 +102,7 @@ class ScheduleLearner:
             )
         # Why by the number: the first call does not know what checkpoints inside units need, and
         # later calls only add to it.
-        if prefetcher.sources and self._learned_with not in (None, len(self.inside)):
+        if prefetcher.uses and self._learned_with not in (None, len(self.inside)):
             self._learned_with = len(self.inside)
             self.schedule = dataclasses.replace(self.schedule, backward=prefetcher.backward_order())
 
@@ -117,8 +117,7 @@ class Prefetcher:
     Attributes:
         ran: names of the units that forward has called so far.
         returned: whether the call's forward has returned.
-        sources: what backward may gather units from, by use, that is by ``Gathered``; ``None``
-            once backward has left it for good.
+        uses: what backward may gather again, one for each ``Gathered``, in the order of forward.
     """
 
     def __init__(self, learner: ScheduleLearner, start: Callable[[str], Handles]) -> None:
@@ -128,18 +127,14 @@ class Prefetcher:
         self.ran = self._forward.ran
         self._handles: dict[str, Handles] = {}
         self.returned = False
-        # Moments count what forward does: the calls of units, and the uses
-        # of their leaves that backward needs. Backward reaches them in the opposite order, so
-        # ``BackwardOrder`` gets negated moments.
+        # Moments count what forward does: the calls of units, and the uses of their leaves that
+        # backward needs. Backward reaches them in the opposite order, so ``BackwardOrder`` gets
+        # negated moments.
         self._now = 0
         self._called: list[int] = []  # moment of each call of a unit
-        self.sources: list[UnitSource | None] = []
-        self._units: list[str] = []  # by use, as the next two
-        self._began: list[int] = []  # moment at which the unit's forward began
-        self._last: list[int] = []  # moment of the last time that forward used a leaf, 0 for never
-        self._ahead: dict[int, Handles] = {}  # by use; gathered for backward, and not used yet
+        self.uses: list[Use] = []
         self._by_shards = True  # whether the backward that runs computes gradients by shards
-        self._backward = BackwardOrder(self._schedule, self._units)
+        self._backward = BackwardOrder(self._schedule)
 
     # Why unseen: a selective checkpoint counts operations, and a recomputation gathers at other
     # moments.
@@ -153,7 +148,7 @@ class Prefetcher:
         """
         if self.returned:
             return None
-        gathers, keeps = self._forward.call(name, stays=stays)
+        gathers, keeps, ahead_names = self._forward.call(name, stays=stays)
         handles = self._start(name) if gathers else self._handles.pop(name)
         # Why before prefetching: a fast rank must not take memory for the next units while slow
         # ranks have not sent this one.
@@ -162,25 +157,22 @@ class Prefetcher:
             self._handles[name] = [handle.share() for handle in handles]
         self._now += 1
         self._called.append(self._now)
-        for next_name in self._forward.prefetch():
+        for next_name in ahead_names:
             self._handles[next_name] = self._start(next_name)
         return handles
 
-    def save(self, source: UnitSource) -> int:
-        """Number what backward gathers a unit from."""
-        self.sources.append(source)
-        # A unit saves right after it was called.
-        self._units.append(self.ran[-1])
+    def begin_use(self, source: UnitSource) -> Use:
+        """Note what backward may gather a unit from; forward has just called the unit."""
         self._now += 1
-        self._began.append(self._now)
-        self._last.append(0)
-        return len(self.sources) - 1
+        use = Use(index=len(self.uses), name=self.ran[-1], source=source, began=self._now)
+        self.uses.append(use)
+        return use
 
-    def note_use(self, use: int) -> None:
+    def note_need(self, use: Use) -> None:
         """Note when forward uses a leaf that backward needs."""
         if not self.returned:
             self._now += 1
-            self._last[use] = self._now
+            use.last = self._now
 
     def post_forward(self) -> None:
         """End forward: drop the gathers of units that were never called."""
@@ -188,13 +180,15 @@ class Prefetcher:
         for handle in itertools.chain(*self._handles.values()):
             handle.work.wait()
         self._handles.clear()
-        for use, name in enumerate(self._units):
+        for use in self.uses:
             # Earlier backwards needed the unit, though forward cannot see it: a checkpoint hides
             # the use.
-            if name in self._learner.inside and not self._last[use]:
-                self._last[use] = self._began[use]
+            if use.name in self._learner.inside and not use.last:
+                use.last = use.began
         # Backward reaches the latest use first.
-        self._backward.uses = sorted((-last, use) for use, last in enumerate(self._last) if last)
+        self._backward.uses = sorted(
+            (-use.last, use.index, use.name) for use in self.uses if use.last
+        )
 
     def begin_backward(self, _: torch.Tensor) -> None:
         """Gather the unit that backward reaches first; a hook of the last output."""
@@ -204,74 +198,99 @@ class Prefetcher:
         if is_own and self._schedule.backward_prefetch == "pre":
             self._prefetch(-self._now - 1, most=1)
 
-    def pre_backward(self, use: int, source: UnitSource) -> Handles:
+    def pre_backward(self, use: Use, source: UnitSource) -> Handles:
         """Gather a use that backward reaches, if its gather has not started; prefetch the next."""
-        if not self._last[use]:
-            self._learner.inside.add(self._units[use])
+        if not use.last:
+            self._learner.inside.add(use.name)
         # A frozen unit has no nodes, and tells nothing about the backward that runs.
         if source.nodes:
             self._by_shards = source.in_backward
-        handles = self._ahead.pop(use, None) or source.start()
+        handles, use.ahead = use.ahead or source.start(), None
         wait_comm(handles)  # first, as in forward
-        self._backward.reach(use)
+        self._backward.reach(use.index)
         if source.slice_comms:
-            self.sources[use] = None  # frees the slices as soon as backward has used them
+            use.source = None  # frees the slices as soon as backward has used them
         if self._schedule.backward_prefetch == "pre":
-            self._prefetch(-self._last[use])
+            self._prefetch(-use.last)
         return handles
 
-    def post_backward(self, use: int) -> None:
+    def post_backward(self, use: Use) -> None:
         """Note that backward has computed a unit's gradients."""
-        self._backward.gathered.discard(use)
+        self._backward.gathered.discard(use.index)
         if self._schedule.backward_prefetch == "post":
-            self._prefetch(-self._began[use])
+            self._prefetch(-use.began)
 
     def end_backward(self) -> None:
         """Drop the gathers that backward did not need after all."""
-        for use in [*self._ahead]:
-            for handle in self._ahead.pop(use):
+        for use in self.uses:
+            handles, use.ahead = use.ahead, None
+            for handle in handles or ():
                 # Why wait: a collective writes to memory that must not be free before.
                 handle.work.wait()
-            self._backward.reach(use)
-            self._backward.gathered.discard(use)
+            if handles is not None:
+                self._backward.reach(use.index)
+                self._backward.gathered.discard(use.index)
 
     def backward_order(self) -> tuple[tuple[str, str], ...] | None:
         """Return the order for ``Schedule.backward``; ``None`` if ``Schedule.order`` implies it."""
         reduce_moments = zip(self._called, itertools.repeat("reduce"), self.ran, strict=False)
-        gather_moments = zip(self._last, itertools.repeat("gather"), self._units, strict=False)
+        gather_moments = [(use.last, "gather", use.name) for use in self.uses]
         # A use without a moment is one that backward does not gather.
         all_moments = sorted(
             [entry for entry in (*gather_moments, *reduce_moments) if entry[0]], reverse=True
         )
         learned_order = [(kind, unit) for _, kind, unit in all_moments]
+        used_units = {use.name for use in self.uses}
         implied_order = [
             (kind, unit)
             for unit in reversed(self.ran)
             for kind in ("gather", "reduce")
-            if kind == "reduce" or unit in self._units
+            if kind == "reduce" or unit in used_units
         ]
         return None if learned_order == implied_order else tuple(learned_order)
 
     def _prefetch(self, moment: int, *, most: int | None = None) -> None:
         # Why not a function that the order keeps: a cycle would keep shards in memory until Python
         # looks for garbage.
-        for use in self._backward.prefetch(moment, most=most, reaches=self._reaches):
-            source = self.sources[use]
+        ahead_uses = self._backward.prefetch(moment, most=most, reaches=self._reaches)
+        for use_index in ahead_uses:
+            source = self.uses[use_index].source
             assert source is not None, "_reaches leaves out uses that backward has left for good"
-            self._ahead[use] = source.start()
+            self.uses[use_index].ahead = source.start()
         # Outside of value_and_grad nobody says when backward ends, so nothing is dropped early.
-        if self._ahead and (reducer := current_reducer.get()) is not None:
+        if ahead_uses and (reducer := current_reducer.get()) is not None:
             reducer.at_end[self.end_backward] = None
 
-    def _reaches(self, use: int) -> bool:
+    def _reaches(self, use_index: int) -> bool:
         """Return whether the backward that runs may reach a use, the same on every rank."""
         # Why not whether autograd still holds what the unit saved: a rank that keeps an output of
         # which the loss is no function holds more than the others.
-        source = self.sources[use]
+        source = self.uses[use_index].source
         if source is None or source.changed:
             return False
         # Why ask: a backward by inputs alone reaches units of which it computes no gradient.
         return not self._by_shards or source.in_backward
+
+
+@dataclass(slots=True, eq=False)
+class Use:
+    """One call of a unit whose leaves backward may need, as the prefetcher knows it.
+
+    Attributes:
+        index: its number among the uses of the call.
+        name: the unit.
+        source: what backward gathers the unit from; ``None`` once backward has left it for good.
+        began: the moment at which the unit's forward began.
+        last: the moment of the last time that forward used a leaf; 0 for never.
+        ahead: the handles of a gather for backward that backward has not reached.
+    """
+
+    index: int
+    name: str
+    source: UnitSource | None
+    began: int
+    last: int = 0
+    ahead: Handles | None = None
 
 
 # --- the state of a unit between forward and backward ---------------------------------------------
@@ -390,6 +409,9 @@ class Gathered:
         f: the ``Unshard`` of the unit.
         leaves: the leaves of each buffer.
         shared: see the attribute.
+        source: see the attribute.
+        kept: see the attribute.
+        prefetcher: that of the call; ``None`` for a unit that gathers itself again.
 
     Attributes:
         unit: the unit.
@@ -397,47 +419,41 @@ class Gathered:
         shared: whether other code or ranks hold the buffers too, so that outputs must not lie in
             them.
         source: what backward gathers the unit from; ``None`` if backward will not ask.
-        needed: whether backward needs any of the gathered buffers.
         kept: returns the handles of the buffers while the unit stays gathered.
+        needed: whether backward needs any of the gathered buffers.
+        full: the buffers that backward has gathered again, while they are in memory.
     """
 
     __slots__ = (
-        "__weakref__", "_buffer_of", "_comms", "_dtensors", "_full", "_prefetcher", "_use", "kept", "leaves", "needed",
+        "__weakref__", "_buffer_of", "_comms", "_dtensors", "_use", "full", "kept", "leaves", "needed",
         "shared", "source", "unit",
     )  # fmt: skip
 
-    def __init__(self, f: Any, leaves: Leaves, *, shared: bool) -> None:
+    def __init__(
+        self,
+        f: Any,
+        leaves: Leaves,
+        *,
+        shared: bool,
+        source: UnitSource | None,
+        kept: Callable[[], Handles | None] | None,
+        prefetcher: Prefetcher | None,
+    ) -> None:
         # Why not f itself: the user's function may hold results, and so the graph that holds this.
         self.unit, self._comms, self._dtensors = f.unit, f.comms, f.dtensors
         self.leaves: Leaves | None = leaves
-        self.shared, self.needed = shared, False
-        self.source: UnitSource | None = None
-        self.kept: Callable[[], Handles | None] | None = None
+        self.shared, self.source, self.kept = shared, source, kept
+        self.needed = False
         # The index of each buffer by the identity of its storage, and of its autograd node.
         self._buffer_of: dict[int, int] = {}
-        self._full: list[torch.Tensor] | None = None
-        self._prefetcher: Prefetcher | None = None
-        self._use = -1
-
-    # --- forward ----------------------------------------------------------------------------------
-
-    def save(
-        self, shard: UnitShard, slice_comms: SliceComms, prefetcher: Prefetcher | None
-    ) -> None:
-        """Let backward gather the unit again, and ``pack`` know views of the leaves.
-
-        Arguments:
-            shard: this rank's shard, by buffer key.
-            slice_comms: the communication of the slices; ``()`` for a unit without.
-            prefetcher: that of the call; ``None`` for a unit that gathers itself again.
-        """
-        source = UnitSource(self._comms, slice_comms, shard)
-        self.source, self._prefetcher = source, prefetcher
+        self.full: list[torch.Tensor] | None = None
+        self._use: tuple[Prefetcher, Use] | None = None
+        if source is None:
+            return
         if prefetcher is not None:
-            self._use = prefetcher.save(source)
-        assert self.leaves is not None, "forward begins"
-        post_backward = functools.partial(_post_backward, weakref.ref(self), prefetcher, self._use)
-        for buffer_index, (first_leaf, *_) in enumerate(self.leaves):
+            self._use = prefetcher, prefetcher.begin_use(source)
+        post_backward = functools.partial(_post_backward, weakref.ref(self), self._use)
+        for buffer_index, (first_leaf, *_) in enumerate(leaves):
             gather_node: Any = first_leaf.grad_fn
             self._buffer_of[storage_id(first_leaf)] = buffer_index
             if gather_node is not None:
@@ -447,6 +463,8 @@ class Gathered:
                 gather_node.post_backward = post_backward
                 # Why weak: the node would keep the graph of the shards alive.
                 source.nodes.append(weakref.ref(gather_node))
+
+    # --- forward ----------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor, outer: Any = None) -> Packed:
         """Replace a saved tensor: a view of a gathered buffer by its position.
@@ -475,8 +493,9 @@ class Gathered:
     def note_needed(self) -> None:
         """Note that backward needs the gathered buffers."""
         self.needed = True
-        if self._prefetcher is not None:
-            self._prefetcher.note_use(self._use)
+        if self._use is not None:
+            prefetcher, use = self._use
+            prefetcher.note_need(use)
 
     def _view_again(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """Return what makes a view of a gathered buffer again; ``None`` for another tensor."""
@@ -532,19 +551,20 @@ class Gathered:
     @unseen
     def buffers(self) -> list[torch.Tensor]:
         """Return the gathered buffers; gather them again if they are free."""
-        if self._full is not None:
-            return self._full
+        if self.full is not None:
+            return self.full
         assert self.source is not None, "backward asks for what it may ask for"
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("pre_backward of unit %r", self.unit.title)
-        if self._prefetcher is not None:
-            handles = self._prefetcher.pre_backward(self._use, self.source)
+        if self._use is not None:
+            prefetcher, use = self._use
+            handles = prefetcher.pre_backward(use, self.source)
         else:  # a unit that is called by itself, or stays gathered
             handles = (self.kept and self.kept()) or self.source.start()
             wait_comm(handles)
         # Why all buffers, whichever is asked for: a plan can predict this order.
-        self._full = [handle.finish() for handle in handles]
-        return self._full
+        self.full = [handle.finish() for handle in handles]
+        return self.full
 
     def _view(
         self,
@@ -584,10 +604,6 @@ class Gathered:
         finally:
             recomputing_unit.reset(context_token)
 
-    def release(self) -> None:
-        """Free the buffers that backward has gathered."""
-        self._full = None
-
     # --- a part of forward that backward computes again -------------------------------------------
 
     def handles_for(self, unit: UnitPlan, shard: UnitShard) -> Handles | None:
@@ -618,12 +634,13 @@ class Gathered:
 
 
 def _post_backward(
-    gathered_ref: weakref.ref[Gathered], prefetcher: Prefetcher | None, use: int
+    gathered_ref: weakref.ref[Gathered], planned_use: tuple[Prefetcher, Use] | None
 ) -> None:
     gathered = gathered_ref()  # weak: autograd may have freed all that it saved
     if gathered is not None:
-        gathered.release()
-    if prefetcher is not None:
+        gathered.full = None
+    if planned_use is not None:
+        prefetcher, use = planned_use
         prefetcher.post_backward(use)
 
 

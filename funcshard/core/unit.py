@@ -59,6 +59,7 @@ from funcshard.core.prefetcher import (
     Gathered,
     Prefetcher,
     SliceComms,
+    UnitSource,
     recomputing_unit,
     slice_comms,
 )
@@ -272,26 +273,35 @@ class Unshard:
             local_shard = shard[comm.buffer]
             for use in shard_uses.get():
                 use.note(local_shard, comm)
+            leaf = None if reducer is None else reducer.note_gather(local_shard, comm)
             # per_sample_grad differentiates by leaves that it gathered itself.
-            leaves: Any = reducer and reducer.note_gather(local_shard, comm)
+            leaves: Any = leaf and leaf.gathered
             if leaves is None:
                 # A frozen buffer has no autograd node, so that backward does not reduce it.
                 if not comm.plan.trainable:
                     local_shard = local_shard.detach()
                 leaves = ShardToLeaves.apply(local_shard, comm, handle, transforms_active())
-                if reducer is not None:
-                    reducer.expect(local_shard, leaves[0])
+                # Why look at the gathered leaf: a Function under no_grad is not told so.
+                if leaf is not None and reducer is not None and reducer.task is None:
+                    first_leaf = leaves[0]
+                    leaf.awaited += first_leaf.requires_grad or unwrapped(first_leaf).requires_grad
             gathered_leaves.append(tuple(leaves))
-        is_shared = handles is not None or bool(transforms_active())
-        gathered = Gathered(self, gathered_leaves, shared=is_shared)
+        source = kept = None
         if saves:
-            # Why not without a started gather: the prefetcher does not know a unit that gathered
-            # for itself.
-            gathered.save(shard, self.slices, prefetcher if self.frees and has_started else None)
+            source = UnitSource(self.comms, self.slices, shard)
             # The unit stays gathered, so a recomputation in backward may find the same buffers.
             if has_started and not self.frees and reducer is not None:
-                gathered.kept = functools.partial(reducer.find_kept, self.comms, shard)
-        return gathered
+                kept = functools.partial(reducer.find_kept, self.comms, shard)
+        return Gathered(
+            self,
+            gathered_leaves,
+            shared=handles is not None or bool(transforms_active()),
+            source=source,
+            kept=kept,
+            # Why not without a started gather: the prefetcher does not know a unit that gathered
+            # for itself.
+            prefetcher=prefetcher if self.frees and has_started else None,
+        )
 
     def run(self, gathered: Gathered, args: Any, kwargs: Any) -> Any:
         """Call ``apply`` with the leaves of an open gather; cast as the precision says."""

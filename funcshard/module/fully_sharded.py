@@ -276,7 +276,9 @@ class FullyShard:
         modules = apply.skeleton.instantiate(outside_tensors, call_buffers, training=apply.training)
         unit_call = UnitCall(self.units, shards, learner, self.mesh)
         entry_functions: dict[int, Callable[..., Any]] = {
-            member.index: functools.partial(unit_call.enter, member)
+            member.index: functools.partial(
+                unit_call.enter_recomputed if member.remat else unit_call.enter, member
+            )
             for name, members in self.units.items()
             for member in members
             if name != ""  # the call enters the root itself, below
@@ -360,7 +362,7 @@ def _begin_backward_with(out: Any, prefetcher: Prefetcher) -> None:
     """Let the prefetcher begin as soon as backward has the gradient of the last output."""
     reducer = current_reducer.get()
     computed_outputs = [tensor for tensor in tensors_in(out) if tensor.grad_fn is not None]
-    if reducer is None or not prefetcher.sources or not computed_outputs:
+    if reducer is None or not prefetcher.uses or not computed_outputs:
         return
     # Why the last: backward may compute the gradient of another output only after those of some
     # units; and if the loss depends on that output alone, backward does not reach the last units.

@@ -175,13 +175,10 @@ class UnitCall:
     def enter(
         self, member: UnitModule, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs
     ) -> Any:
-        """Run one module of a unit as part of the call: the only way in."""
+        """Run one module of a unit as part of the call."""
         # Note: backward may enter too, from a checkpoint, after the call has returned.
-        inputs = module, forward, args, kwargs
-        return self._run_recomputed(member, inputs) if member.remat else self._run(member, inputs)
-
-    def _run(self, member: UnitModule, inputs: Inputs) -> Any:
         group, prefetcher = self.units[member.f.unit.name], self.prefetcher
+        inputs = module, forward, args, kwargs
         # Note: a module that backward computes again, or that runs in a transform that the call is
         # not in, gathers its group for itself.
         shares_gather = len(group) > 1
@@ -190,7 +187,7 @@ class UnitCall:
         elif shares_gather and prefetcher is not None:
             shares_gather = not prefetcher.returned and hooks_allowed()
         needs_leaves = torch.is_grad_enabled() and (
-            member.f.trainable or any(tensor.requires_grad for tensor in tensors_in(inputs[2:]))
+            member.f.trainable or any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
         )
         if shares_gather:
             return self._run_in_group(group, member, inputs, again=member.remat and needs_leaves)
@@ -265,8 +262,11 @@ class UnitCall:
                 "update shards after backward"
             )
 
-    def _run_recomputed(self, member: UnitModule, inputs: Inputs) -> Any:
-        module, forward, args, kwargs = inputs
+    @untraced
+    def enter_recomputed(
+        self, member: UnitModule, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs
+    ) -> Any:
+        """Run one module of a unit as ``enter`` does, such that backward runs it again."""
         # Why buffers: under a transform the call's copies of buffers belong to the transform, so
         # they have to be arguments and results. Why by module: ``remat`` refuses a function that
         # captured tensors, as a list of tables does.
@@ -279,7 +279,7 @@ class UnitCall:
                 # Why by id: a tied buffer stays tied.
                 buffer_copies = {id(b): b.clone() for b in tree.leaves(buffers)}
                 _set_buffers(owners, tree.map(lambda b: buffer_copies[id(b)], buffers))
-                out = self._run(member, (module, forward, args, kwargs))
+                out = self.enter(member, module, forward, args, kwargs)
                 return out, _get_buffers(owners)
             finally:
                 self.shards = shards_before

@@ -318,8 +318,8 @@ class _Step:
             for _ in range(self._accumulation.forwards):
                 yield Reached("backward", "")
                 # Each backward of a micro-batch begins with nothing gathered ahead.
-                self._order = BackwardOrder(self._schedule, self._uses)
-                self._order.uses = [(use, use) for use in self._uses]
+                self._order = BackwardOrder(self._schedule)
+                self._order.uses = [(use, use, name) for use, name in self._uses.items()]
                 if self._early:
                     yield from self._prefetch(-1, most=1)
                 yield from self._expected() if reached is None else self._followed(reached)
@@ -336,12 +336,12 @@ class _Step:
             yield Reached("forward", unit_name)
             stays = not self._units[unit_name].reshard_after_forward
             # Note: the order has to know of kept units too; only their collectives do not happen.
-            gathers, _ = order.call(unit_name, stays=stays)
+            gathers, _, ahead_units = order.call(unit_name, stays=stays)
             if gathers and unit_name not in self._kept:
                 yield from self._gathers(unit_name)
             if stays and (self._reductions(unit_name) or unit_name not in self._spared):
                 self._kept.add(unit_name)
-            yield from self._recompute(order.prefetch())
+            yield from self._recompute(ahead_units)
 
     def _expected(self) -> Iterator[Event]:
         """Yield what backward does if it follows the schedule."""

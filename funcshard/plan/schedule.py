@@ -180,7 +180,7 @@ class ForwardOrder:
         # A unit that comes again later can stay gathered until then.
         self._last = {name: order_position for order_position, name in enumerate(schedule.order)}
 
-    def call(self, name: str, *, stays: bool) -> tuple[bool, bool]:
+    def call(self, name: str, *, stays: bool) -> tuple[bool, bool, list[str]]:
         """Note that forward calls a unit.
 
         Arguments:
@@ -188,15 +188,16 @@ class ForwardOrder:
             stays: whether the unit stays gathered after forward.
 
         Returns:
-            Whether to gather it now, and whether it stays gathered for its next call.
+            Whether to gather it now; whether it stays gathered for its next call; and the units to
+            gather ahead after it.
         """
         is_gathered = name in self._gathered
-        schedule_order, order_position = self._schedule.order, len(self.ran)
+        schedule, order_position = self._schedule, len(self.ran)
         # Once forward has left the schedule, it gathers on demand for the rest of the call.
         self._follows = (
             self._follows
-            and order_position < len(schedule_order)
-            and schedule_order[order_position] == name
+            and order_position < len(schedule.order)
+            and schedule.order[order_position] == name
         )
         # Why ran: without a known order, a unit that forward calls a second time may be called a
         # third time.
@@ -206,21 +207,17 @@ class ForwardOrder:
         else:
             self._gathered.discard(name)
         self.ran.append(name)
-        return not is_gathered, keeps
-
-    def prefetch(self) -> list[str]:
-        """Return the units to gather ahead now."""
-        schedule, order_position = self._schedule, len(self.ran)
         if not self._follows or not schedule.forward_prefetch:
-            return []
-        next_units = dict.fromkeys(schedule.order[order_position : order_position + schedule.limit])
+            return not is_gathered, keeps, []
+        next_position = order_position + 1
+        next_units = dict.fromkeys(schedule.order[next_position : next_position + schedule.limit])
         ahead_units = [
             name
             for name in next_units
             if name not in schedule.on_demand and name not in self._gathered
         ]
         self._gathered.update(ahead_units)
-        return ahead_units
+        return not is_gathered, keeps, ahead_units
 
 
 class BackwardOrder:
@@ -231,17 +228,15 @@ class BackwardOrder:
 
     Arguments:
         schedule: how far to gather ahead.
-        units: the name of the unit of each use, by number.
 
     Attributes:
-        uses: the uses that backward will reach: ``(moment, number)``, by moment.
+        uses: the uses that backward will reach: ``(moment, number, unit)``, by moment.
         gathered: the uses whose buffers are in memory since backward has reached them.
     """
 
-    def __init__(self, schedule: Schedule, units: Mapping[int, str] | Sequence[str]) -> None:
-        self.uses: Sequence[tuple[int, int]] = ()
+    def __init__(self, schedule: Schedule) -> None:
+        self.uses: Sequence[tuple[int, int, str]] = ()
         self._schedule = schedule
-        self._units = units
         self._ahead: set[int] = set()  # gathered, and not reached since
         self.gathered: set[int] = set()
 
@@ -268,13 +263,14 @@ class BackwardOrder:
         """
         ahead_uses = []
         uses_left = self._schedule.limit if most is None else most
-        for _, use_index in self.uses[bisect.bisect_left(self.uses, (moment + 1, 0)) :]:
+        first_use = bisect.bisect_left(self.uses, (moment + 1, 0, ""))
+        for _, use_index, unit_name in self.uses[first_use:]:
             # What is in memory, or is never reached, takes no part of the limit.
             # Note: every rank has to give the same answer, or gathers would differ; so it must not
             # depend on what is in a rank's memory.
             if use_index in self.gathered or not reaches(use_index):
                 continue
-            is_spared = self._units[use_index] in self._schedule.on_demand
+            is_spared = unit_name in self._schedule.on_demand
             if not is_spared and use_index not in self._ahead:
                 self._ahead.add(use_index)
                 ahead_uses.append(use_index)

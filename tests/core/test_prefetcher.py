@@ -17,7 +17,7 @@ import funcshard as fs
 from funcshard._utils import tree
 from funcshard.comm.topology import CommDtypes, Topology
 from funcshard.core.buffer_comm import AllGatherHandle, BufferComm
-from funcshard.core.prefetcher import Prefetcher, ScheduleLearner
+from funcshard.core.prefetcher import Prefetcher, ScheduleLearner, Use
 from tests.core.units import of_module, recorded, requiring_grad, same_bits
 from tests.module.law import Runs
 from tests.ranks import on_ranks, run_ranks, run_simulated
@@ -204,9 +204,9 @@ def test_what_was_gathered_ahead_for_a_unit_that_is_never_entered_is_waited_for_
 
 def test_what_backward_gathered_ahead_in_vain_is_waited_for_when_it_ends():
     work, prefetcher = Waited(), prefetcher_of("a", lambda name: [])
-    prefetcher._ahead[0] = [handle("a", work)]
+    prefetcher.uses = [use := Use(index=0, name="a", source=None, began=1, last=2, ahead=[handle("a", work)])]
     prefetcher.end_backward()
-    assert (work.waits, prefetcher._ahead) == (1, {})
+    assert (work.waits, use.ahead) == (1, None)
 
 
 def test_a_wait_that_was_interrupted_is_not_begun_again_when_the_call_ends():

@@ -12,9 +12,9 @@ def forward(order: str, calls: str, *, ahead: bool = True, limit: int = 1, stays
     machine = ForwardOrder(Schedule(tuple(order), ahead, "pre", limit), **options)
     found = []
     for name in calls:
-        gathers, kept = machine.call(name, stays=name in stays)
+        gathers, kept, ahead_names = machine.call(name, stays=name in stays)
         now = name if gathers else ""
-        then = " ".join(machine.prefetch())
+        then = " ".join(ahead_names)
         found.append(f"{now or '-'} > {then or '-'}{' kept' if kept else ''}")
     assert machine.ran == list(calls)
     return found
@@ -41,8 +41,8 @@ def test_forward(programs, options, wanted):
 def backward(units: str, *, reaches=lambda use: True, on_demand=(), limit: int = 1) -> list[str]:
     """Drive a ``BackwardOrder`` over uses 0, 1, ... of ``units``; return the gathers at and ahead of each."""
     schedule = Schedule(tuple(units), True, "pre", limit, on_demand)
-    machine = BackwardOrder(schedule, units)
-    machine.uses = [(use, use) for use in range(len(units))]
+    machine = BackwardOrder(schedule)
+    machine.uses = [(use, use, name) for use, name in enumerate(units)]
     found = []
     for use in range(len(units)):
         if reaches(use):
