@@ -12,7 +12,7 @@ import contextvars
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -413,20 +413,18 @@ class _SimulatedGroup(Group):
     ranks: tuple[int, ...]
     rank: int
     axis: str
+    size: int = field(init=False)
+    global_rank: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", len(self.ranks))
+        object.__setattr__(self, "global_rank", self.ranks[self.rank])
 
     def open_attempt(self, ranks: Sequence[int]) -> _Attempt:
         """Begin an attempt of some ranks of the simulation."""
         attempt = _Attempt(self.world, self.global_rank)
         self.world.attempts[self.global_rank] = attempt
         return attempt
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def global_rank(self) -> int:
-        return self.ranks[self.rank]
 
     def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
         position = global_ranks.index(self.global_rank)

@@ -26,8 +26,7 @@ order:
   products, random vectors, and values that all ranks hold, for arithmetic on shards.
 - ``objects``: ``broadcast_object`` and ``agree``, a small value for all ranks.
 - ``gradients``: ``value_and_grad`` and ``accumulate``, which take the mean over ranks.
-  ``accumulation``: how a batch is split.
-  ``recompute``: ``remat``.
+- ``recompute``: ``remat``.
 - ``derivatives``: ``grad``, ``hvp`` and others by ``torch.func``, with the same mean.
 """
 

@@ -8,8 +8,9 @@ divides the sums that the reducer brings by the number of ranks, or by the sum o
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
@@ -21,7 +22,6 @@ from funcshard._utils.options import check_flag, check_number, outline
 from funcshard._utils.tensors import is_dtensor
 from funcshard._utils.torch_private import transforms_active, untraced, untraced_with_warning
 from funcshard.comm import Mesh, check_once, current_recording, ranks_of_job, text_of
-from funcshard.core.accumulation import micro_batch_calls
 from funcshard.core.buffer_comm import BufferComm
 from funcshard.core.collectives import psum_world
 from funcshard.core.flat_buffer import all_reduce_flat, views
@@ -33,7 +33,7 @@ from funcshard.core.grad_reducer import (
     note_collective,
 )
 from funcshard.core.replaced_kernels import check_derivatives
-from funcshard.plan import AXES, BufferPlan, Reduce, check_reduce
+from funcshard.plan import AXES, BufferPlan, Reduce, check_reduce, check_reduce_units
 
 # on_grads(unit, {path: gradient}) -> {path: gradient} of those to replace, or None.
 OnGrads = Callable[[str, dict[str, torch.Tensor]], Mapping[str, torch.Tensor] | None]
@@ -333,9 +333,102 @@ class GradientFunction:
         """Return, for each micro-batch, a function of shards that calls ``loss_fn``."""
         if self.micro_batches is None:
             return [lambda local: loss_fn(local, *rest, **kwargs)]
-        return micro_batch_calls(
-            loss_fn, self.micro_batches, self.options.reduce, shards, rest, kwargs
+        if not rest:
+            raise TypeError(
+                "the function takes (shards, *rest, batch), the batch as its last positional "
+                "argument"
+            )
+        *first_args, batch = rest
+        next_micro_batch = _stream(batch, self.micro_batches)
+        if isinstance(self.options.reduce, Mapping):
+            check_reduce_units(self.options.reduce, _unit_names(shards))
+
+        # Why one function for all: each call takes the next micro-batch, just before its forward.
+        def call(local: Any) -> Any:
+            return loss_fn(local, *first_args, next_micro_batch(), **kwargs)
+
+        return [call] * self.micro_batches
+
+
+# --- micro-batches: equal parts of one batch, or batches that an iterator gives -------------------
+
+
+def _unit_names(shards: Any) -> list[str]:
+    """Return the names of the units in a tree that may hold the shards of several models."""
+    if isinstance(shards, Mapping):
+        unit_names = [
+            str(name) for name, inner_shards in shards.items() if isinstance(inner_shards, Mapping)
+        ]
+        return unit_names + [
+            name for inner_shards in shards.values() for name in _unit_names(inner_shards)
+        ]
+    if isinstance(shards, list | tuple):
+        return [name for inner_shards in shards for name in _unit_names(inner_shards)]
+    return []
+
+
+def _remedy(leaves: Sequence[Any]) -> str:
+    # Why one: a batch of a class that is no pytree is one leaf.
+    if len(leaves) == 1 and isinstance(leaves[0], Mapping):
+        return "pass dict(batch)"
+    if len(leaves) == 1 and not isinstance(leaves[0], torch.Tensor):
+        return "pass one batch as a tensor, or as a tuple or dictionary of tensors"
+    return "pass what is not to be split before the batch, or by keyword"
+
+
+def _stream(batches: Any, micro_batches: int) -> Callable[[], Any]:
+    """Return a function that takes the next micro-batch of a batch, or from an iterator."""
+    if not isinstance(batches, Iterator):
+        return iter(_split(batches, micro_batches)).__next__
+    if current_recording() is not None:
+        raise ValueError(
+            "trace records a step on one batch, and its graph cannot ask an iterator for "
+            "micro-batches; found an iterator: pass the whole batch, which accumulate splits"
         )
+    taken_count = itertools.count()
+
+    def take() -> Any:
+        # For the error: how many the iterator gave.
+        batch_index = next(taken_count)
+        try:
+            return next(batches)
+        except StopIteration:
+            raise ValueError(
+                f"an iterator must hold the {micro_batches} micro-batches of every call, on every "
+                f"rank; found {batch_index}: leave out the incomplete rest of an epoch, or "
+                "continue with batches of weight zero (weighted=True)"
+            ) from None
+
+    return take
+
+
+def _split(batch: Any, micro_batches: int) -> list[Any]:
+    """Split a pytree of tensors into equal parts along dim 0, as views."""
+    batch_leaves, unflatten = tree.flatten(batch)
+    leaf_sizes = [
+        leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.ndim else type(leaf).__name__
+        for leaf in batch_leaves
+    ]
+    # Why no set: while fs.trace records, a size may be a symbol, which has no hash.
+    if not leaf_sizes or any(
+        isinstance(leaf_size, str) or leaf_size != leaf_sizes[0] for leaf_size in leaf_sizes
+    ):
+        raise ValueError(
+            "the batch must be a pytree of tensors with one size of dim 0, along which it is "
+            f"split into micro-batches; found {sorted({*map(str, leaf_sizes)}) or 'no leaves'}: "
+            f"{_remedy(batch_leaves)}"
+        )
+    batch_size: Any = leaf_sizes[0]
+    if batch_size == 0 or batch_size % micro_batches:
+        raise ValueError(
+            f"dim 0 of the batch must be a multiple of the {micro_batches} micro-batches; found "
+            f"{batch_size}: choose a divisor, or pad the batch and weigh the samples "
+            "(weighted=True)"
+        )
+    split_leaves = [
+        leaf.split([batch_size // micro_batches] * micro_batches) for leaf in batch_leaves
+    ]
+    return [unflatten(list(leaf_parts)) for leaf_parts in zip(*split_leaves, strict=True)]
 
 
 # --- forward, backward, and the mean --------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -196,6 +196,8 @@ class TorchStep:
         plan: the plan of the shards; ``None`` without groups, for any pytree.
         layout: the groups of leaves; ``None`` without groups.
         ranges: the ranges of each shard that groups occupy, a tree like the shards.
+        title: name of the optimizer in messages.
+        is_exact: whether the class keeps no other entries than those of ``known``.
     """
 
     cls: type[torch.optim.Optimizer]
@@ -205,6 +207,12 @@ class TorchStep:
     plan: Plan | None = None
     layout: ParamGroupLayout | None = None
     ranges: Any = None
+    title: str = field(init=False, compare=False)
+    is_exact: bool = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "title", f"torch_optimizer({self.cls.__name__})")
+        object.__setattr__(self, "is_exact", self.cls in ELEMENTWISE)
 
     def __call__(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """Update ``params`` and ``state``, which are donated, by one step."""
@@ -243,16 +251,6 @@ class TorchStep:
         state["leaves"] = DONATED_STATE
         state_after = {"steps": state["steps"] + 1, "leaves": unflatten(new_states)}
         return unflatten(donate(leaves)), state_after
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the class keeps no other entries than those of ``known``."""
-        return self.cls in ELEMENTWISE
-
-    @property
-    def title(self) -> str:
-        """Name of the optimizer in messages."""
-        return f"torch_optimizer({self.cls.__name__})"
 
     @property
     def rate(self) -> Any:
