@@ -496,8 +496,11 @@ def _with_batch(search: _Search, batch: int | None) -> tuple[Best | Infeasible, 
         while not best.fits and batch % (2 * micro_batches) == 0:
             micro_batches *= 2
             best = _plan_batch(search, batch, micro_batches)
-    # Note: recomputation takes time, so it's of use to a plan that fits without only if ranks wait.
-    if not best.report.remat and best.report.exposed > _GAIN * best.report.step_time:
+    # Note: recomputation takes time, so all it can do for a plan that fits is make room for a
+    # faster one, which keeps more gathered or whole.
+    faster = best.report.step_time / (1 + _GAIN)
+    is_lean = bool(best.report.remat) or isinstance(best, Infeasible)
+    if not is_lean and any(point.seconds < faster for point in best.pareto):
         best = search(batch, micro_batches)
     return best, batch
 

@@ -10,8 +10,7 @@ higher.
 
 from __future__ import annotations
 
-import bisect
-import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from funcshard._utils.table import Part, Shown, Table
 from funcshard.estimate.estimating import budget_on, estimate, optimizer_memory
 from funcshard.estimate.machine import Hardware, load_hardware
 from funcshard.estimate.reports import Report, left_text, pareto_front
-from funcshard.estimate.search.infeasible import Infeasible, changes_to_fit
+from funcshard.estimate.search.infeasible import Infeasible
 from funcshard.estimate.search.scoring import Score, Scorer
 from funcshard.estimate.search.space import (
     MOST_RUNGS,
@@ -37,6 +36,7 @@ from funcshard.plan import AXES, Plan, Schedule, mesh_axes_of
 
 Profiles = Profile | Mapping[int, Profile]
 
+_PROPORTIONAL = 4  # attempts, after which the search on a ladder bisects
 _LEAN = 24  # candidates that are simulated to find a lean one if none fits
 
 
@@ -208,8 +208,7 @@ def auto_plan(
                 for name in reversed(pareto_front(scores))
             ),
         )
-    changes = changes_to_fit(best_profile, report, target_hardware)
-    return Infeasible(budget_limit, report, text, plan_count, changes)
+    return Infeasible(budget_limit, report, text, plan_count, best_profile, target_hardware)
 
 
 def _search(
@@ -240,6 +239,26 @@ def _search(
         seconds, peak = score(ladder_index, rung)
         return peak <= budget or too_slow(seconds)
 
+    def first_end(ladder_index: int, low_rung: int, high_rung: int) -> int:
+        """Return the first rung between two that ends; the second one does, the first doesn't."""
+        for attempt in itertools.count():
+            if high_rung - low_rung == 1:
+                return high_rung
+            middle_rung = (low_rung + high_rung) // 2
+            # Why by proportion: peak and time change by as much with each unit.
+            if low_rung >= 0 and attempt < _PROPORTIONAL:
+                low, high = score(ladder_index, low_rung), score(ladder_index, high_rung)
+                shares = [(low.peak - budget) / max(low.peak - high.peak, 1)]
+                if best is not None and high.step_time > best[0]:
+                    shares.append((best[0] - low.step_time) / (high.step_time - low.step_time))
+                middle_rung = low_rung + math.ceil(min(shares) * (high_rung - low_rung))
+                middle_rung = min(max(middle_rung, low_rung + 1), high_rung - 1)
+            if ends(ladder_index, middle_rung):
+                high_rung = middle_rung
+            else:
+                low_rung = middle_rung
+        raise AssertionError("each attempt brings the two rungs closer")
+
     # Note: after the first ladder whose bound is over the best time, none can win.
     for i in sorted(range(len(all_ladders)), key=least_seconds.__getitem__):
         if too_slow(least_seconds[i]):
@@ -249,14 +268,18 @@ def _search(
             continue
         rungs = range(len(all_ladders[i].counts))
         if len(rungs) > MOST_RUNGS:
-            # Why the first one before: most ladders end there, as slower than the best plan.
-            first_rung = 0
-            if not ends(i, 0):
-                # Note: the last rung is traced, as those beside it are, so it says first whether
-                # to look there.
-                if not ends(i, rungs[-1]):
-                    continue
-                first_rung = bisect.bisect_left(rungs[:-1], True, 1, key=functools.partial(ends, i))
+            # Why the first one before: most ladders end there, as slower than the best plan. Before
+            # there is one, a first rung that recomputes other units would take a trace.
+            is_traced = not any(choice.remat for choice in all_ladders[i].first.choices)
+            begins = best is not None or is_traced
+            if begins and ends(i, 0):
+                first_rung = 0
+            # Note: the last rung is traced, as those beside it are, so it says first whether to
+            # look there.
+            elif ends(i, rungs[-1]):
+                first_rung = first_end(i, begins - 1, rungs[-1])
+            else:
+                continue
             rungs = rungs[first_rung : first_rung + 1]
         for rung in rungs:
             seconds, peak = score(i, rung)

@@ -56,16 +56,24 @@ class Infeasible(Shown):
         report: the estimate of the leanest plan.
         text: that plan as text.
         considered: number of plans in the space.
-        changes: changes of that plan beyond the space.
+        profile: the profile of one micro-batch of that plan.
+        hardware: the hardware.
     """
 
     budget: int
     report: Report
     text: str
     considered: int
-    changes: tuple[Change, ...]
+    profile: Profile
+    hardware: Hardware
 
     fits = False
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """Changes of the leanest plan beyond the space."""
+        # Why late: they take traces, and a search in several steps reads those of the last one.
+        return changes_to_fit(self.profile, self.report, self.hardware)
 
     def _parts(self) -> list[Part]:
         report = self.report
@@ -132,7 +140,8 @@ def changes_to_fit(
         if unit.name in program.order and unit.name and not unit.members
         if len(group) > 1 or len(unit_groups[0]) == 1
     ]
-    for change_text, report in _changed(before, module_names, estimated):
+    unit_saved = max((program.saved.get(name, 0) for name in module_names), default=0)
+    for change_text, report in _changed(before, module_names, unit_saved, estimated):
         seconds = report.step_time - before.step_time
         if report.peak < before.peak:
             saving_changes.append(
@@ -154,15 +163,22 @@ def changes_to_fit(
 
 
 def _changed(
-    before: Report, module_names: Sequence[str], estimated: Callable[..., Report]
+    before: Report,
+    module_names: Sequence[str],
+    unit_saved: int,
+    estimated: Callable[..., Report],
 ) -> Iterator[tuple[str, Report]]:
     plan, remat = before.plan, before.remat
     units, mesh = plan.unit_list, plan.mesh_shape
     ranks = mesh[0] * mesh[1]
     more_modules = [name for name in module_names if name not in set(remat)]
     if more_modules:
+        assert before.budget is not None
+        # Why a guess: each number takes a trace if it's near the first or the last one.
+        begin = math.ceil((before.peak - before.budget) / max(unit_saved, 1))
         count, report = _fewest(
             len(more_modules),
+            begin,
             before.peak,
             lambda count: estimated(plan, remat=(*remat, *more_modules[:count])),
         )
@@ -181,7 +197,10 @@ def _changed(
     ]
     if kept_units and mesh[1] > 1:
         count, report = _fewest(
-            len(kept_units), before.peak, lambda count: resharded(mesh, kept_units[:count])
+            len(kept_units),
+            len(kept_units),
+            before.peak,
+            lambda count: resharded(mesh, kept_units[:count]),
         )
         yield f"reshard {count} more units after forward", report
     whole_units = [unit.name for unit in units if not unit.sharded]
@@ -204,25 +223,29 @@ def _changed(
     yield f"{rank_factor} times as many ranks", report
 
 
-def _fewest(most: int, peak: int, report: Callable[[int], Report]) -> tuple[int, Report]:
+def _fewest(
+    most: int, begin: int, peak: int, report: Callable[[int], Report]
+) -> tuple[int, Report]:
     """Return the least number for which a report fits; ``most`` if none does.
 
     Arguments:
         most: the largest number.
+        begin: the number to begin with.
         peak: bytes at the peak for 0.
         report: the estimate for a number.
     """
-    low_count, high_count, low_peak = 1, most, peak
-    fitting_report = report(most)
-    while fitting_report.fits and low_count < high_count:
-        assert fitting_report.budget is not None
-        # Why by proportion: equal units save equally much, so this takes two or three estimates.
-        saved_share = (low_peak - fitting_report.budget) / max(low_peak - fitting_report.peak, 1)
-        step = math.ceil(saved_share * (high_count - low_count + 1))
-        middle_count = min(max(low_count - 1 + step, low_count), high_count - 1)
-        middle_report = report(middle_count)
-        if middle_report.fits:
-            high_count, fitting_report = middle_count, middle_report
+    low_count, high_count, count = 0, most + 1, min(max(begin, 1), most)
+    while True:
+        count_report = report(count)
+        if count_report.fits:
+            high_count, fitting_report = count, count_report
         else:
-            low_count, low_peak = middle_count + 1, middle_report.peak
-    return high_count, fitting_report
+            low_count = count
+        if low_count == most:
+            return most, count_report
+        if high_count - low_count == 1:
+            return high_count, fitting_report
+        assert count_report.budget is not None
+        # Why by proportion: equal units save equally much, so this takes two or three estimates.
+        saved_share = (peak - count_report.budget) / max(peak - count_report.peak, 1)
+        count = min(max(math.ceil(saved_share * count), low_count + 1), high_count - 1)

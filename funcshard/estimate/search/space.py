@@ -202,8 +202,9 @@ def ladders(
     part_counts = [_PARTS if space.remat is None else space.remat] * len(classes)
     if space.remat is None and able_counts[climbed_class] > _FEW:
         # Note: beside many equal units, a few others hold little, and each number takes a trace.
+        # Half of many others are enough: together with the rungs they make all numbers.
         part_counts = [
-            1 if _LITTLE * count <= able_counts[climbed_class] else _PARTS for count in able_counts
+            1 if _LITTLE * count <= able_counts[climbed_class] else 2 for count in able_counts
         ]
     remat_counts = list(map(_counts, able_counts, part_counts))
     if space.remat is None and (

@@ -28,6 +28,8 @@ from funcshard._utils.torch_private import (
 from funcshard.estimate.trace.compiled import is_fused, is_reduction
 from funcshard.estimate.trace.tape import Alloc, Ask, At, Event, Free, Grad, Op, Save, UseParam
 
+_DEVICE = torch.ops.prim.device.default
+
 
 @dataclass(slots=True, eq=False)
 class Frame:
@@ -292,8 +294,10 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # Why here: two of three calls are torch's questions for a device, which fake tensors know.
+        if func is _DEVICE:
+            return args[0].device
         out = func(*args, **kwargs)
-        # Note: prim operators only ask a tensor for its device and the like.
         if self.paused or func.namespace == "prim":
             return out
         if self.phase == "backward" and len(self._stack) == 1:
