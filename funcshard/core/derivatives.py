@@ -349,9 +349,9 @@ def gnvp(
 def jacobian(f: Callable[[Any], Any], inputs: Any, *, chunk_size: int | None = None) -> Any:
     """Return the Jacobian of this rank's outputs by its inputs, in reverse mode.
 
-    Each rank has its own inputs, so nothing is averaged. The function gathers each unit once, however
-    many rows the Jacobian has. Under ``torch.vmap`` you get a Jacobian for each sample, and a loss may
-    contain one.
+    Each rank has its own inputs, so nothing is averaged. The function gathers each unit once,
+    however many rows the Jacobian has. Under ``torch.vmap`` you get a Jacobian for each sample, and
+    a loss may contain one.
 
     Arguments:
         f: ``f(inputs)`` -> a tree of floating-point tensors. It gets its shards from around it, as
@@ -360,12 +360,13 @@ def jacobian(f: Callable[[Any], Any], inputs: Any, *, chunk_size: int | None = N
         chunk_size: the number of rows that are computed at one time; by default all.
 
     Returns:
-        A tree like the outputs, with a tree like ``inputs`` in place of each output. Its tensors have
-        the shape ``[*shape of the output, *shape of the input]``. Integers have ``None``.
+        A tree like the outputs, with a tree like ``inputs`` in place of each output. Its tensors
+        have the shape ``[*shape of the output, *shape of the input]``. Integers have ``None``.
 
     Raises:
         TypeError: the outputs are no tensors, or nothing in ``inputs`` is differentiable.
-        ValueError: ``inputs`` has shards, whose Jacobian no rank could hold: call ``jvp`` or ``vjp``.
+        ValueError: ``inputs`` has shards, whose Jacobian no rank could hold: call ``jvp`` or
+            ``vjp``.
 
     Example:
         >>> import torch, funcshard as fs

@@ -485,6 +485,11 @@ def _limit(hardware: Hardware, budget: int | str | None) -> int:
     return budget_bytes
 
 
+def _has_faster(best: Best) -> bool:
+    """Return whether more memory would allow a plan that's faster by more than ``_GAIN``."""
+    return any(point.seconds * (1 + _GAIN) < best.report.step_time for point in best.pareto)
+
+
 def _with_batch(search: _Search, batch: int | None) -> tuple[Best | Infeasible, int]:
     """Return the plan of a batch, split if it must be, or of the fastest one; and the batch."""
     micro_batches = 1
@@ -498,9 +503,7 @@ def _with_batch(search: _Search, batch: int | None) -> tuple[Best | Infeasible, 
             best = _plan_batch(search, batch, micro_batches)
     # Note: recomputation takes time, so all it can do for a plan that fits is make room for a
     # faster one, which keeps more gathered or whole.
-    faster = best.report.step_time / (1 + _GAIN)
-    is_lean = bool(best.report.remat) or isinstance(best, Infeasible)
-    if not is_lean and any(point.seconds < faster for point in best.pareto):
+    if isinstance(best, Best) and not best.report.remat and _has_faster(best):
         best = search(batch, micro_batches)
     return best, batch
 

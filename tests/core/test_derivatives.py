@@ -301,5 +301,5 @@ def test_a_jacobian_has_the_form_of_outputs_and_inputs_and_is_by_no_shard(mesh):
     assert rows["out"]["a"].tolist() == [[6.0, 0.0], [0.0, 6.0]]
     assert rows["out"]["number"] is None
     _, shards, _, out, _ = mlp(mesh)
-    with pytest.raises(ValueError, match="found buffer '.*' of unit '.*' among them: call fs.jvp"):
+    with pytest.raises(ValueError, match=r"found buffer '.*' of unit '.*' among them: call fs.jvp"):
         fs.jacobian(out, shards)
