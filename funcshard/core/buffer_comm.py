@@ -29,6 +29,7 @@ from funcshard.plan import (
     BufferPlan,
     Cast,
     Event,
+    LeafView,
     Packing,
     UnitPlan,
     dtype_name,
@@ -39,9 +40,6 @@ from funcshard.plan import (
 
 UnitShard = Mapping[str, torch.Tensor]  # this rank's shard of each buffer, by key
 Leaves = Sequence[Sequence[torch.Tensor]]  # of each buffer
-
-# Size, stride and offset of each leaf in its flat buffer.
-LeafViews = tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
 
 _AS_IS = CommDtypes()
 _NO_LEAVES = BufferPlan("", "float32", False, (), 1)
@@ -79,7 +77,7 @@ class BufferComm:
     mesh: Mesh = field(init=False, compare=False, repr=False)
     moved: bool = field(init=False, compare=False)
     copied: bool = field(init=False, compare=False)
-    leaf_views: LeafViews = field(init=False, compare=False)
+    leaf_views: tuple[LeafView, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         # Why here: every gather asks for these.
@@ -97,7 +95,7 @@ class BufferComm:
         object.__setattr__(self, "moved", is_moved)
         object.__setattr__(self, "copied", self.topology.cut or is_moved or is_cast)
         # The views do not change from gather to gather, unlike the memory that they are in.
-        object.__setattr__(self, "leaf_views", tuple(map(_leaf_view, self.plan.model_leaves)))
+        object.__setattr__(self, "leaf_views", self.plan.leaf_views)
 
     @classmethod
     def of(
@@ -142,16 +140,6 @@ class BufferComm:
         return dataclasses.replace(
             self, dtypes=dataclasses.replace(self.dtypes, cast=None), own=False
         )
-
-
-def _leaf_view(
-    model_leaf: tuple[int, tuple[int, ...]],
-) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    offset, shape = model_leaf
-    strides = [1]
-    for dim_size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(dim_size, 1))
-    return shape, tuple(reversed(strides[: len(shape)])), offset
 
 
 def _decoding(packing: Packing, dtype: torch.dtype) -> Cast:

@@ -58,7 +58,7 @@ def decoded_views(full: torch.Tensor, buffer: BufferPlan) -> list[torch.Tensor]:
     batch_shape = full.shape[:-1]
     return [
         full.narrow(-1, offset, math.prod(shape)).view(batch_shape + shape)
-        for offset, shape in buffer.model_leaves
+        for shape, _, offset in buffer.leaf_views
     ]
 
 

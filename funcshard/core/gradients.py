@@ -319,11 +319,12 @@ class GradientFunction:
     )
     def __call__(self, shards: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
         options = self.options
-        loss, weight, aux, grads = evaluate(
-            shards, self.calls(self.loss_fn, shards, rest, kwargs), options
-        )
-        if self.micro_batches is None:
-            (aux,) = aux
+
+        def named_loss(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            result = self.loss_fn(*args, **kwargs)
+            return named_results(result, weighted=options.weighted, has_aux=options.has_aux)
+
+        loss, weight, aux, grads = evaluate(self, named_loss, shards, *rest, **kwargs)
         values = [loss, *[weight] * options.weighted, *[aux] * options.has_aux]
         return tuple(values) if len(values) > 1 else loss, grads
 
@@ -436,25 +437,33 @@ def _split(batch: Any, micro_batches: int) -> list[Any]:
 
 @untraced
 def evaluate(
-    shards: Any, calls: Sequence[Callable[[Any], Any]], options: GradientOptions
+    function: GradientFunction,
+    loss_fn: Callable[..., Any],
+    shards: Any,
+    /,
+    *rest: Any,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Any, Any]:
     """Return the mean loss of several micro-batches, which run one after another, and its gradient.
 
     Arguments:
+        function: the options, and the number of micro-batches.
+        loss_fn: the loss function; it returns its results by name, as ``named_results`` does.
         shards: the pytree to differentiate with respect to.
-        calls: for each micro-batch, a function of shards that returns what ``loss_fn`` does.
-        options: the options of ``value_and_grad`` or ``accumulate``.
+        rest: further arguments; the last one is the batch, if there are micro-batches.
+        kwargs: arguments by name.
 
     Returns:
         The loss: of the only micro-batch, or the mean over this rank's, in float32 or wider; with
         weights, the weighted mean over the world. The sum of the weights over the world, ``None``
-        without weights; a list with the aux of each micro-batch; and the gradient.
+        without weights; the aux, in a list if the batch is split; and the gradient.
     """
     if transforms_active():
         raise RuntimeError(
             "value_and_grad uses torch.autograd.grad, and cannot run inside a torch.func "
             "transform; use fs.grad there, which returns the same gradient"
         )
+    options, calls = function.options, function.calls(loss_fn, shards, rest, kwargs)
     shard_leaves, unflatten = tree.flatten(shards)
     local_leaves = [
         leaf.detach().requires_grad_(leaf.is_floating_point() or leaf.is_complex())
@@ -474,9 +483,7 @@ def evaluate(
     aux_values, own_weight = [], 0.0
     with activate(reducer), torch.enable_grad():
         for batch_index, call in enumerate(calls):
-            result = named_results(
-                call(unflatten(local_leaves)), weighted=weighted, has_aux=options.has_aux
-            )
+            result = call(unflatten(local_leaves))
             loss, factor = check_loss(result["loss"]), 1 / len(calls)
             # The loss is multiplied, and not the gradient, so that hooks see the weighted gradient.
             if weighted:
@@ -527,7 +534,8 @@ def evaluate(
             place = axes, shard.device
             leaf_divisor = divisors[place] = divisors.get(place, leaf_divisor).to(shard.device)
         grads.append(_gradient(shard, leaf, comm, leaf_divisor))
-    return total_loss, world_weight, aux_values, unflatten(grads)
+    aux = aux_values[0] if function.micro_batches is None else aux_values
+    return total_loss, world_weight, aux, unflatten(grads)
 
 
 def _backward(loss: torch.Tensor, local: Sequence[torch.Tensor], reducer: GradReducer) -> bool:

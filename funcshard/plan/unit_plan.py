@@ -100,6 +100,10 @@ class LeafSpec:
         return self.shape
 
 
+# Size, stride and offset of a leaf in its gathered buffer.
+LeafView = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
 class LeafPart(NamedTuple):
     """The elements of one leaf that lie in one rank's shard, maybe none.
 
@@ -185,12 +189,18 @@ class BufferPlan:
         return self.packing.numel_of(self.padded_numel)
 
     @property
-    def model_leaves(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Offset and shape of each leaf in the gathered buffer of ``model_numel`` elements."""
-        if self.packing is None:
-            return [(leaf.offset, leaf.shape) for leaf in self.leaves]
-        numel_of = self.packing.numel_of
-        return [(numel_of(leaf.offset), leaf.unpacked or ()) for leaf in self.leaves]
+    def leaf_views(self) -> tuple[LeafView, ...]:
+        """The place of each leaf in the gathered buffer of ``model_numel`` elements."""
+        leaf_views: list[LeafView] = []
+        for leaf in self.leaves:
+            offset, shape = leaf.offset, leaf.shape
+            if self.packing is not None:
+                offset, shape = self.packing.numel_of(offset), leaf.unpacked or ()
+            strides = [1]
+            for dim_size in reversed(shape[1:]):
+                strides.append(strides[-1] * max(dim_size, 1))
+            leaf_views.append((shape, tuple(reversed(strides[: len(shape)])), offset))
+        return tuple(leaf_views)
 
     def part(self, leaf: LeafSpec, rank: int) -> LeafPart:
         """Return the part of ``leaf`` in the shard at index ``rank`` of the shard axis."""

@@ -183,12 +183,10 @@ def make_train_step(
     # Note: a hook may keep the gradients that it gets, and then they cannot be written to.
     hooks = (options.on_grads, options.on_reduce_scattered)
     return TrainStep(
-        function=function,
-        options=dataclasses.replace(options, mesh=mesh, has_aux=True),
+        function=dataclasses.replace(function, options=dataclasses.replace(options, mesh=mesh)),
         optimizer=optimizer,
         plan=plan,
         mesh=mesh,
-        has_aux=options.has_aux,
         mutable=mutable,
         max_norm=max_norm,
         scaler=scaler,
@@ -245,13 +243,11 @@ class TrainStep:
     """A training step; made by ``make_train_step``.
 
     Attributes:
-        function: the loss function, and the number of its micro-batches.
-        options: how its gradients are computed; it always has an aux here.
+        function: the loss function, its micro-batches, and how its gradients are computed.
         optimizer: the pair of functions.
         plan: the plan of the shards.
         mesh: the ranks.
-        has_aux: whether the loss function returns an aux.
-        mutable: whether it returns new buffers.
+        mutable: whether the loss function returns new buffers.
         max_norm: the bound of the gradient's norm; ``math.inf`` for the norm alone, ``None`` for
             neither.
         scaler: the loss scaling; ``None`` without.
@@ -263,11 +259,9 @@ class TrainStep:
     """
 
     function: GradientFunction
-    options: GradientOptions
     optimizer: Any
     plan: Plan
     mesh: Mesh
-    has_aux: bool
     mutable: bool
     max_norm: float | None
     scaler: GradScaler | None
@@ -317,7 +311,7 @@ class TrainStep:
 
     def _evaluate(self, state: TrainState, batch: Any) -> tuple[tuple[Any, ...], Shards]:
         """Return losses (scaled), weights, buffers and aux, and the scaled gradient."""
-        function, weighted = self.function, self.options.weighted
+        function, options = self.function, self.function.options
         buffers = state.buffers
         local_weight = 0.0
         local_total: Any = 0.0
@@ -326,33 +320,30 @@ class TrainStep:
             nonlocal buffers, local_weight, local_total
             result = named_results(
                 function.loss_fn(shards, buffers, batch),
-                weighted=weighted,
+                weighted=options.weighted,
                 mutable=self.mutable,
-                has_aux=self.has_aux,
+                has_aux=options.has_aux,
             )
-            loss, aux, weight = result["loss"], result.get("aux"), 1.0
-            if weighted:
-                weight = check_weight(result["weight"])
+            weight = 1.0
+            if options.weighted:
+                weight = result["weight"] = check_weight(result["weight"])
             # A batch of weight zero is no data, so running statistics must not see it either.
+            new_buffers = result.pop("new_buffers", None)
             if self.mutable and weight > 0:
-                _check_names(result["new_buffers"], buffers)
-                buffers = tree.map(detached, result["new_buffers"])
+                _check_names(new_buffers, buffers)
+                buffers = tree.map(detached, new_buffers)
             if self.scaler is not None and state.scaler is not None:
-                loss = self.scaler.scale(loss, state.scaler)
-            if not weighted:
-                return loss, aux
+                result["loss"] = self.scaler.scale(result["loss"], state.scaler)
             # The loss of value_and_grad is the mean over the world; this rank's is kept here.
-            local_weight += weight
-            if weight > 0:  # a loss of weight zero may be NaN
-                local_total = local_total + loss_value(loss) * weight
-            return loss, weight, aux
+            if options.weighted:
+                local_weight += weight
+            if options.weighted and weight > 0:  # a loss of weight zero may be NaN
+                local_total = local_total + loss_value(result["loss"]) * weight
+            return result
 
-        calls = function.calls(loss_and_rest, state.shards, (batch,), {})
-        loss, weight, aux, grads = evaluate(state.shards, calls, self.options)
-        if function.micro_batches is None:
-            (aux,) = aux
+        loss, weight, aux, grads = evaluate(function, loss_and_rest, state.shards, batch)
         local_loss = loss
-        if weighted:
+        if options.weighted:
             local_loss = local_total / local_weight if local_weight > 0 else torch.zeros_like(loss)
         return (loss, local_loss, weight, local_weight, buffers, aux), grads
 
@@ -405,7 +396,7 @@ class TrainStep:
                 grads, metrics["grad_norm"] = clip_by_global_norm(
                     grads, plan, mesh, self.max_norm, donate=scaler is not None
                 )
-        if self.has_aux:
+        if self.function.options.has_aux:
             metrics["aux"] = aux
         # The weight is the world's sum, so every rank returns here.
         if weight is not None and graph_recording is None and not weight > 0:
