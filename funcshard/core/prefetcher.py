@@ -2,8 +2,8 @@
 
 One ``Prefetcher`` belongs to one call of a sharded function, and issues all of its all-gathers, in
 forward and backward. Its phases have FSDP's names, ``pre_forward`` to ``post_backward``.
-``ForwardOrder`` and ``BackwardOrder`` of ``plan`` decide; the prefetcher keeps the handles. Only
-the autograd graph refers to it after forward, and frees it.
+``ForwardOrder`` and ``BackwardOrder`` of ``plan`` decide; the prefetcher keeps the handles, those
+for backward in a ``Use``. Only the autograd graph refers to it after forward, and frees it.
 
 A ``Gathered`` is one gather of a unit, and what autograd keeps of it between forward and backward.
 ``Gathered.pack`` replaces each saved view of a gathered buffer by the position of the view, so the
