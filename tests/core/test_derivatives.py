@@ -37,6 +37,7 @@ def subject_of(name):
     batch = cast(subject.make_batch(SAMPLES, 0), torch.float64)
     own = lambda i, number: part(batch, i, number)  # noqa: E731
     return SimpleNamespace(
+        targets=lambda i, n: own(i, n)["targets"],
         apply=apply, params=params, units=subject.units, buffers=buffers, inputs=lambda i, n: own(i, n)["inputs"],
         out=lambda p, i, n: logits_of(apply(p, buffers, **own(i, n)["inputs"])),
         loss=lambda y, i, n: cross_entropy(y.flatten(0, -2), own(i, n)["targets"].flatten()),
@@ -303,3 +304,94 @@ def test_a_jacobian_has_the_form_of_outputs_and_inputs_and_is_by_no_shard(mesh):
     _, shards, _, out, _ = mlp(mesh)
     with pytest.raises(ValueError, match=r"found buffer '.*' of unit '.*' among them: call fs.jvp"):
         fs.jacobian(out, shards)
+
+
+HALF = fs.MixedPrecision(torch.bfloat16, torch.float32)
+
+
+def rounded(values, dtype):
+    """Return float64 numbers in ``dtype``, rounded to bfloat16 before."""
+    return cast(cast(values, torch.bfloat16), dtype)
+
+
+def low_operators(ops, out, loss_of, p, v):
+    """Return the trees of operators, and this part's tangents."""
+    loss = lambda p: loss_of(out(p))  # noqa: E731
+    trees = {
+        "gradient": ops.grad(loss)(p), "product": ops.hvp(loss, (p,), (v,)),
+        "Gauss-Newton": ops.gnvp(out, loss_of, (p,), (v,)),
+    }  # fmt: skip
+    return trees, ops.jvp(out, (p,), (v,))[1]
+
+
+def plain_in(name, dtype):
+    """Return the operators, the samples' norms and the vector of the plain module in ``dtype``, on the whole batch."""
+    subject = subject_of(name)
+    params, v = rounded(subject.params, dtype), rounded(vector_of(name), dtype)
+    buffers, inputs = rounded(subject.buffers, dtype), rounded(subject.inputs(0, 1), dtype)
+    wide = lambda y: y if dtype == torch.float64 else y.float()  # noqa: E731
+    run = lambda p, x: wide(logits_of(subject.apply(p, buffers, **x)))  # noqa: E731
+    loss = lambda y: subject.loss(y, 0, 1)  # noqa: E731
+    trees, tangents = low_operators(PLAIN, lambda p: run(p, inputs), loss, params, v)
+
+    def square(x, y):
+        x = {key: value[None] for key, value in x.items()}
+        grads = torch.func.grad(lambda p: cross_entropy(run(p, x).flatten(0, -2), y.flatten()))(params)
+        return sum(grad.double().square().sum() for grad in grads.values())
+
+    if name == "MoE":  # whose indices torch.vmap doesn't take
+        return trees, tangents, torch.ones(1)
+    return trees, tangents, torch.vmap(square)(inputs, subject.targets(0, 1)).sqrt()
+
+
+@functools.cache
+def vector_of(name):
+    subject = subject_of(name)
+    return {path: random(index, *p.shape) for index, (path, p) in enumerate(subject.params.items())}
+
+
+def found_in_bfloat16(mesh, name):
+    subject, at = subject_of(name), (mesh.rank, mesh.world_size)
+    params = rounded(subject.params, torch.float32)
+    plan = fs.make_plan(params, mesh, units=subject.units, precision=HALF)
+    shards = fs.shard(params, plan, mesh)
+    v = fs.shard(rounded(vector_of(name), torch.float32), plan, mesh)
+    sharded, buffers = fs.fully_shard(subject.apply, plan, mesh), rounded(subject.buffers, torch.float32)
+    inputs = rounded(subject.inputs(*at), torch.float32)
+    run = lambda s, x: logits_of(sharded(s, buffers, **x)).float()  # noqa: E731
+    trees, tangents = low_operators(fs, lambda s: run(s, inputs), lambda y: subject.loss(y, *at), shards, v)
+
+    def of_sample(s, sample):
+        x = {key: value[None] for key, value in sample[0].items()}
+        return cross_entropy(run(s, x).flatten(0, -2), sample[1].flatten())
+
+    trees = {key: whole(tree, plan, mesh) for key, tree in trees.items()}
+    if name == "MoE":
+        return trees, tangents, torch.ones(1)
+    batch = (inputs, subject.targets(*at))
+    (_, norms), _ = fs.per_sample_grad(of_sample, plan, mesh)(shards, batch)
+    torch.testing.assert_close(fs.per_sample_norms(of_sample, plan, mesh)(shards, batch)[1], norms, rtol=1e-2, atol=0)
+    return trees, tangents, norms
+
+
+def distance(found, expected):
+    """Return the norm of the difference of two trees, relative to that of the second."""
+    pairs = [(found, expected)]
+    if isinstance(found, dict):
+        pairs = [(found[path], expected[path]) for path in expected]
+    difference = sum((a.double() - b).square().sum() for a, b in pairs)
+    return (difference / sum(b.square().sum() for _, b in pairs)).sqrt().item()
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "ViT" else pytest.param(name, marks=pytest.mark.nightly) for name in MODELS]
+)
+def test_in_bfloat16_operators_are_as_far_from_float64_as_the_plain_modules(name):
+    with sdpa_kernel(SDPBackend.MATH):
+        exact, plain = plain_in(name, torch.float64), plain_in(name, torch.bfloat16)
+    results = run_simulated(found_in_bfloat16, 2, name)
+    tangents, norms = (torch.cat([result[index] for result in results]) for index in (1, 2))
+    triples = {"tangents": (tangents, plain[1], exact[1]), "norms": (norms, plain[2], exact[2])}
+    triples |= {key: (results[0][0][key], plain[0][key], exact[0][key]) for key in exact[0]}
+    for key, (ours, theirs, right) in triples.items():
+        assert distance(ours, right) <= 2 * distance(theirs, right) < 0.5, key
