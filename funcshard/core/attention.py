@@ -8,8 +8,8 @@ of its function's derivative. So the autograd Function ``_Mapped`` calls itself 
 to any order.
 
 The functions of the first two orders are written out, because torch's rules for a composition
-compute more than is needed. The derivatives of the others are torch's. Where torch's kernel has the
-results of a map, which are values and first gradients, it computes them.
+compute more than is needed. The derivatives of the others are torch's. Torch's kernel computes values,
+and on GPUs first gradients.
 
 Source: Rabe and Staats, "Self-attention does not need O(n^2) memory", arXiv:2112.05682.
 """
@@ -32,8 +32,10 @@ from funcshard._utils.torch_operators import AttentionCall, operator_by_name
 from funcshard._utils.torch_private import transforms_active
 
 # A chunk has so many scores, over all samples and heads, if it has more queries than the least.
-CHUNK_SCORES = 2**19
+CHUNK_SCORES = 2**20
 LEAST_QUERIES = 64
+# The types of devices whose kernel takes longer for a first gradient than chunks.
+SLOW_GRADIENTS = ("cpu",)
 
 # Why not by its usual name: ``any_order`` would replace it again.
 _kernel = operator_by_name("aten", "scaled_dot_product_attention", "default")
@@ -297,8 +299,11 @@ class ChunkMap:
 
     def _run_kernel(self, *tensors: Any) -> Results | None:
         """Return the results of torch's kernel; ``None`` where it has none of linear memory."""
-        is_first_order = self.f is _outputs or (self.f is _grads and 3 not in self.wanted)
-        if not is_first_order or self.dropout is not None:
+        is_gradient = self.f is _grads and 3 not in self.wanted
+        # Why not on the CPU: the kernel's forward would run again for it, which takes longer.
+        if is_gradient and tensors[0].device.type in SLOW_GRADIENTS:
+            return None
+        if not (is_gradient or self.f is _outputs) or self.dropout is not None:
             return None
         inputs, bias = [_four_dims(tensor.detach()) for tensor in tensors[:3]], tensors[3]
         if bias is not None:
