@@ -8,8 +8,8 @@ of its function's derivative. So the autograd Function ``_Mapped`` calls itself 
 to any order.
 
 The functions of the first two orders are written out, because torch's rules for a composition
-compute more than is needed. The derivatives of the others are torch's. Torch's kernel computes values,
-and on GPUs first gradients.
+compute more than is needed. The derivatives of the others are torch's. Torch's kernel computes
+values, and on GPUs first gradients.
 
 Source: Rabe and Staats, "Self-attention does not need O(n^2) memory", arXiv:2112.05682.
 """
