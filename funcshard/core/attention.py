@@ -164,11 +164,13 @@ def _grads_jvp(chunk: Chunk, *inputs: Any) -> Results:
     score_grad, mean = _softmax_jvp(probs, prob_grad)
     # The tangent of score_grad is the product rule's for probs * (prob_grad - mean).
     prob_dot = None
-    score_grad_dot = torch.zeros_like(probs) if prob_grad_dot is None else probs * prob_grad_dot
+    score_grad_dot = torch.zeros_like(probs)
+    if prob_grad_dot is not None:
+        score_grad_dot = prob_grad_dot.mul_(probs) if _in_place() else prob_grad_dot * probs
     if score_dot is not None:
         prob_dot, _ = _softmax_jvp(probs, score_dot)
-        score_grad_dot = _add_product(score_grad_dot, prob_dot, prob_grad)
-        score_grad_dot = _add_product(score_grad_dot, prob_dot, -mean)
+        centered = prob_grad.sub_(mean) if _in_place() else prob_grad - mean
+        score_grad_dot = _add_product(score_grad_dot, prob_dot, centered)
         prob_dot = chunk.drop(prob_dot)
     mean_dot = score_grad_dot.sum(-1, keepdim=True)  # as the sum of prob_dot is zero
     score_grad_dot = _add_product(score_grad_dot, probs, -mean_dot)
