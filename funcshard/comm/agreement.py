@@ -113,7 +113,9 @@ def around_difference(one: str, other: str) -> tuple[str, str]:
     """Return the parts of two texts around their first difference."""
     # Note: long texts differ far behind their beginning, such as two configurations.
     pairs = enumerate(zip(one, other, strict=False))
-    begin = max(0, next((i for i, (a, b) in pairs if a != b), 0) - 40)
+    # One text may begin with the whole other one, as two paths do.
+    shorter = min(len(one), len(other))
+    begin = max(0, next((i for i, (a, b) in pairs if a != b), shorter) - 40)
     one_part, other_part = [
         "…" * (begin > 0) + long_text[begin : begin + 80] for long_text in (one, other)
     ]

@@ -51,6 +51,8 @@ DIFFERENCES: dict[str, tuple[list[dict[str, str]], str]] = {
         ([{"x": "1"}, {"x": "1"}, {"x": "2"}], f"x {SAME} 1 and rank 6 has 2: build it from the same arguments everywhere"),
     "the first of two": ([{"x": "1", "y": "1"}, {"x": "1", "y": "2"}], f"y {SAME} 1"),
     "one that the first rank lacks": ([{"x": "1"}, {"x": "1", "y": "2"}], f"y {SAME} noth"),
+    "a text that begins with the other one":
+        ([{"x": "/" * 90}, {"x": "/" * 90 + "0"}], f"x {SAME} …{'/' * 40} and rank 5 has …{'/' * 40}0: "),
     "a lambda and a function": ([{"x": "a function"}, {"x": "torch.compile"}], ""),
     "a lambda and none": ([{"x": "a function"}, {"x": "None"}], f"x {SAME} a function"),
 }  # fmt: skip
