@@ -189,7 +189,7 @@ def _layer_norm(
     eps: float = 1e-5,
 ) -> torch.Tensor:
     out = _standardised(input, [-1 - i for i in range(len(normalized_shape))], eps)
-    return _scaled(out, weight, bias)
+    return _scaled(out, weight, bias).to(input.dtype)
 
 
 def _norm_of_batch(dims: Callable[[int], list[int]], func: Any) -> Callable[..., torch.Tensor]:
@@ -206,12 +206,15 @@ def _norm_of_batch(dims: Callable[[int], list[int]], func: Any) -> Callable[...,
                 return kernel_out
         shape = [-1] + [1] * (x.ndim - 2)
         out = _standardised(x, dims(x.ndim), eps)
-        return _scaled(out, *(None if p is None else p.view(shape) for p in (weight, bias)))
+        params = [None if p is None else p.view(shape) for p in (weight, bias)]
+        return _scaled(out, *params).to(x.dtype)
 
     return norm
 
 
 def _standardised(x: torch.Tensor, dims: list[int], eps: float) -> torch.Tensor:
+    # Why wide: torch's kernels compute so, and give a result of the input's dtype.
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
     return (x - mean) * (var + eps).rsqrt()
 

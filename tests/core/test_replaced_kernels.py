@@ -104,6 +104,18 @@ def test_what_torch_has_right_it_computes():
         assert torch.equal(found, DERIVATIVES[derivative](loss))
 
 
+@pytest.mark.parametrize(
+    "norm",
+    [lambda x: F.layer_norm(x, (5,), W[:5].float()), lambda x: F.batch_norm(x, None, None, W.float(), training=True)],
+    ids=["layer_norm", "batch_norm"],
+)
+def test_a_norm_of_a_narrow_dtype_computes_in_a_wide_one_as_torch_does(norm):
+    x = (300 * X.float()).half().requires_grad_()  # whose variance exceeds float16
+    with fs.any_order():
+        found = norm(x)
+    torch.testing.assert_close(found, norm(x))  # of one dtype too
+
+
 def test_running_statistics_are_updated_once():
     mean, var = (s.clone() for s in STATISTICS)
     with fs.any_order():
