@@ -122,6 +122,9 @@ def _changed(name: str, params: Any, path: str, change: Callable[[Any, str], Any
 
 def _children(node: Any) -> dict[str, Any]:
     """Return the children of a container by component of a path."""
+    # Note: trees take a subclass of dict for a leaf.
+    if [id(leaf) for leaf in tree.leaves(node)] == [id(node)]:
+        return {}
     if isinstance(node, (list, tuple)):
         node = dict(zip(getattr(node, "_fields", range(len(node))), node, strict=True))
     return {str(key): child for key, child in node.items()} if isinstance(node, Mapping) else {}

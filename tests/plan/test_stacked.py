@@ -61,8 +61,15 @@ def test_frozen_gradients_stay_none() -> None:
     assert repr(fs.stack(grads, "blocks")) == repr({"blocks": {"w": torch.tensor([[1.0, 1.0], [0.0, 0.0]]), "b": None}})
 
 
+class Attributes(dict[str, Any]):
+    """A dictionary of another library, which no tree knows."""
+
+
 SAID: dict[str, tuple[Any, type[Exception], str]] = {
     "no such index": (lambda: fs.stack({"a": [1]}, "a.1"), ValueError, "node 'a.1' in the tree: '1' is none of ['0']"),
+    "no container of a tree": (
+        lambda: fs.stack(Attributes(a=[torch.ones(1)]), "a"), ValueError, "no node 'a' in the tree: 'a' is none of []",
+    ),
     "other numbers of layers": (
         lambda: fs.unstack({"a": {"w": torch.ones(2, 3), "b": torch.ones(3)}}, "a"), ValueError,
         "must be tensors of one first dimension, of the size of the number of layers; found [(2,), (3,)]",
