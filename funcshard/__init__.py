@@ -81,7 +81,7 @@ from funcshard.plan import (
     unstack,
     wrap,
 )
-from funcshard.planning import RunPlan, plan_run
+from funcshard.planning import Generation, GenerationPlan, RunPlan, Training, plan_run
 from funcshard.train import (
     GradScaler,
     Owners,
@@ -112,6 +112,8 @@ __all__ = [
     "Cast",
     "Contents",
     "Event",
+    "Generation",
+    "GenerationPlan",
     "GradScaler",
     "Mesh",
     "MixedPrecision",
@@ -126,6 +128,7 @@ __all__ = [
     "Schedule",
     "Storage",
     "TrainState",
+    "Training",
     "accumulate",
     "agree",
     "all_gather",

@@ -273,8 +273,9 @@ RIGHT_CALLS: dict[str, Callable[[World], Call]] = {
         "budget": None,
     }),
     "auto_plan": lambda w: (fs.auto_plan, (profiled(),), {"ranks": 2, "budget": None}),
+    "Training": lambda w: (fs.Training, (), {"dpo": False}),
     "plan_run": lambda w: (fs.plan_run, (torch.nn.Linear(4, 4),), {
-        "gpus": 2, "batch": 1, "inputs": lambda batch, seq: (torch.empty(batch, 4),),
+        "gpus": 2, "batch": 1, "task": fs.Training(inputs=lambda batch, seq: (torch.empty(batch, 4),)),
     }),
     "passes.keep_gathered": of_traced("keep_gathered", budget="1GB"),
     "passes.gather_earlier": of_traced("gather_earlier", budget=None, by=1),

@@ -76,8 +76,8 @@ def _from_step(options: argparse.Namespace) -> Hardware:
     try:
         planned: Any = json.loads(read_regular(options.plan))
         hardware = load_hardware(planned["gpu"])
-        waiting, computing = planned["waiting_seconds"], planned["step_seconds"]
-        computing -= waiting
+        waiting = planned["waiting_seconds"]
+        computing = planned["step_seconds"] - waiting
         reserved_bytes = planned["reserved_bytes"]
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(

@@ -7,8 +7,10 @@ import base64
 import functools
 import importlib.util
 import io
+import itertools
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,10 @@ import torch
 from torch import nn
 
 import funcshard as fs
+from funcshard._utils import file_data, table
 from funcshard._utils.options import did_you_mean
 from funcshard._utils.regular_files import read_regular
+from funcshard._utils.table import Table
 from funcshard.checkpoint import default_units
 from funcshard.demo.arguments import (
     add_mesh,
@@ -30,6 +34,7 @@ from funcshard.demo.decoders import DECODERS, decoder
 from funcshard.demo.gpt import GPT
 from funcshard.estimate import (
     OPTIMIZERS,
+    Hardware,
     Infeasible,
     Report,
     draw_holdings,
@@ -39,9 +44,11 @@ from funcshard.estimate import (
 )
 from funcshard.plan import STRATEGIES
 from funcshard.planning import (
+    AXIS,
     LONGEST,
     OTHERS,
     PRECISIONS,
+    STORAGES,
     Answer,
     InputMaker,
     answer_file,
@@ -55,11 +62,16 @@ from funcshard.planning import (
 # without a search takes.
 _CHOSEN = {"replicate": 1, "strategy": STRATEGIES[0], "bucket_bytes": "auto", "remat": False}
 _OF_ESTIMATE = {"budget": None, "compare": None, "auto": False}
-_WITHOUT_PATH = {**_CHOSEN, "auto": False, "model": None, "compare": None, "units": None}
+_WITHOUT_PATH = {**_CHOSEN, "auto": False, "model": None, "units": None}
+_OF_TRAINING = {"lora": None, "dpo": False, "inputs": None, "compare": None, "optimizer": "adamw"}
 
 
 def _bucket_bytes(text: str) -> int | str:
     return text if text == "auto" else at_least(0, 2**63)(text)
+
+
+def _numbers(text: str) -> list[int]:
+    return [at_least(1)(number) for number in text.split(",")]
 
 
 def _lora(text: str) -> dict[str, Any]:
@@ -97,9 +109,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "many tiny units form groups",
     )  # fmt: skip
     parser.add_argument(
-        "--precision", choices=[*PRECISIONS],
-        help="dtype in which units compute; bf16 reduces gradients in float32; bf16-params, for a PATH, keeps parameters in "
-        "bfloat16 too (default: fp32, and bf16 for a PATH)",
+        "--precision", choices=[*PRECISIONS, *STORAGES],
+        help="dtype in which units compute; bf16 reduces gradients in float32; for a PATH, bf16-params keeps parameters in "
+        "bfloat16 too; with --generate, nf4, int8 and fp8 store layers small (default: fp32; for a PATH, bf16)",
     )  # fmt: skip
     parser.add_argument(
         "--json", action="store_true",
@@ -123,6 +135,11 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="for a PATH of a decoder, train it from preferences beside a frozen reference; a sample is a pair of answers",
     )  # fmt: skip
     parser.add_argument(
+        "--generate", action="store_true",
+        help="for a PATH of a decoder, generate text in place of training: does the model fit with its cache, and how many "
+        "tokens a second",
+    )  # fmt: skip
+    parser.add_argument(
         "--no-cache", action="store_true",
         help="for a PATH, plan again, even if the folder ~/.cache/funcshard has the answer",
     )  # fmt: skip
@@ -138,12 +155,13 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "(default: the memory of the hardware; for a PATH, 3 GiB less on GPUs, for CUDA, NCCL and cuBLAS)",
     )  # fmt: skip
     group.add_argument(
-        "--batch", type=at_least(1), metavar="N",
-        help="samples of a rank in one step (default: 1; for a PATH, the fastest that fit)",
+        "--batch", type=_numbers, default=[None], metavar="N",
+        help="samples of a rank in one step (default: 1; for a PATH, the fastest that fit, and 1,2,4 prints a table)",
     )  # fmt: skip
     group.add_argument(
-        "--seq", type=at_least(1), metavar="N",
-        help=f"tokens of a sample (default: the context of the model, at most {LONGEST}; {OTHERS} for a MODULE:CALLABLE)",
+        "--seq", type=_numbers, default=[None], metavar="N",
+        help=f"tokens of a sample (default: the context of the model, at most {LONGEST}; {OTHERS} for a MODULE:CALLABLE); "
+        "for a PATH, 2048,8192 prints a table",
     )  # fmt: skip
     group.add_argument(
         "--inputs", metavar="MODULE:CALLABLE",
@@ -166,7 +184,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--compare", metavar="FILE",
-        help="estimate also the plan in this file, which --json wrote, and compare the two (default: none)",
+        help="estimate also the plan in this file, which --json wrote, and compare the two; for a PATH, the plan of another "
+        "run of this model (default: none)",
     )  # fmt: skip
 
 
@@ -192,46 +211,96 @@ def plan_command(options: argparse.Namespace) -> int:
 
 def _whole_run(options: argparse.Namespace) -> int:
     """Plan a run of a model of any origin, and return the exit code."""
-    answer = _answer(options)
+    sizes = list(itertools.product(options.seq, options.batch))
+    answers = [_answer(options, seq, batch) for seq, batch in sizes]
+    shown: list[Any] = answers
+    answer_json, answer_text = answers[0].json, answers[0].text
+    if len(answers) > 1:
+        results = [json.loads(answer.json) for answer in answers]
+        shown = [_sweep_table(Path(options.path).stem, results)]
+        answer_json, answer_text = json.dumps(results, indent=2, ensure_ascii=False), str(shown[0])
     if options.html:
-        _write_page(Path(options.html), [answer])
-    print(answer.json if options.json else answer.text)
-    return int(not answer.fits)
+        _write_page(Path(options.html), shown)
+    print(answer_json if options.json else answer_text)
+    return int(not any(answer.fits for answer in answers))
 
 
-def _answer(options: argparse.Namespace) -> Answer:
+def _sweep_table(title: str, results: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the table of plans of several lengths and batches."""
+    name, words = ("step_seconds", "step")
+    if "token_seconds" in results[0]:
+        name, words = ("token_seconds", "further token")
+    rows = [
+        [
+            f"{result['seq']:,}",
+            f"{result['batch']:,}",
+            "yes" if result["fits"] else "no",
+            table.size(result["reserved_bytes"]),
+            table.duration(result[name]),
+            f"{result['tokens_per_second']:,.0f}",
+            f"{100 * result['mfu']:.1f} %" if "mfu" in result else "",
+            f"{len(result.get('remat', ()))}",
+        ]
+        for result in results
+    ]
+    columns = ["seq", "batch", "fits", "reserved", words, "tokens/s", "MFU", "recomputed units"]
+    return Table(f"{title} on {results[0]['gpus']:,} × {results[0]['gpu']}", columns, rows)
+
+
+def _task(options: argparse.Namespace) -> fs.Training | fs.Generation:
+    """Return what the run does."""
+    if options.generate:
+        return fs.Generation(precision=options.precision or "bf16")
+    return fs.Training(
+        precision=options.precision or "bf16",
+        optimizer=options.optimizer,
+        lora=options.lora,
+        dpo=options.dpo,
+        inputs=_inputs(options),
+    )
+
+
+def _answer(options: argparse.Namespace, seq: int | None, batch: int | None) -> Answer:
     """Return the answer from the last time, or a new one."""
     is_ours = options.path in DECODERS or ":" in options.path
     hardware = load_hardware(options.hardware or "h100")
     question = {
         "gpus": options.ranks,
         "gpu": hardware,
-        "seq": options.seq,
-        "batch": options.batch,
+        "seq": seq,
+        "batch": batch,
         "budget": options.budget,
-        "precision": options.precision or "bf16",
-        "optimizer": options.optimizer,
-        "lora": options.lora,
-        "tensor": options.tensor,
-        "dpo": options.dpo,
+        "task": _task(options),
     }
+    if options.tensor > 1:
+        question["gpus"] = {"shard": options.ranks // options.tensor, AXIS: options.tensor}
     file = None
     # Note: code of yours may change, and no digest shows it.
-    if not (is_ours or options.inputs or options.no_cache):
+    if not (is_ours or options.inputs or options.compare or options.no_cache):
         # Note: only a page has pictures, which take a while to draw.
         facts = {**question, "gpu": hardware.to_json(), "html": bool(options.html)}
         file = answer_file(Path(options.path), facts)
     answer = read_answer(file) if file else None
     if answer is None:
         model = _model(options.path, options) if is_ours else options.path
-        run = fs.plan_run(model, inputs=_inputs(options), **question)
-        html = "".join(
-            [run._repr_html_(), *(_pictures([run.plan, run.report]) if options.html else ())]
-        )
-        answer = Answer(str(run), run.to_json(), html, run.fits)
+        run: Any = fs.plan_run(model, **question)
+        shown_items = [run]
+        if options.compare:
+            shown_items = [_comparison(options.compare, run, hardware)]
+        html = "".join(item._repr_html_() for item in shown_items)
+        if options.html:
+            html += "".join(_pictures([run.plan, run.report]))
+        answer = Answer("\n\n".join(map(str, shown_items)), run.to_json(), html, run.fits)
         if file:
             write_answer(file, answer)
     return answer
+
+
+def _comparison(path: str, run: fs.RunPlan, hardware: Hardware) -> Any:
+    """Return the comparison of a run with the plan in a file, for the same batch."""
+    plan, remat = _compared(path, run.plan)
+    options: dict[str, Any] = {**run.report.options, "remat": remat}
+    return fs.compare(fs.estimate(run.profile, plan, hardware=hardware, **options), run.report)
 
 
 def _check_together(options: argparse.Namespace) -> None:
@@ -243,13 +312,28 @@ def _check_together(options: argparse.Namespace) -> None:
             _OF_ESTIMATE,
             "{} belongs to an estimate: add --hardware, e.g. h100",
         ),
-        (True, {"lora": None, "tensor": 1, "dpo": False}, "{} belongs to a PATH: pass one"),
+        (
+            True,
+            {"lora": None, "tensor": 1, "dpo": False, "generate": False},
+            "{} belongs to a PATH: pass one",
+        ),
     ]
-    if options.path is None and options.precision == "bf16-params":
-        raise ValueError("--precision bf16-params belongs to a PATH: pass one")
+    several = len(options.seq) * len(options.batch) > 1
+    if options.path is None and options.precision not in (None, "bf16", "fp32"):
+        raise ValueError(f"--precision {options.precision} belongs to a PATH: pass one")
+    if options.path is None and several:
+        raise ValueError("several values of --seq and --batch belong to a PATH: pass one")
     if options.path is not None:
         remedy = "leave it out, or pass --model in place of PATH"
-        rules = [(True, _WITHOUT_PATH, "PATH finds the plan itself; found {}: " + remedy)]
+        rules = [
+            (True, _WITHOUT_PATH, "PATH finds the plan itself; found {}: " + remedy),
+            (options.generate, _OF_TRAINING, "--generate doesn't train: leave out {}"),
+            (several, {"compare": None}, "{} compares one run: pass one --seq and one --batch"),
+        ]
+        if options.ranks % options.tensor:
+            raise ValueError(
+                f"--tensor must divide the {options.ranks} GPUs; found {options.tensor}: pass a divisor"
+            )
     for applies, defaults, text in rules:
         for name, default in defaults.items():
             if applies and getattr(options, name) != default:
@@ -278,8 +362,8 @@ def _shown(options: argparse.Namespace, model: nn.Module) -> list[Any]:
         return [plan]
     compared_plan = None
     if options.compare:
-        compared_plan = _compared(options.compare, plan)
-    batch, seq = options.batch or 1, options.seq or default_seq(model)
+        compared_plan, _ = _compared(options.compare, plan)
+    batch, seq = options.batch[0] or 1, options.seq[0] or default_seq(model)
     common = {
         "hardware": load_hardware(options.hardware),
         "optimizer": options.optimizer,
@@ -342,9 +426,9 @@ def _model(spec: str | None, options: argparse.Namespace) -> nn.Module:
     return model
 
 
-def _compared(path: str, plan: fs.Plan) -> fs.Plan:
-    """Return the plan in a file, which must be of the same model as ``plan``."""
-    read_plan = _read(path)
+def _compared(path: str, plan: fs.Plan) -> tuple[fs.Plan, Sequence[str]]:
+    """Return the plan in a file, which must be of ``plan``'s model, and what it recomputes."""
+    read_plan, remat = _read(path)
     shapes_here = {leaf.path: list(leaf.whole_shape) for leaf in plan.leaves}
     shapes_there = {leaf.path: list(leaf.whole_shape) for leaf in read_plan.leaves}
     for name in {**shapes_here, **shapes_there}:
@@ -355,12 +439,16 @@ def _compared(path: str, plan: fs.Plan) -> fs.Plan:
                 f"there and {here} here; pass the options of the model with which that plan was "
                 "made"
             )
-    return read_plan
+    return read_plan, remat
 
 
-def _read(path: str) -> fs.Plan:
+def _read(path: str) -> tuple[fs.Plan, Sequence[str]]:
     try:
-        return fs.Plan.from_json(read_regular(path).decode())
+        data = file_data.parse(read_regular(path).decode())
+        if "remat" not in data:
+            return fs.Plan.from_json(json.dumps(data)), ()
+        # Note: --json of a PATH writes the plan among other figures.
+        return fs.Plan.from_json(json.dumps(data["plan"])), data["remat"]
     except OSError as error:
         reason = f"which cannot be read ({error.strerror})"
     except ValueError as error:

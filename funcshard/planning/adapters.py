@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,22 +19,26 @@ STORAGES = {"nf4": nf4, "int8": int8, "fp8": fp8}
 _FORM = '{"r": 16, "targets": ["q_proj", "v_proj"]}'
 
 
+def check_lora(lora: Any) -> None:
+    """Raise unless ``lora`` has a rank, names, and perhaps a storage."""
+    if not isinstance(lora, Mapping) or lora.keys() - {"base"} != {"r", "targets"}:
+        raise ValueError(f"lora must have a rank and names; found {outline(lora)}: pass {_FORM}")
+    check_choice("base of lora", lora.get("base", "nf4"), [*STORAGES])
+    check_count("r of lora", lora["r"])
+
+
 def add_adapters(module: nn.Module, lora: Mapping[str, Any]) -> None:
     """Freeze a model's weights, and put trainable adapters of peft around some of them.
 
     Arguments:
         module: the model, on the meta device.
-        lora: that of ``plan_run``.
+        lora: that of ``Training``.
 
     Raises:
         ImportError: peft isn't installed.
-        ValueError: the options are others, or no module has such a name.
+        ValueError: no module has such a name.
     """
-    if not isinstance(lora, Mapping) or lora.keys() - {"base"} != {"r", "targets"}:
-        raise ValueError(f"lora must have a rank and names; found {outline(lora)}: pass {_FORM}")
-    if "base" in lora:
-        check_choice("base of lora", lora["base"], [*STORAGES])
-    rank, names = check_count("r of lora", lora["r"]), list(lora["targets"])
+    rank, names = lora["r"], list(lora["targets"])
     try:
         import peft
     except ImportError as error:
@@ -54,16 +59,16 @@ def add_adapters(module: nn.Module, lora: Mapping[str, Any]) -> None:
         ) from error
 
 
-def storage_of(module: nn.Module, lora: Mapping[str, Any] | None) -> dict[str, Storage]:
-    """Return ``storage`` of ``make_plan`` for a model with adapters.
+def storage_of(module: nn.Module, base: str | None) -> dict[str, Storage]:
+    """Return ``storage`` of ``make_plan`` for a model's frozen weights.
 
     As in QLoRA, it packs the frozen matrices of the layers, not those of embedding and head.
 
     Arguments:
-        module: the model with its adapters.
-        lora: that of ``plan_run``.
+        module: the model, with its adapters if there are any.
+        base: name of the storage; ``None``: the weights are stored as they are.
     """
-    if lora is None or "base" not in lora:
+    if base is None:
         return {}
     model: Any = module
     head = model.get_output_embeddings() if is_hugging_face(module) else None
@@ -79,4 +84,18 @@ def storage_of(module: nn.Module, lora: Mapping[str, Any] | None) -> dict[str, S
         for name, parameter in module.named_parameters()
         if not parameter.requires_grad and parameter.ndim > 1 and id(parameter) not in whole_ids
     }
-    return {glob: STORAGES[lora["base"]]() for glob in sorted(globs)}
+    return {glob: STORAGES[base]() for glob in sorted(globs)}
+
+
+@contextlib.contextmanager
+def without_adapters(module: nn.Module) -> Iterator[None]:
+    """Let a model's layers leave out their adapters."""
+    layers: list[Any] = [part for part in module.modules() if hasattr(part, "base_layer")]
+    # Why not peft's enable_adapters: it changes which parameters are trainable.
+    for layer in layers:
+        vars(layer)["_disable_adapters"] = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            vars(layer)["_disable_adapters"] = False

@@ -9,8 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from funcshard.planning.adapters import without_adapters
+
 BETA = 0.1
-SCRIPT = """# Train from preferences as examples/dpo.py does, with these units and this recomputation:
+SCRIPT = """# Train from preferences as examples/dpo.py does, with these units and this recomputation.
+# With adapters, the reference is the same model, called without them.
 units = {units}
 remat = {remat}
 """
@@ -22,21 +25,28 @@ class Preferences(nn.Module):
     Source: Rafailov et al., "Direct preference optimization", 2023.
     """
 
-    def __init__(self, policy: nn.Module, dtype: torch.dtype | None) -> None:
-        """Take a policy, and copy it.
+    def __init__(self, policy: nn.Module, dtype: torch.dtype | None, *, adapters: bool) -> None:
+        """Take a policy, and copy it unless it has adapters.
 
         Arguments:
             policy: the model.
             dtype: the dtype of the reference; ``None``: that of the policy.
+            adapters: whether the policy has adapters; without them, it's the reference.
         """
         super().__init__()
         self.policy = policy
-        self.reference = copy.deepcopy(policy).requires_grad_(False).to(dtype)
+        self.reference = None
+        if not adapters:
+            self.reference = copy.deepcopy(policy).requires_grad_(False).to(dtype)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the loss for chosen answers and as many rejected ones, in this order."""
         with torch.no_grad():
-            before = _log_probs(self.reference, input_ids)
+            if self.reference is None:
+                with without_adapters(self.policy):
+                    before = _log_probs(self.policy, input_ids)
+            else:
+                before = _log_probs(self.reference, input_ids)
         chosen, rejected = (_log_probs(self.policy, input_ids) - before).chunk(2)
         return -F.logsigmoid(BETA * (chosen - rejected)).mean()
 

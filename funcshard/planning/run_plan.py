@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
-import torch
 from torch import nn
 
 from funcshard._utils import table
-from funcshard._utils.garbage import without_collection
-from funcshard._utils.options import check_bytes, check_choice, check_count, check_flag
+from funcshard._utils.options import check_count, outline
 from funcshard._utils.table import Bullets, Part, Shown, Table
-from funcshard.checkpoint import default_units, module_of_config
 from funcshard.estimate import (
-    OPTIMIZERS,
     Best,
     Change,
     Hardware,
@@ -32,42 +26,24 @@ from funcshard.estimate import (
     auto_plan,
     changes_to_fit,
     collective_time,
+    data_ranks,
     load_hardware,
     memory_table,
     reserved_band,
 )
 from funcshard.module import make_functional
-from funcshard.plan import MixedPrecision, Plan, Schedule
-from funcshard.planning.adapters import add_adapters, storage_of
-from funcshard.planning.model_inputs import (
-    InputMaker,
-    context_of,
-    default_seq,
-    has_vision,
-    takes_text_alone,
-    trace,
-)
-from funcshard.planning.preferences import SCRIPT, Preferences, pairs
+from funcshard.plan import Plan, Schedule
+from funcshard.planning.generation import GenerationPlan, plan_generation
+from funcshard.planning.limits import LARGEST_BATCH, NARROW, WIDE, least_reserved, usable_bytes
+from funcshard.planning.model_inputs import default_seq, trace
+from funcshard.planning.planned_model import doubts_of, notes_of, planned_model
 from funcshard.planning.script import training_script
-from funcshard.planning.tensor_parts import AXIS, cut_along_tensor
+from funcshard.planning.tasks import Generation, Training
+from funcshard.planning.tensor_parts import AXIS
 
-# By name; bf16-params keeps the parameters in bfloat16 too.
-PRECISIONS = {
-    "bf16": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    "fp32": None,
-    "bf16-params": None,
-}
-
-_MARGIN = 3 * 2**30  # bytes of a GPU that CUDA, NCCL and cuBLAS may take
-_LARGEST_BATCH = 64  # samples of a rank that the search for a batch tries
 _GAIN = 0.02  # of throughput, below which a larger batch isn't worth its memory
 _SHORT = 0.25  # seconds of a step, in which launches of kernels may take a part
 _FEW = 8  # GPUs, of which the runs that the times were fitted to had at least so many
-# Shares of the step time. Between the first two lie 238 of 243 published runs of decoders, in
-# docs/dev/estimates.md; between the others the steps of one GPU there.
-_NARROW, _WIDE = (0.85, 1.2), (0.7, 1.5)
-_NO_DROPS = "The plan runs every layer: it leaves the config's layerdrop out."
-_DECODING = "Layers decode their packed weights in forward and backward, which takes no time here."
 _FITTED = "Times were fitted to steps of dense decoders on A100s and H100s."
 _SAVED = 0.1  # of the peak: what the changes of a plan that fits are to save
 _CHANGES = 3
@@ -91,6 +67,7 @@ class RunPlan(Shown):
         schedule: its schedule.
         remat: names of the units to recompute, for ``fully_shard(remat=...)``.
         report: the estimate of one step of one rank.
+        profile: the trace of one micro-batch, for ``estimate`` of other plans.
         fits: whether ``reserved_bytes`` are at most ``budget``.
         parameters: number of parameters.
         batch: samples of a rank in one step.
@@ -108,7 +85,8 @@ class RunPlan(Shown):
         >>> import torch, funcshard as fs
         >>> net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
         >>> inputs = lambda batch, seq: (torch.empty(batch, 64),)
-        >>> run = fs.plan_run(net, gpus=8, gpu="h100", seq=1, inputs=inputs)
+        >>> task = fs.Training(inputs=inputs)
+        >>> run = fs.plan_run(net, gpus=8, gpu="h100", seq=1, task=task)
         >>> run.fits, run.parameters, run.plan.world_size
         (True, 16640, 8)
     """
@@ -117,6 +95,7 @@ class RunPlan(Shown):
     schedule: Schedule
     remat: tuple[str, ...]
     report: Report
+    profile: Profile
     fits: bool
     parameters: int
     batch: int
@@ -140,7 +119,7 @@ class RunPlan(Shown):
     @property
     def reserved_bytes(self) -> int:
         """Bytes that torch's allocator reserves at least; on a CPU those in use."""
-        return _reserved(self.report)
+        return least_reserved(self.report)
 
     @property
     def step_seconds(self) -> float:
@@ -258,129 +237,130 @@ class RunPlan(Shown):
         )
 
 
+@overload
 def plan_run(
     model: nn.Module | str | os.PathLike[str],
     *,
-    gpus: int,
+    gpus: int | Mapping[str, int],
     gpu: str | Hardware = "h100",
     seq: int | None = None,
     batch: int | None = None,
     budget: int | str | None = None,
-    precision: str = "bf16",
-    optimizer: str = "adamw",
-    inputs: InputMaker | None = None,
-    lora: Mapping[str, Any] | None = None,
-    tensor: int = 1,
-    dpo: bool = False,
-) -> RunPlan:
-    """Plan a training run: whether it fits, what its memory is, and how long a step takes.
+    task: Training | None = ...,
+) -> RunPlan: ...
+
+
+@overload
+def plan_run(
+    model: nn.Module | str | os.PathLike[str],
+    *,
+    gpus: int | Mapping[str, int],
+    gpu: str | Hardware = "h100",
+    seq: int | None = None,
+    batch: int | None = None,
+    budget: int | str | None = None,
+    task: Generation,
+) -> GenerationPlan: ...
+
+
+def plan_run(
+    model: nn.Module | str | os.PathLike[str],
+    *,
+    gpus: int | Mapping[str, int],
+    gpu: str | Hardware = "h100",
+    seq: int | None = None,
+    batch: int | None = None,
+    budget: int | str | None = None,
+    task: Training | Generation | None = None,
+) -> RunPlan | GenerationPlan:
+    """Plan a run: whether it fits, what its memory is, and how long a step or a token takes.
 
     You need no GPU, no weights and no network: see docs/estimating.md.
 
     Arguments:
         model: a ``config.json`` of Hugging Face, a folder with one, or your module, best on the
             meta device.
-        gpus: number of ranks.
+        gpus: number of ranks, or sizes of the mesh's axes: in ``{"shard": 8, "tensor": 8}``, 8 GPUs
+            divide each layer, with tensor parallelism as transformers does it, and 8 such groups
+            take other samples. The plan divides these along replicate and shard.
         gpu: name of the hardware, or another description; see ``load_hardware``.
         seq: tokens of a sample; by default the context of the model, at most 8192.
-        batch: samples of a rank in one step; by default the fastest batch that fits.
+        batch: samples of a rank at a time; by default the fastest batch that fits.
         budget: bytes that torch's allocator may reserve, or text as ``"60GiB"``; by default, GPUs
             keep a margin of 3 GiB for CUDA, NCCL and cuBLAS.
-        precision: ``"bf16"`` computes in bfloat16 and keeps float32 parameters, ``"fp32"`` does
-            both in float32, and ``"bf16-params"`` both in bfloat16.
-        optimizer: name in ``funcshard.estimate.OPTIMIZERS``.
-        inputs: function of batch and seq that returns the model's inputs, as a tuple or a
-            dictionary. Models of transformers don't need it, and others do unless they take
-            tokens and return logits. The loss is ``outputs.loss``, or the mean of the first output.
-        lora: adapters to train in place of the weights, as ``{"r": 16, "targets": ["q_proj",
-            "v_proj"]}``. Frozen weights are in bfloat16, unless ``precision`` is ``"fp32"``; with
-            ``"base": "nf4"``, those of layers are stored in 4 bits, as in QLoRA.
-        tensor: number of GPUs that divide each layer, with tensor parallelism as transformers does
-            it; the other GPUs take other samples.
-        dpo: whether the model, a decoder, learns from preferences, beside a frozen reference in
-            bfloat16. A sample is a pair of answers then.
+        task: what the run does: ``Training`` of weights, adapters or from preferences, or
+            ``Generation`` of text; by default ``Training()``.
 
     Returns:
-        The plan and its figures, which you can print. ``code()`` returns a training script.
+        The plan and its figures, which you can print. ``code()`` returns a script.
 
     Raises:
         FileNotFoundError: there is no such file or folder.
         ImportError: transformers or peft is needed, and isn't installed.
+        TypeError: ``task`` is no task.
         ValueError: an option is out of range, the budget is more than the hardware has, or the
             model fails on its inputs.
 
     Example:
         >>> import torch, funcshard as fs
         >>> net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-        >>> inputs = lambda batch, seq: (torch.empty(batch, 64),)
-        >>> fs.plan_run(net, gpus=8, seq=1, inputs=inputs).fits
+        >>> task = fs.Training(inputs=lambda batch, seq: (torch.empty(batch, 64),))
+        >>> fs.plan_run(net, gpus=8, seq=1, task=task).fits
         True
     """
-    gpus = check_count("gpus", gpus, of="GPUs")
-    tensor = check_count("tensor", tensor, of="GPUs")
-    check_flag("dpo", dpo)
-    if gpus % tensor:
-        raise ValueError(f"tensor must divide the {gpus} gpus; found {tensor}: pass a divisor")
-    if lora is not None and (dpo or tensor > 1):
-        raise ValueError("lora can't be planned with tensor or dpo yet; found both: leave out one")
-    check_choice("precision", precision, [*PRECISIONS])
-    check_choice("optimizer", optimizer, [*OPTIMIZERS])
-    hardware = load_hardware(gpu)
-    limit = _limit(hardware, budget)
-    path = None if isinstance(model, nn.Module) else os.fspath(model)
-    with without_collection():  # the files of transformers take a third less time to import
-        module = model if isinstance(model, nn.Module) else module_of_config(Path(model))
-    drops_layers = path is not None and _without_layerdrop(module)
-    if lora is not None or precision == "bf16-params" or tensor > 1:
-        module = copy.deepcopy(module)
-    if precision == "bf16-params" or (lora is not None and precision == "bf16"):
-        module = module.to(torch.bfloat16)
-    if lora is not None:
-        add_adapters(module, lora)
-    parameters = sum(param.numel() for param in module.parameters())
-    local: Mapping[str, Mapping[str, int]] = {}
-    if tensor > 1:
-        local = cut_along_tensor(module, tensor)
+    ranks, tensor = _ranks_of(gpus)
+    task = Training() if task is None else task
+    if not isinstance(task, Training | Generation):
+        raise TypeError(
+            f"task must be a Training or a Generation; found {outline(task)}: pass fs.Training(...)"
+        )
     if batch is not None:
         batch = check_count("batch", batch, of="samples")
-    seq = default_seq(module) if seq is None else check_count("seq", seq, of="tokens")
-    unit_names = default_units(module, ends=True)
-    storage = storage_of(module, lora)
-    trained_module = module
-    if dpo:
-        if "CausalLM" not in type(module).__name__ or inputs is not None:
-            raise ValueError(
-                f"dpo needs a decoder of transformers, and makes its inputs; found {type(module).__name__}"
-                f"{' and inputs' * (inputs is not None)}: leave out dpo"
-            )
-        trained_module = Preferences(module, None if precision == "fp32" else torch.bfloat16)
-        inputs = pairs
-        parts = ("policy", "reference")
-        unit_names = [f"{part}.{name}" for part in parts for name in unit_names]
-        local = {f"{part}.{name}": cut for part in parts for name, cut in local.items()}
-    functional = make_functional(trained_module)
-
+    if seq is not None:
+        seq = check_count("seq", seq, of="tokens")
+    hardware = load_hardware(gpu)
+    limit = usable_bytes(hardware, budget)
+    planned = planned_model(model, task, tensor)
+    seq = seq or default_seq(planned.module)
+    notes = notes_of(planned, task, seq, hardware)
+    size_text = f"{table.count(planned.parameters)} parameters"
+    hardware_text = f"{ranks * tensor:,} × {hardware.name}"
+    name = type(planned.module).__name__
+    if isinstance(task, Generation):
+        return plan_generation(
+            planned,
+            task,
+            ranks=ranks,
+            tensor=tensor,
+            hardware=hardware,
+            seq=seq,
+            batch=batch,
+            limit=limit,
+            notes=notes,
+            title=f"{name} that generates, {size_text}, on {hardware_text}",
+        )
+    functional = make_functional(planned.traced)
     profiles: dict[tuple[int, int], Profile] = {}
 
     def search(samples: int, micro_batches: int, space: Space | None = None) -> Best | Infeasible:
         key = samples, micro_batches
         if key not in profiles:
             profiles[key] = trace(
-                trained_module,
+                planned.traced,
                 samples // micro_batches,
                 seq,
-                precision=PRECISIONS[precision],
-                inputs=inputs,
+                precision=planned.precision,
+                inputs=planned.inputs,
                 functional=functional,
             )
         return plan_within(
             limit,
             {micro_batches: profiles[key]},
-            ranks={"shard": gpus // tensor, AXIS: tensor},
+            ranks=ranks if tensor == 1 else {"shard": ranks, AXIS: tensor},
             hardware=hardware,
-            optimizer=optimizer,
-            units=unit_names,
-            space=dataclasses.replace(space or Space(), local=local, storage=storage),
+            optimizer=task.optimizer,
+            units=planned.units,
+            space=planned.space(space),
         )
 
     best, batch = _with_batch(search, batch)
@@ -388,57 +368,49 @@ def plan_run(
     profile = profiles[batch, report.accumulation.micro_batches]
     of_model, tensor_seconds = _model_collectives(profile, report, hardware)
     doubts = [
-        *_doubts(module, hardware),
-        *[f"fewer than {_FEW} GPUs"] * (gpus < _FEW),
+        *doubts_of(planned, hardware),
+        *[f"fewer than {_FEW} GPUs"] * (ranks * tensor < _FEW),
         *["a short step"] * (report.step_time < _SHORT),
         *["a tensor axis"] * (tensor > 1),
-        *["adapters"] * (lora is not None),
-        *["two forwards"] * dpo,
+        *["adapters"] * (task.lora is not None),
+        *["two forwards"] * task.dpo,
     ]
-    low, high = _WIDE if doubts else _NARROW
-    size_text = f"{table.count(parameters)} parameters"
-    remat = report.remat
-    micro_batches = report.accumulation.micro_batches
-    script = training_script(
-        report.plan,
-        path=path,
-        module=module,
-        units=unit_names,
-        remat=remat,
-        precision=precision,
-        optimizer=optimizer,
-        micro_batches=micro_batches,
-        lora=lora,
-        storage=storage,
-    )
-    if dpo:
-        script = SCRIPT.format(units=unit_names, remat=list(remat))
+    low, high = WIDE if doubts else NARROW
+    doubt_text = f"{_FITTED} This one has {', '.join(doubts)}, so its time is less certain."
     return RunPlan(
         plan=report.plan,
         schedule=report.schedule,
-        remat=remat,
+        remat=report.remat,
         report=report,
-        fits=_reserved(report) <= limit,
-        parameters=parameters,
+        profile=profile,
+        fits=least_reserved(report) <= limit,
+        parameters=planned.parameters,
         batch=batch,
-        micro_batches=micro_batches,
+        micro_batches=report.accumulation.micro_batches,
         seq=seq,
         budget=limit,
         margin=hardware.memory - limit,
         changes=_changes(best, hardware),
-        notes=(
-            *_notes(module, seq, precision, hardware),
-            *[_NO_DROPS] * drops_layers,
-            *[_DECODING] * bool(storage),
-            *[f"{_FITTED} This one has {', '.join(doubts)}, so its time is less certain."]
-            * bool(doubts),
-        ),
-        title=f"{type(module).__name__}{' with DPO' * dpo}, {size_text}, on {gpus:,} × {hardware.name}",
-        _script=script,
+        notes=(*notes, *[doubt_text] * bool(doubts)),
+        title=f"{name}{task.title}, {size_text}, on {hardware_text}",
+        _script=training_script(planned, task, report),
         tensor_seconds=tensor_seconds,
         step_range=(low * report.step_time, high * report.step_time),
         _of_model=of_model,
     )
+
+
+def _ranks_of(gpus: int | Mapping[str, int]) -> tuple[int, int]:
+    """Return the number of ranks along the data axes, and that along the tensor axis."""
+    if not isinstance(gpus, Mapping):
+        return check_count("gpus", gpus, of="GPUs"), 1
+    ranks, model_axes = data_ranks("gpus", gpus)
+    tensor = model_axes.pop(AXIS, 1)
+    if model_axes:
+        raise ValueError(
+            f"gpus may have the axes replicate, shard and {AXIS}; found {dict(gpus)}: leave out the others"
+        )
+    return ranks, tensor
 
 
 def plan_within(
@@ -457,32 +429,11 @@ def plan_within(
         in_use = limit * limit // reserved_band(limit)[0]
     while True:
         best = auto_plan(profiles, budget=in_use, **options)
-        reserved_bytes = _reserved(best.report)
+        reserved_bytes = least_reserved(best.report)
         if not best.fits or reserved_bytes <= limit:
             return best
         # Note: the allocator's pools may hold more than is in use at any moment.
         in_use = min(in_use - 1, in_use * limit // reserved_bytes)
-
-
-def _reserved(report: Report) -> int:
-    """Return the bytes that torch's allocator reserves at least."""
-    return max(report.reserved[0], report.peak)
-
-
-def _limit(hardware: Hardware, budget: int | str | None) -> int:
-    """Return the bytes that torch's allocator may reserve."""
-    usual_limit = hardware.memory
-    if hardware.device == "cuda":
-        usual_limit -= _MARGIN
-    if budget is None:
-        return usual_limit
-    budget_bytes = check_bytes("budget", budget, example="60GiB")
-    if budget_bytes > hardware.memory:
-        raise ValueError(
-            f"budget must be at most the {table.size(hardware.memory)} of {hardware.name}; found "
-            f"{table.size(budget_bytes)}: leave it out, and {table.size(usual_limit)} count"
-        )
-    return budget_bytes
 
 
 def _has_faster(best: Best) -> bool:
@@ -521,7 +472,7 @@ def _fastest(search: _Search) -> tuple[Best | Infeasible, int]:
     best = _plan_batch(search, 1, 1)
     if best.report.exposed > best.report.step_time / 2:  # then four samples take little longer
         factor = 16
-    while best.fits and factor * batch <= _LARGEST_BATCH and _may_gain(best.report):
+    while best.fits and factor * batch <= LARGEST_BATCH and _may_gain(best.report):
         larger = _plan_batch(search, factor * batch, 1)
         seconds = larger.report.step_time / factor
         if larger.fits and seconds < best.report.step_time / (1 + _GAIN):
@@ -558,58 +509,6 @@ def _changes(best: Best | Infeasible, hardware: Hardware) -> tuple[Change, ...]:
     ]
     enough = [change for change in priced_changes if change.fits]
     return tuple(enough or priced_changes)[:_CHANGES]
-
-
-def _without_layerdrop(module: nn.Module) -> bool:
-    """Set all layerdrop of a model of transformers to 0, and return whether there was any."""
-    # Why: a layer that may be dropped reads a random value, which a trace doesn't have.
-    drops_layers = False
-    for submodule in module.modules():
-        for owner in (submodule, getattr(submodule, "config", None)):
-            for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
-                if getattr(owner, name, 0.0):
-                    setattr(owner, name, 0.0)
-                    drops_layers = True
-    return drops_layers
-
-
-def _doubts(module: nn.Module, hardware: Hardware) -> Iterator[str]:
-    """Yield what model and hardware have that the runs didn't to which times were fitted."""
-    config: Any = getattr(module, "config", None)
-    if hardware.sources["flops_efficiency"].how == "extrapolated":
-        yield "another GPU"
-    if "CausalLM" not in type(module).__name__ and "LMHead" not in type(module).__name__:
-        yield "no decoder" if config is not None else "a model of yours"
-    if getattr(config, "num_experts_per_tok", None):
-        yield "experts"
-    if getattr(config, "_attn_implementation", None) == "eager":
-        yield "eager attention"
-
-
-def _notes(module: nn.Module, seq: int, precision: str, hardware: Hardware) -> Iterator[str]:
-    yield hardware.about
-    config: Any = getattr(module, "config", None)
-    dtype = getattr(config, "dtype", None)
-    kept = {"bf16": "float32 parameters and computes in bfloat16", "fp32": "all in float32"}
-    frozen = not all(param.requires_grad for param in module.parameters())
-    if dtype not in (None, torch.float32) and precision in kept and not frozen:
-        yield (
-            f"The config says {str(dtype).removeprefix('torch.')}, which is the dtype of its files. "
-            f"The plan keeps {kept[precision]}; precision bf16-params keeps all in bfloat16."
-        )
-    if getattr(config, "quantization_config", None):
-        yield "The config quantizes its files; the plan trains weights that aren't quantized."
-    if getattr(config, "_attn_implementation", None) == "eager":
-        yield (
-            "Attention is eager, as transformers has no call of SDPA for this model, so each head "
-            "keeps a matrix of tokens × tokens."
-        )
-    main_input = getattr(module, "main_input_name", "")
-    if has_vision(config) and takes_text_alone(config) and main_input != "pixel_values":
-        yield "The batch has tokens only: pass inputs= for images too."
-    context = context_of(module)
-    if context is not None and seq > context:
-        yield f"{seq:,} tokens are more than the {context:,} positions of the config."
 
 
 def _model_collectives(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import nn
-
 from funcshard.checkpoint import is_hugging_face
+from funcshard.estimate import Report
 from funcshard.plan import Plan
+from funcshard.planning.planned_model import PlannedModel
+from funcshard.planning.preferences import SCRIPT
+from funcshard.planning.tasks import Generation, Training
 from funcshard.planning.tensor_parts import AXIS
 
 _OPTIMIZERS = {
@@ -22,40 +24,28 @@ _OPTIMIZERS = {
 _PRECISION = "fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
 
 
-def training_script(
-    plan: Plan,
-    *,
-    module: nn.Module,
-    path: str | None,
-    units: Sequence[str],
-    remat: Sequence[str],
-    precision: str,
-    optimizer: str,
-    micro_batches: int,
-    lora: Mapping[str, Any] | None,
-    storage: Collection[str],
-) -> str:
+def training_script(model: PlannedModel, task: Training, report: Report) -> str:
     """Return a script whose ``main(mesh, batches)`` trains one rank with a plan.
 
     Arguments:
-        plan: the plan.
-        module: the model.
-        path: its ``config.json``, or the folder; without it, ``main`` takes the model too.
-        units: the modules that are units, as ``make_plan`` takes them.
-        remat: the units that backward recomputes.
-        precision: that of ``plan_run``.
-        optimizer: that of ``plan_run``.
-        micro_batches: number of micro-batches.
-        lora: that of ``plan_run``.
-        storage: globs of the frozen weights that are stored small.
+        model: the model; without a path, ``main`` takes the model too.
+        task: what the run does.
+        report: the estimate of the plan.
     """
+    plan, path, module, lora, precision = (
+        report.plan,
+        model.path,
+        model.module,
+        task.lora,
+        task.precision,
+    )
+    if task.dpo:
+        return SCRIPT.format(units=list(model.units), remat=list(report.remat))
     copy_ranks = plan.world_size // plan.mesh_shape[0]
     plan_options, step_options, init_options, call = ["units=units"], "", "", "*batch)"
     imports, model_lines, option_lines, parameters = [], [], [], "mesh, batches, model"
     if path is not None:
-        dtype_call = ""
-        if precision == "bf16-params" or (lora and precision == "bf16"):
-            dtype_call = ".bfloat16()"
+        dtype_call = ".bfloat16()" if task.dtype else ""
         imports, parameters = ["import transformers"], "mesh, batches"
         model_lines = [
             f"    config = transformers.AutoConfig.from_pretrained({path!r})",
@@ -85,16 +75,16 @@ def training_script(
             model_lines[-1:] = ['    with torch.device("meta"):', f"    {model_lines[-1]}"]
             folder = path.removesuffix("config.json") or "."
             values = f"_, shards, buffers, _ = fs.from_pretrained({folder!r}, mesh, model=model, plan=plan)"
-        if storage:
+        if model.storage:
             plan_options.append("storage=storage")
-            option_lines = [f"    storage = dict.fromkeys({list(storage)}, fs.{lora['base']}())"]
+            option_lines = [_storage_line(model.storage, task.base)]
     if plan.unit_list[0].strategy != "full_shard":
         plan_options.append(f"strategy={plan.unit_list[0].strategy!r}")
     if precision == "bf16":
         plan_options.append("precision=precision")
         option_lines.append(f"    precision = {_PRECISION}")
-    if micro_batches > 1:
-        step_options = f", accumulate={micro_batches}"
+    if report.accumulation.micro_batches > 1:
+        step_options = f", accumulate={report.accumulation.micro_batches}"
     lines = [
         f"# {plan.world_size} ranks, {copy_ranks} to a copy of the model: torchrun --nproc-per-node 8 ...",
         "import torch",
@@ -108,12 +98,12 @@ def training_script(
         *model_lines,
         "    apply, params, buffers = fs.make_functional(model)",
         *option_lines,
-        *_unit_lines(plan, units),
+        *_unit_lines(plan, model.units),
         f"    plan = fs.make_plan(params, mesh, {', '.join(plan_options)})",
         f"    {values}",
-        f"    sharded = fs.fully_shard(apply, plan, mesh, remat={_names_text(remat)})",
+        f"    sharded = fs.fully_shard(apply, plan, mesh, remat={_names_text(report.remat)})",
         f"    loss_fn = lambda shards, buffers, batch: sharded(shards, buffers, {call}",
-        f"    optimizer = fs.torch_optimizer({_OPTIMIZERS[optimizer]})",
+        f"    optimizer = fs.torch_optimizer({_OPTIMIZERS[task.optimizer]})",
         f"    step = fs.make_train_step(loss_fn, optimizer, plan, mesh{step_options})",
         "    state = step.init(shards, buffers)",
         "    for batch in batches:  # this rank's part of each batch",
@@ -124,6 +114,57 @@ def training_script(
         "# Under torchrun: main(fs.init_mesh(MESH), batches)",
     ]
     return "\n".join(lines) + "\n"
+
+
+def generation_script(model: PlannedModel, task: Generation, plan: Plan) -> str:
+    """Return a script whose ``main(mesh, prompts)`` generates on one rank.
+
+    Arguments:
+        model: the model; without a path, ``main`` takes the model too.
+        task: what the run does.
+        plan: the plan.
+    """
+    # Note: the units of the trace are inside a module around the model.
+    units = [name.removeprefix("model.") for name in model.units]
+    plan_options, storage_lines = "units=units", []
+    if model.storage:
+        globs = [glob.removeprefix("model.") for glob in model.storage]
+        plan_options, storage_lines = (
+            f"{plan_options}, storage=storage",
+            [_storage_line(globs, task.base)],
+        )
+    folder = (model.path or "").removesuffix("config.json") or "."
+    lines = [
+        f"# {plan.world_size} ranks: torchrun --nproc-per-node 8 ...",
+        "import torch",
+        "import transformers",
+        "import funcshard as fs",
+        "",
+        f"MESH = {plan.mesh_axes}",
+        "",
+        "",
+        "def main(mesh, prompts):",
+        f"    config = transformers.AutoConfig.from_pretrained({folder!r})",
+        '    with torch.device("meta"):',
+        f"        model = transformers.{type(model.module).__name__}(config).to({task.dtype}).requires_grad_(False)",
+        "    model.tie_weights()",
+        "    apply, params, buffers = fs.make_functional(model)",
+        *storage_lines,
+        f"    units = {_names_text(units)}",
+        f"    plan = fs.make_plan(params, mesh, {plan_options})",
+        f"    apply, shards, buffers, _ = fs.from_pretrained({folder!r}, mesh, model=model, plan=plan)",
+        '    generate = fs.fully_shard(apply.eval().method("generate"), plan, mesh)',
+        "    # Ranks that gather weights from each other must generate equally many tokens.",
+        "    return generate(shards, buffers, prompts, min_new_tokens=128, max_new_tokens=128)",
+        "",
+        "",
+        "# Under torchrun: main(fs.init_mesh(MESH), prompts)",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _storage_line(globs: Iterable[str], base: str | None) -> str:
+    return f"    storage = dict.fromkeys({list(globs)}, fs.{base}())"
 
 
 def _unit_lines(plan: Plan, units: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ part's first matrices are cut by columns and its last one by rows, and a sum ove
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -56,9 +56,11 @@ def cut_along_tensor(module: nn.Module, ranks: int) -> dict[str, dict[str, int]]
         int, nn.Parameter
     ] = {}  # by identity of the whole ones, for those that are tied
     modules = dict(module.named_modules())
-    for name, style in _styles_of(module, tp_plan).items():
+    for name, style in _with_adapters(_styles_of(module, tp_plan), modules):
         if style not in _STYLES:
-            raise ValueError(f"tensor can't cut {name!r}, whose style is {style!r}: pass tensor=1")
+            raise ValueError(
+                f"tensor can't cut {name!r}, whose style is {style!r}: leave out the axis"
+            )
         dims, after = _STYLES[style]
         owner_name, _, param_name = name.rpartition(".")
         owner, own_names = modules.get(name), ["weight", "bias"]
@@ -75,7 +77,7 @@ def cut_along_tensor(module: nn.Module, ranks: int) -> dict[str, dict[str, int]]
     if not local:
         raise ValueError(
             f"tensor cuts models of transformers that have a tp_plan; found {type(module).__name__}, "
-            "which has none: pass tensor=1"
+            "which has none: leave out the axis"
         )
     return local
 
@@ -89,6 +91,21 @@ def _styles_of(module: nn.Module, tp_plan: Mapping[str, str]) -> dict[str, str]:
         for name in names
         if matches(pattern, name)
     }
+
+
+def _with_adapters(
+    styles: Mapping[str, str], modules: Mapping[str, nn.Module]
+) -> Iterator[tuple[str, str]]:
+    """Yield styles in which a layer's adapters are cut beside it, as peft does."""
+    for name, style in styles.items():
+        layer: Any = modules.get(name)
+        if not hasattr(layer, "base_layer"):
+            yield name, style
+            continue
+        yield f"{name}.base_layer", style
+        # Note: of a cut by columns, each rank has all of A, and of a cut by rows all of B.
+        side = "lora_A" if style in ("rowwise", "packed_rowwise") else "lora_B"
+        yield f"{name}.{side}.default", style
 
 
 def _cut(

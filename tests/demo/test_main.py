@@ -132,7 +132,7 @@ SIZES = "width layers heads context"
 FLAGS = {
     "train": f"ranks replicate strategy units steps batch lr seed text out save-every resume {SIZES}",
     "plan": "ranks replicate strategy units model bucket-bytes precision json html hardware budget batch seq inputs "
-    f"optimizer remat auto compare lora tensor dpo no-cache {SIZES}",
+    f"optimizer remat auto compare lora tensor dpo generate no-cache {SIZES}",
     "calibrate": "ranks gloo from-step plan peak",
     "inspect": "check to-dcp to-safetensors to-hf config tree",
 }

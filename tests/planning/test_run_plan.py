@@ -139,7 +139,7 @@ def test_the_command_answers_again_from_its_cache_unless_something_changed(
 
 @pytest.mark.nightly(one_in=2)
 @pytest.mark.parametrize(
-    "given", [{}, {"precision": "fp32", "budget": "3MiB", "batch": 4}], ids=["as found", "a small budget"]
+    "given", [{}, {"task": fs.Training(precision="fp32"), "budget": "3MiB", "batch": 4}], ids=["as found", "a small budget"]
 )
 def test_the_script_of_a_run_trains_with_its_plan(given: dict[str, Any], config: Any) -> None:
     path = config(tie_word_embeddings=False)
@@ -178,7 +178,12 @@ def test_a_plan_fits_if_its_reserved_memory_does_and_less_memory_costs_time(conf
 
 def test_a_plan_whose_pools_hold_more_than_is_in_use_fits_only_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)) for _ in range(6)))
-    options: Any = {"gpus": 2, "seq": 1, "batch": 512, "inputs": lambda batch, seq: (torch.empty(batch, 64),)}
+    options: Any = {
+        "gpus": 2,
+        "seq": 1,
+        "batch": 512,
+        "task": fs.Training(inputs=lambda batch, seq: (torch.empty(batch, 64),)),
+    }
     rich = fs.plan_run(net, **options)
     estimating = importlib.import_module("funcshard.estimate.estimating")
     band = estimating.reserved_band
@@ -194,12 +199,12 @@ def test_adapters_alone_have_gradients_and_optimizer_state(config: Any) -> None:
     path = config(tie_word_embeddings=False)
     options: Any = {"gpus": 2, "seq": 16, "batch": 1}
     lora = {"r": 2, "targets": ["q_proj", "v_proj"]}
-    run = fs.plan_run(path, **options, lora=lora)
+    run = fs.plan_run(path, **options, task=fs.Training(lora=lora))
     buffers = [buffer for unit in run.plan.unit_list for buffer in unit.buffers]
     assert sum(buffer.numel for buffer in buffers if buffer.trainable) == 3 * 2 * (32 + 32 + 32 + 16)
     assert {buffer.dtype for buffer in buffers if not buffer.trainable} == {"bfloat16"}
     assert run.peak_bytes < fs.plan_run(path, **options).peak_bytes
-    packed = fs.plan_run(path, **options, lora={**lora, "base": "nf4"})
+    packed = fs.plan_run(path, **options, task=fs.Training(lora={**lora, "base": "nf4"}))
     packed_leaves = [
         leaf.path for unit in packed.plan.unit_list for buffer in unit.buffers if buffer.packing for leaf in buffer.leaves
     ]
@@ -208,9 +213,9 @@ def test_adapters_alone_have_gradients_and_optimizer_state(config: Any) -> None:
     assert packed.parameters == run.parameters
     assert packed.report.by_category["shards"] < run.report.by_category["shards"]
     with pytest.raises(ValueError, match="base of lora must be 'nf4', 'int8' or 'fp8'"):
-        fs.plan_run(path, **options, lora={**lora, "base": "int4"})
+        fs.Training(lora={**lora, "base": "int4"})
     with pytest.raises(ValueError, match="found \\['query'\\]: pass some of down_proj, "):
-        fs.plan_run(path, **options, lora={"r": 2, "targets": ["query"]})
+        fs.plan_run(path, **options, task=fs.Training(lora={"r": 2, "targets": ["query"]}))
 
 
 @pytest.mark.parametrize(
@@ -224,7 +229,7 @@ def test_the_script_of_adapters_begins_at_the_model_and_trains(loads: bool, base
     model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(tmp_path)
     lora = {"r": 2, "targets": ["q_proj", "v_proj"], **base}
-    run = fs.plan_run(tmp_path if loads else model, gpus=2, seq=16, batch=2, precision="fp32", lora=lora)
+    run = fs.plan_run(tmp_path if loads else model, gpus=2, seq=16, batch=2, task=fs.Training(precision="fp32", lora=lora))
     namespace: dict[str, Any] = {}
     exec(run.code(), namespace)
     ids = torch.arange(32).view(2, 16)
@@ -244,7 +249,7 @@ def test_the_script_of_adapters_begins_at_the_model_and_trains(loads: bool, base
 
 def test_the_tensor_axis_cuts_as_transformers_does_and_its_collectives_take_time(config: Any) -> None:
     path = config(tie_word_embeddings=False)
-    run = fs.plan_run(path, gpus=4, seq=16, batch=1, tensor=2)
+    run = fs.plan_run(path, gpus={"shard": 2, "tensor": 2}, seq=16, batch=1)
     hidden, logits = 16 * 32 * 2, 16 * 96 * 2  # bytes
     sums = 2 * (1 + 2 * 3)  # after the embedding, attention and MLP, and in backward
     assert run._of_model == {
@@ -281,7 +286,7 @@ def test_the_tensor_axis_cuts_as_transformers_does_and_its_collectives_take_time
 def test_preferences_need_a_frozen_reference(config: Any) -> None:
     path = config(tie_word_embeddings=False)
     options: Any = {"gpus": 2, "seq": 16, "batch": 2}
-    run = fs.plan_run(path, **options, dpo=True)
+    run = fs.plan_run(path, **options, task=fs.Training(dpo=True))
     plain = fs.plan_run(path, **{**options, "batch": 4})
     assert run.parameters == plain.parameters
     assert run.report.tokens == plain.report.tokens == 4 * 16
@@ -291,7 +296,7 @@ def test_preferences_need_a_frozen_reference(config: Any) -> None:
     assert run.report.by_category["optimizer"] == plain.report.by_category["optimizer"]
     assert "examples/dpo.py" in run.code()
     with pytest.raises(ValueError, match="dpo needs a decoder of transformers"):
-        fs.plan_run(config("bert"), **options, dpo=True)
+        fs.plan_run(config("bert"), **options, task=fs.Training(dpo=True))
 
 
 def test_two_encoders_get_images_and_tokens(config: Any) -> None:
@@ -314,7 +319,8 @@ def test_a_module_of_your_own_takes_your_inputs_by_name() -> None:
                 x = layer(x).relu()
             return x
 
-    run = fs.plan_run(Net(), gpus=4, seq=5, inputs=lambda batch, seq: {"x": torch.empty(batch, seq, 8)})
+    task = fs.Training(inputs=lambda batch, seq: {"x": torch.empty(batch, seq, 8)})
+    run = fs.plan_run(Net(), gpus=4, seq=5, task=task)
     assert run.fits
     assert run.tokens_per_second == 0 < run.samples_per_second
     assert "def main(mesh, batches, model):" in run.code()
@@ -328,17 +334,16 @@ def test_a_module_of_your_own_takes_your_inputs_by_name() -> None:
         ({"architectures": ["MyLlama"]}, {}, "found ['MyLlama']: pass the model itself"),
         ({"num_attention_heads": "many"}, {}, "is no configuration that"),
         ({}, {"budget": "90GiB"}, "budget must be at most the 79.2 GiB of h100-8x400gbps; found 90.0 GiB"),
-        ({}, {"precision": "fp8"}, "precision must be"),
-        ({}, {"tensor": 3}, "tensor must divide the 8 gpus; found 3"),
-        ({}, {"tensor": 4}, "tensor must divide num_key_value_heads; found 4 and 2: pass a divisor"),
+        ({}, {"gpus": {"shard": 2, "expert": 4}}, "gpus may have the axes replicate, shard and tensor; found"),
+        ({}, {"gpus": {"tensor": 4}}, "tensor must divide num_key_value_heads; found 4 and 2: pass a divisor"),
         (
             {"intermediate_size": 49},
-            {"tensor": 2},
+            {"gpus": {"tensor": 2}},
             "tensor must divide dimension 0 of 'model.layers.0.mlp.gate_proj.",
         ),
-        ({"model_type": "gpt2"}, {"tensor": 2}, "found GPT2LMHeadModel, which has none: pass tensor=1"),
-        ({}, {"tensor": 2, "lora": {"r": 2, "targets": ["q_proj"]}}, "lora can't be planned with tensor or dpo yet"),
-        ({}, {"inputs": lambda batch, seq: (torch.empty(1, 1),)}, "the model failed on its inputs ("),
+        ({"model_type": "gpt2"}, {"gpus": {"tensor": 2}}, "found GPT2LMHeadModel, which has none: leave out the axis"),
+        ({"model_type": "bert"}, {"task": fs.Generation()}, "generation needs a decoder of transformers; found Bert"),
+        ({}, {"task": fs.Training(inputs=lambda batch, seq: (torch.empty(1, 1),))}, "the model failed on its inputs ("),
     ],
     ids=[
         "custom code",
@@ -346,12 +351,11 @@ def test_a_module_of_your_own_takes_your_inputs_by_name() -> None:
         "unknown class",
         "damage",
         "budget",
-        "precision",
-        "ranks",
+        "axes",
         "heads",
         "columns",
         "no tp_plan",
-        "adapters",
+        "no decoder",
         "inputs",
     ],
 )
@@ -359,7 +363,7 @@ def test_what_cannot_be_planned_is_an_error(
     fields: dict[str, Any], keywords: dict[str, Any], words: str, config: Any
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
-        fs.plan_run(config(**{"model_type": "llama", **fields}), gpus=8, seq=16, **keywords)
+        fs.plan_run(config(**{"model_type": "llama", **fields}), **{"gpus": 8, "seq": 16, **keywords})
 
 
 def test_the_interval_of_the_time_is_wider_where_it_was_not_fitted(config: Any) -> None:
@@ -386,5 +390,120 @@ def test_the_notes_say_what_the_plan_does_with_the_dtype_of_the_files(config: An
     assert any("128 tokens are more than the 64 positions" in note for note in notes)
     eager = fs.plan_run(config(attn_implementation="eager"), gpus=2, seq=16, batch=1).notes
     assert [any("Attention is eager" in note for note in found) for found in (notes, eager)] == [False, True]
-    lean = fs.plan_run(config(torch_dtype="bfloat16"), gpus=2, seq=16, batch=1, precision="bf16-params")
+    lean = fs.plan_run(config(torch_dtype="bfloat16"), gpus=2, seq=16, batch=1, task=fs.Training(precision="bf16-params"))
     assert {buffer.dtype for unit in lean.plan.unit_list for buffer in unit.buffers} == {"bfloat16"}
+
+
+def test_adapters_are_cut_beside_their_layers_and_add_a_small_sum(config: Any) -> None:
+    pytest.importorskip("peft")
+    path, targets = config(tie_word_embeddings=False), ["q_proj", "o_proj"]
+    options: Any = {"gpus": {"shard": 2, "tensor": 2}, "seq": 16, "batch": 1}
+    run = fs.plan_run(path, **options, task=fs.Training(lora={"r": 2, "targets": targets}))
+    leaves = {leaf.path: leaf.shape for leaf in run.plan.leaves}
+    attention = "model.layers.0.self_attn"
+    shapes = {
+        f"{layer}.{side}": leaves[f"{attention}.{layer}.lora_{side}.default.weight"]
+        for layer in ("q_proj", "o_proj")
+        for side in "AB"
+    }
+    assert shapes == {"q_proj.A": (2, 32), "q_proj.B": (16, 2), "o_proj.A": (2, 16), "o_proj.B": (32, 2)}
+    assert leaves[f"{attention}.q_proj.base_layer.weight"] == (16, 32)
+    full = fs.plan_run(path, **options)
+    key = "all_reduce", "tensor"
+    sums, traffic = (run._of_model[key][i] - full._of_model[key][i] for i in (0, 1))
+    # Of A's output in o_proj, in forward and backward; and none of the frozen embedding's gradient.
+    assert sums == 2 * 3 - 1
+    assert traffic == 2 * 3 * 16 * 2 * 2 - 16 * 32 * 2
+    assert "adapters" in str(run.notes)
+
+
+def test_a_policy_with_adapters_is_its_own_reference(config: Any) -> None:
+    pytest.importorskip("peft")
+    path = config(tie_word_embeddings=False)
+    lora: Any = {"r": 2, "targets": ["q_proj"]}
+    run = fs.plan_run(path, gpus=2, seq=16, batch=2, task=fs.Training(lora=lora, dpo=True))
+    plain = fs.plan_run(path, gpus=2, seq=16, batch=4, task=fs.Training(lora=lora))
+    assert run.parameters == plain.parameters
+    assert sum(leaf.numel for leaf in run.plan.leaves) == plain.parameters
+    gathers = [event.unit for event in run.report.events if event.kind == "all_gather"]
+    assert gathers.count("policy.model.layers.1") >= 2  # for the reference, and for the policy
+    assert run.report.flops > plain.report.flops
+    assert "with LoRA and DPO" in str(run)
+
+
+def test_a_model_that_generates_has_a_cache_and_no_gradients(config: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path, task = config(tie_word_embeddings=False), fs.Generation()
+    run = fs.plan_run(path, gpus=4, seq=64, batch=8, task=task)
+    assert run.fits
+    assert run.cache_bytes == 3 * 2 * 8 * 64 * 2 * 8 * 2  # layers, keys and values, samples, tokens, heads of 8, bfloat16
+    assert run.plan.mesh_shape == (4, 1)  # it fits without shards
+    assert run.report.by_category["shards"] == run.parameters * 2 + 4
+    assert not {"gradients", "optimizer", "activations"} & run.report.by_category.keys()
+    assert run.token_seconds == run.decode.step_time + run.cache_seconds
+    assert run.tokens_per_second == pytest.approx(4 * 8 / run.token_seconds)
+    tight = fs.plan_run(path, gpus=4, seq=64, batch=8, budget=run.reserved_bytes - 1024, task=task)
+    assert tight.plan.mesh_shape[1] > 1
+    assert tight.token_seconds > run.token_seconds  # it gathers weights for each token
+    none = fs.plan_run(path, gpus=4, seq=64, budget=1024, task=task)
+    assert not none.fits
+    assert none.plan.mesh_shape == (1, 4)
+    small = fs.plan_run(path, gpus=4, seq=64, batch=8, task=fs.Generation(precision="int8"))
+    assert small.report.by_category["shards"] < run.report.by_category["shards"]
+    assert fs.plan_run(path, gpus=4, seq=64, task=task).batch == 64  # more samples are faster
+    argv = ["plan", str(path), "--gpus", "4", "--seq", "64", "--batch", "8", "--generate"]
+    assert main([*argv, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["tokens_per_second"] == run.tokens_per_second
+    assert printed["memory"]["cache"] == run.cache_bytes
+    assert main(argv) == 0
+    screen = capsys.readouterr().out
+    assert screen.count("\n") < 40
+    assert "further token" in screen
+
+
+def test_the_cache_is_what_transformers_holds_after_as_many_tokens(config: Any) -> None:
+    for model_type, fields in (("llama", {}), ("mistral", {"sliding_window": 16})):
+        path = config(model_type, **fields)
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
+        with torch.no_grad():
+            cache = model(torch.zeros(1, 48, dtype=torch.int64), use_cache=True).past_key_values
+        held = sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
+        run = fs.plan_run(path, gpus=1, seq=48, batch=1, task=fs.Generation(precision="fp32"))
+        assert run.cache_bytes == pytest.approx(held, rel=0.01)  # some layers count their tokens in a tensor
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_the_script_of_a_model_that_generates_gives_its_texts(precision: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 96}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=4)).eval()
+    model.save_pretrained(tmp_path)
+    run = fs.plan_run(tmp_path, gpus=2, seq=140, batch=2, task=fs.Generation(precision=precision))
+    namespace: dict[str, Any] = {}
+    exec(run.code(), namespace)
+    prompts = torch.arange(3, 15).view(2, 6)
+    expected = model.generate(prompts, min_new_tokens=128, max_new_tokens=128, do_sample=False)
+    for tokens in fs.simulate(lambda mesh: namespace["main"](mesh, prompts), namespace["MESH"]):
+        assert tokens.shape == expected.shape
+        assert precision != "fp32" or torch.equal(tokens, expected)
+
+
+def test_several_lengths_and_batches_are_one_table(config: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", str(config()), "--gpus", "2", "--seq", "16,32", "--batch", "1,4"]
+    assert main([*argv, "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert [(result["seq"], result["batch"]) for result in results] == [(16, 1), (16, 4), (32, 1), (32, 4)]
+    assert main(argv) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()[:2] in ("16", "32")]
+    assert [row[:3] for row in rows] == [[str(r["seq"]), str(r["batch"]), "yes"] for r in results]
+
+
+def test_a_run_is_compared_with_the_plan_of_another(config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", str(config(num_hidden_layers=6)), "--gpus", "2", "--seq", "64", "--batch", "8"]
+    assert main([*argv, "--json"]) == 0
+    printed = capsys.readouterr().out
+    file = tmp_path / "other.json"
+    file.write_text(printed)
+    budget = int(0.7 * json.loads(printed)["reserved_bytes"])
+    assert main([*argv, "--budget", f"{budget // 1000}KB", "--compare", str(file)]) == 0
+    assert "remat" in capsys.readouterr().out

@@ -192,8 +192,8 @@ RULES: dict[str, dict[str, Rule]] = {
     "plan_run": {
         "gpus": count(1, "GPUs"), "seq": or_none(count(1, "tokens")), "batch": or_none(count(1, "samples")),
         "budget": or_none(BUDGET)._replace(good=(1, "60GiB", np.int64(9), None)),
-        "tensor": count(1, "GPUs")._replace(good=(1,)), "dpo": FLAG._replace(good=(False,)),
     },
+    "Training": {"dpo": FLAG},
     "passes.keep_gathered": {"budget": SIZE},
     "passes.gather_earlier": {"budget": or_none(SIZE), "by": or_none(count(1, "units"))},
     "passes.wait_later": {"budget": or_none(SIZE)},
@@ -241,6 +241,7 @@ RECORDS = {
     "Piece",
     "Plan",
     "PerRank",
+    "GenerationPlan",
     "RunPlan",
     "Saving",
     "ScalerState",

@@ -1,0 +1,184 @@
+"""``PlannedModel``: a model as a run uses it, with adapters, a reference, or cut layers."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from funcshard._utils.garbage import without_collection
+from funcshard.checkpoint import default_units, module_of_config
+from funcshard.estimate import Hardware, Space
+from funcshard.plan import MixedPrecision, Storage
+from funcshard.planning.adapters import add_adapters, storage_of
+from funcshard.planning.cached_model import CachedModel, prompts
+from funcshard.planning.model_inputs import (
+    InputMaker,
+    context_of,
+    has_vision,
+    takes_text_alone,
+)
+from funcshard.planning.preferences import Preferences, pairs
+from funcshard.planning.tasks import PRECISIONS, Generation, Training
+from funcshard.planning.tensor_parts import cut_along_tensor
+
+_NO_DROPS = "The plan runs every layer: it leaves the config's layerdrop out."
+_DECODING = "Layers decode their packed weights in each pass, which takes no time here."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedModel:
+    """A model as a run uses it.
+
+    Attributes:
+        module: the model, with its adapters and one rank's part of each layer.
+        traced: the module that a step calls: the model, or one around it.
+        path: its ``config.json``, or the folder; ``None`` for a module of yours.
+        parameters: number of parameters of the whole model.
+        units: the modules of ``traced`` that are units.
+        local: as in ``make_plan``.
+        storage: as in ``make_plan``.
+        inputs: as in ``Training``.
+        precision: as in ``profile``.
+        drops_layers: whether the config would drop layers at random.
+    """
+
+    module: nn.Module
+    traced: nn.Module
+    path: str | None
+    parameters: int
+    units: Sequence[str]
+    local: Mapping[str, Mapping[str, int]]
+    storage: Mapping[str, Storage]
+    inputs: InputMaker | None
+    precision: MixedPrecision | None
+    drops_layers: bool
+
+    def space(self, space: Space | None = None) -> Space:
+        """Return a space of plans of this model."""
+        return replace(space or Space(), local=self.local, storage=self.storage)
+
+
+def planned_model(
+    model: nn.Module | str | os.PathLike[str], task: Training | Generation, tensor: int
+) -> PlannedModel:
+    """Return a model as a run uses it.
+
+    Arguments:
+        model: that of ``plan_run``.
+        task: what the run does.
+        tensor: number of ranks that divide each layer.
+    """
+    path = None if isinstance(model, nn.Module) else os.fspath(model)
+    with without_collection():  # the files of transformers take a third less time to import
+        module = model if isinstance(model, nn.Module) else module_of_config(Path(model))
+    drops_layers = path is not None and _without_layerdrop(module)
+    lora = task.lora if isinstance(task, Training) else None
+    dpo = isinstance(task, Training) and task.dpo
+    generates = isinstance(task, Generation)
+    is_decoder = "CausalLM" in type(module).__name__
+    if not is_decoder and (generates or dpo):
+        raise ValueError(
+            f"{'generation' if generates else 'dpo'} needs a decoder of transformers; found "
+            f"{type(module).__name__}: pass such a model, or another task"
+        )
+    if isinstance(model, nn.Module) and (task.dtype or lora or generates or tensor > 1):
+        module = copy.deepcopy(module)
+    if task.dtype is not None:
+        module = module.to(task.dtype)
+    if generates:
+        module.requires_grad_(False).eval()
+    if lora is not None:
+        add_adapters(module, lora)
+    parameters = sum(param.numel() for param in module.parameters())
+    units, storage = default_units(module, ends=True), storage_of(module, task.base)
+    local = cut_along_tensor(module, tensor) if tensor > 1 else {}
+    traced, parts = module, [""]
+    inputs: InputMaker | None
+    if isinstance(task, Generation):
+        traced, parts, inputs = CachedModel(module), ["model."], prompts
+    elif task.dpo:
+        dtype = None if task.precision == "fp32" else torch.bfloat16
+        traced, inputs = Preferences(module, dtype, adapters=lora is not None), pairs
+        parts = ["policy.", "reference."] if lora is None else ["policy."]
+    else:
+        inputs = task.inputs
+    return PlannedModel(
+        module=module,
+        traced=traced,
+        path=path,
+        parameters=parameters,
+        units=[f"{part}{name}" for part in parts for name in units],
+        local={f"{part}{name}": cut for part in parts for name, cut in local.items()},
+        storage={f"{part}{glob}": packing for part in parts for glob, packing in storage.items()},
+        inputs=inputs,
+        precision=None if generates else PRECISIONS[task.precision],
+        drops_layers=drops_layers,
+    )
+
+
+def _without_layerdrop(module: nn.Module) -> bool:
+    """Set all layerdrop of a model of transformers to 0, and return whether there was any."""
+    # Why: a layer that may be dropped reads a random value, which a trace doesn't have.
+    drops_layers = False
+    for submodule in module.modules():
+        for owner in (submodule, getattr(submodule, "config", None)):
+            for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+                if getattr(owner, name, 0.0):
+                    setattr(owner, name, 0.0)
+                    drops_layers = True
+    return drops_layers
+
+
+def doubts_of(model: PlannedModel, hardware: Hardware) -> Iterator[str]:
+    """Yield what model and hardware have that the runs didn't to which times were fitted."""
+    module = model.module
+    config: Any = getattr(module, "config", None)
+    if hardware.sources["flops_efficiency"].how == "extrapolated":
+        yield "another GPU"
+    if "CausalLM" not in type(module).__name__ and "LMHead" not in type(module).__name__:
+        yield "no decoder" if config is not None else "a model of yours"
+    if getattr(config, "num_experts_per_tok", None):
+        yield "experts"
+    if getattr(config, "_attn_implementation", None) == "eager":
+        yield "eager attention"
+
+
+def notes_of(
+    model: PlannedModel, task: Training | Generation, seq: int, hardware: Hardware
+) -> Iterator[str]:
+    """Yield what you should know about the model and the hardware."""
+    yield hardware.about
+    module, precision = model.module, task.precision
+    config: Any = getattr(module, "config", None)
+    dtype = getattr(config, "dtype", None)
+    kept = {"bf16": "float32 parameters and computes in bfloat16", "fp32": "all in float32"}
+    frozen = not all(param.requires_grad for param in module.parameters())
+    if dtype not in (None, torch.float32) and precision in kept and not frozen:
+        yield (
+            f"The config says {str(dtype).removeprefix('torch.')}, which is the dtype of its files. "
+            f"The plan keeps {kept[precision]}; precision bf16-params keeps all in bfloat16."
+        )
+    if getattr(config, "quantization_config", None):
+        yield "The config quantizes its files; the plan trains weights that aren't quantized."
+    if getattr(config, "_attn_implementation", None) == "eager":
+        yield (
+            "Attention is eager, as transformers has no call of SDPA for this model, so each head "
+            "keeps a matrix of tokens × tokens."
+        )
+    main_input = getattr(module, "main_input_name", "")
+    if has_vision(config) and takes_text_alone(config) and main_input != "pixel_values":
+        yield "The batch has tokens only: pass inputs= for images too."
+    context = context_of(module)
+    if context is not None and seq > context:
+        yield f"{seq:,} tokens are more than the {context:,} positions of the config."
+    if model.drops_layers:
+        yield _NO_DROPS
+    if model.storage:
+        yield _DECODING
