@@ -231,13 +231,12 @@ def per_sample_norms(
 
     Example:
         >>> import torch, funcshard as fs
-        >>> params = {"w": torch.zeros(2)}
+        >>> apply, params, _ = fs.make_functional(torch.nn.Linear(2, 1, bias=False))
         >>> def main(mesh):
         ...     plan = fs.make_plan(params, mesh)
-        ...     f = fs.unshard(lambda leaves, x: leaves["w"] @ x, plan.units[""], mesh)
-        ...     evaluate = fs.per_sample_norms(lambda shards, x: f(shards[""], x), plan, mesh)
-        ...     batch = torch.tensor([[3.0, 4.0], [0.0, 1.0]])
-        ...     return evaluate(fs.shard(params, plan, mesh), batch)[1].tolist()
+        ...     run, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
+        ...     evaluate = fs.per_sample_norms(lambda s, x: run(s, {}, x).sum(), plan, mesh)
+        ...     return evaluate(shards, torch.tensor([[3.0, 4.0], [0.0, 1.0]]))[1].tolist()
         >>> fs.simulate(main, world_size=2)
         [[5.0, 1.0], [5.0, 1.0]]
 
@@ -245,8 +244,7 @@ def per_sample_norms(
     whose "ghost clipping" has formulas for the norms of some layers.
     """
     check_callable("per_sample_norms", loss_fn)
-    if chunk_size is not None:
-        check_count("chunk_size", chunk_size, of="samples", none="for all")
+    _check_chunks(chunk_size)
     check_mesh(plan, mesh)
 
     @untraced
@@ -297,6 +295,10 @@ def _check_options(
         )
     if batch_size is not None:
         check_number("batch_size", batch_size, above=0, none="for the number of samples")
+    _check_chunks(chunk_size)
+
+
+def _check_chunks(chunk_size: int | None) -> None:
     if chunk_size is not None:
         check_count("chunk_size", chunk_size, of="samples", none="for all")
 
