@@ -1,0 +1,348 @@
+"""``same_on_every_mesh`` names mistakes that its rules weren't written for, in programs of researchers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import funcshard as fs
+from funcshard.testing import same_on_every_mesh
+from tests.testing.test_mesh_comparison import (
+    AXES, EXPERTS, HIDDEN, KEEP, MESHES, ROWS, V, W, WIDTH, X, Y, Program, after, both, by_hand, cut_along, gradient,
+    hidden, index, lookup, mask, mean, metric, mixed, mlp, mse, rows, scaled, seed, total,
+)  # fmt: skip
+
+HEAD = 3
+S = torch.randn(4 * ROWS, 4, WIDTH, generator=seed(7), dtype=torch.float64)  # samples, positions, features
+IDS = torch.randint(HIDDEN, (4 * ROWS,), generator=seed(8))
+ATTENTION = {"q": W[:12, :4], "k": V[:12, :4], "v": W[12:24, :4], "o": V[12:16], "bias": W[0, :4]}
+CUTS = {"q": {"tensor": 0}, "k": {"tensor": 0}, "v": {"tensor": 0}, "o": {"tensor": 1}}
+
+
+def place(mesh: fs.Mesh, axis: str) -> tuple[int, int]:
+    return mesh.position.get(axis, 0), mesh.shape.get(axis, 1)
+
+
+def part(x: torch.Tensor, mesh: fs.Mesh, axis: str, dim: int = 0) -> torch.Tensor:
+    return x.chunk(place(mesh, axis)[1], dim)[place(mesh, axis)[0]]
+
+
+def gathered(x: torch.Tensor, mesh: fs.Mesh, axis: str, dim: int = 0) -> torch.Tensor:
+    return fs.all_gather(x, mesh, axis=axis, dim=dim, tiled=True) if axis in mesh.shape else x
+
+
+def attention(
+    out: Callable[..., Any] = lambda y, p, m: total(y @ p["o"].T, m) + p["bias"],
+    scores: Callable[..., Any] = lambda q, k, m: q @ k.mT / HEAD**0.5,
+    project: Callable[..., Any] = lambda x, w, m: x @ w.T,
+) -> Program:
+    """Heads along tensor."""
+
+    def model(p: Any, x: torch.Tensor, m: fs.Mesh) -> torch.Tensor:
+        q, k, v = (project(x, p[name], m).unflatten(-1, (-1, HEAD)).transpose(1, 2) for name in "qkv")
+        return x + out((scores(q, k, m).softmax(-1) @ v).transpose(1, 2).flatten(2), p, m)
+
+    return Program(lambda m: (rows(m, S), rows(m, S.flip(1))), model, params=(ATTENTION, CUTS))
+
+
+def context(
+    attend: Callable[..., Any],
+    positions: Callable[..., Any] = lambda n, m: torch.arange(n) + n * place(m, "tensor")[0],
+    encode: Callable[..., Any] = lambda i, m: torch.stack([(i / 4).sin(), (i / 4).cos()] * 2, -1).double(),
+) -> Program:
+    """Positions along tensor; one head."""
+
+    def model(p: Any, x: torch.Tensor, m: fs.Mesh) -> torch.Tensor:
+        x = x + encode(positions(x.shape[1], m), m)
+        q, k, v = (x @ p[name].T for name in "qkv")
+        return attend(q, k, v, positions(x.shape[1], m), m) @ p["o"].T
+
+    cut = lambda m, x: part(rows(m, x), m, "tensor", 1)  # noqa: E731
+    return Program(lambda m: (cut(m, S), cut(m, S.flip(1))), model, params=(ATTENTION, {}))
+
+
+def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, i: torch.Tensor, m: fs.Mesh) -> torch.Tensor:
+    k, v, j = gathered(k, m, "tensor", 1), gathered(v, m, "tensor", 1), gathered(i, m, "tensor")
+    return (q @ k.mT).masked_fill(i[:, None] < j, -1e9).softmax(-1) @ v
+
+
+def vocabulary(
+    top: Callable[..., Any] = lambda z, m: fs.pmax(z.detach().amax(-1), m, axis="tensor"),
+    normalizer: Callable[..., Any] = lambda z, top, m: total((z - top[:, None]).exp().sum(-1), m).log() + top,
+    first: Callable[..., Any] = lambda n, m: n * place(m, "tensor")[0],
+    target: Callable[..., Any] = lambda picked, inside, m: total(picked * inside, m),
+    smooth: Callable[..., Any] = lambda z, m: 0.1 / HIDDEN * total(z.sum(-1), m),
+) -> Program:
+    """Cross entropy over logits whose classes are cut along tensor."""
+
+    def loss(z: torch.Tensor, ids: torch.Tensor, m: fs.Mesh) -> torch.Tensor:
+        z = z if "tensor" in m.shape else z
+        at = ids - first(z.shape[-1], m)
+        inside = (at >= 0) & (at < z.shape[-1])
+        picked = z.gather(-1, at.clamp(0, z.shape[-1] - 1)[:, None])[:, 0]
+        highest = top(z, m) if "tensor" in m.shape else z.detach().amax(-1)
+        return (normalizer(z, highest, m) - 0.9 * target(picked, inside, m) - smooth(z, m)).mean()
+
+    return Program(lambda m: (rows(m, X), rows(m, IDS)), lambda p, x, m: x @ p["up"].T, loss)
+
+
+def experts(
+    gate: Callable[..., Any] = lambda x, p, first, m: (x @ p["router"].T).softmax(-1),
+    combine: Callable[..., Any] = lambda y, m: fs.psum(y, m, axis="expert") if "expert" in m.shape else y,
+    first: Callable[..., Any] = lambda n, m: n * place(m, "expert")[0],
+    admit: Callable[..., Any] = lambda chosen, m: chosen,
+) -> Program:
+    """One expert a token; experts along their axis, all tokens of a data rank on each of them."""
+
+    def model(p: Any, x: torch.Tensor, m: fs.Mesh) -> torch.Tensor:
+        start = first(len(p["experts"]), m)
+        weight, choice = gate(x, p, start, m).max(-1)
+        terms = [admit(choice == start + i, m)[:, None] * (x @ w) for i, w in enumerate(p["experts"])]
+        return x + combine(weight[:, None] * sum(terms), m)
+
+    return Program(model=model, params=(EXPERTS, {"experts": {"expert": 0}}))
+
+
+def loss_of(loss: Callable[..., Any], **parts: Any) -> Program:
+    return Program(loss=loss, **parts)
+
+
+def updated(update: Callable[..., Any], steps: int = 1) -> Program:
+    return Program(update=lambda s, g, m, i: {"": {k: update(v, g[""][k], m, i) for k, v in s[""].items()}}, steps=steps)
+
+
+def leafwise(update: Callable[..., Any]) -> Callable[..., Any]:
+    """An optimizer over whole leaves by hand, with slices along tensor."""
+
+    def main(mesh: fs.Mesh) -> Any:
+        cuts = {"up": 0, "down": 1}
+        whole = {"up": W[:HIDDEN, :WIDTH], "down": V[:WIDTH], "bias": W[0, :WIDTH]}
+        mine = {k: part(v, mesh, "tensor", cuts[k]) if k in cuts else v for k, v in whole.items()}
+        local = {k: {"tensor": d} for k, d in cuts.items()} if "tensor" in mesh.shape else {}
+        plan = fs.make_plan(mine, mesh, local=local)
+        f = fs.unshard(lambda p, x: mlp(p, x, mesh), plan.units[""], mesh)
+        shards = fs.shard(mine, plan, mesh)
+        _, grads = fs.value_and_grad(lambda s: mse(f(s[""], rows(mesh, X)), rows(mesh, Y), mesh))(shards)
+        grads = fs.gather(grads, plan, mesh)
+        return {"new": fs.shard({k: update(k, v, grads[k], mesh) for k, v in mine.items()}, plan, mesh), "plan": plan}
+
+    return main
+
+
+def two_models(train: Callable[..., Any]) -> Callable[..., Any]:
+    """A GAN: the discriminator's and the generator's gradients of a step, reduced by hand."""
+
+    def main(mesh: fs.Mesh) -> Any:
+        d, g = (w.clone().requires_grad_() for w in (W[:1, :WIDTH], V[:WIDTH, :WIDTH]))
+        return train(d, g, rows(mesh, X), rows(mesh, Y), mesh)
+
+    return main
+
+
+def hinge(d: Any, real: Any, fake: Any) -> torch.Tensor:
+    return ((1 - real @ d.T).relu() + (1 + fake @ d.T).relu()).mean()
+
+
+def of(loss: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(loss, leaf)[0]
+
+
+def after_steps(change: Callable[..., Any]) -> Callable[..., Any]:
+    """A list of three states that rank by rank code maintains: each ``change(state, mean gradient, mesh, step)``."""
+
+    def main(mesh: fs.Mesh) -> Any:
+        state, states = W[:WIDTH, :WIDTH], []
+        for step in range(3):
+            grad = fs.pmean(rows(mesh, X).T @ rows(mesh, Y) / rows(mesh, X).shape[0] + 0.1 * step, mesh)
+            state = change(state, grad, mesh, step)
+            states.append({"state": state})
+        return states
+
+    return main
+
+
+def loader(cut: Callable[..., Any]) -> Program:
+    """A batch of each of three steps: ``cut(data, step, this rank's index, number of ranks, mesh)``."""
+    turns: dict[int, int] = {}
+
+    def batch(m: fs.Mesh) -> Any:
+        key = id(m)
+        turns[key] = turns.get(key, -1) + 1
+        return cut(X, turns[key], *index(m), m), cut(Y, turns[key], *index(m), m)
+
+    return Program(batch=batch, steps=3)
+
+
+def accumulated(combine: Callable[..., Any]) -> Callable[..., Any]:
+    """Micro-batches of two rows: ``combine(sums of squares, counts, mesh)`` is the loss reported."""
+
+    def main(mesh: fs.Mesh) -> Any:
+        error, keep = (rows(mesh, X) - rows(mesh, Y)).square().sum(-1), rows(mesh, KEEP[:, 0]).double()
+        return {"loss": combine((error * keep).split(2), keep.split(2), mesh)}
+
+    return main
+
+
+def norm(x: torch.Tensor, m: fs.Mesh) -> torch.Tensor:
+    return fs.psum(x.square().sum(), m).sqrt()
+
+
+def normalized(statistics: Callable[..., Any]) -> Program:
+    return Program(model=lambda p, x, m: (lambda c: (mlp(p, x, m) - c[0]) / (c[1] + 0.1).sqrt())(statistics(x, m)))
+
+
+LINE = "line"  # any cause will do whose text names the mistake's line
+
+HELD_OUT: dict[tuple[str, str, str], dict[str, Any]] = {
+    # attention and MLPs along tensor
+    ("tensor", "not added", "tensor"): {
+        "attention's output isn't added": attention(out=lambda y, p, m: y @ p["o"].T + p["bias"]),
+        "a norm before attention's psum": attention(out=lambda y, p, m: total((y @ p["o"].T).tanh(), m) + p["bias"]),
+        "a normalizer of local classes": vocabulary(normalizer=lambda z, top, m: (z - top[:, None]).exp().sum(-1).log() + top),
+        "sum of logarithms": vocabulary(normalizer=lambda z, top, m: total((z - top[:, None]).exp().sum(-1).log(), m) + top),
+        "a target logit of one rank": vocabulary(target=lambda picked, inside, m: picked * inside),
+        "smoothing over local classes": vocabulary(smooth=lambda z, m: 0.1 / HIDDEN * z.sum(-1)),
+        "weight decay of a slice": Program(model=lambda p, x, m: (mlp(p, x, m), p["up"].square().sum()), loss=lambda o, y, m: mse(o[0], y, m) + 0.1 * o[1]),
+        "scattered without a sum": Program(
+            cut_along("tensor"),
+            lambda p, x, m: x + part(hidden(p, gathered(x, m, "tensor")) @ p["down"].T, m, "tensor"),
+        ),
+    },
+    ("tensor", "max", "tensor"): {
+        "a maximum of local classes": vocabulary(top=lambda z, m: z.detach().amax(-1)),
+    },
+    ("tensor", "scale", "tensor"): {
+        "bias before the psum": attention(out=lambda y, p, m: total(y @ p["o"].T + p["bias"], m)),
+        "smoothing by local classes": vocabulary(smooth=lambda z, m: 0.1 / z.shape[-1] * total(z.sum(-1), m)),
+        "a residual inside the psum": Program(model=lambda p, x, m: total(x + hidden(p, x) @ p["down"].T, m) + p["bias"]),
+        "the loss divided by tensor": loss_of(lambda o, y, m: mse(o, y, m) / place(m, "tensor")[1]),
+        "a batch counted along tensor": Program(report=lambda v, m: fs.psum(v * ROWS / index(m)[1], m, axis=tuple(m.shape)) / ROWS),
+    },
+    ("tensor", LINE, ""): {
+        "scores by local width": attention(scores=lambda q, k, m: q @ k.mT / (q.shape[1] * HEAD) ** 0.5),
+        "classes by the world's rank": vocabulary(first=lambda n, m: n * m.rank),
+        "a target without a mask": vocabulary(target=lambda picked, inside, m: total(picked, m)),
+        "attention to local positions": context(lambda q, k, v, i, m: (q @ k.mT).masked_fill(i[:, None] < i, -1e9).softmax(-1) @ v),
+        "positions from zero": context(causal, positions=lambda n, m: torch.arange(n)),
+        "a local causal mask": context(lambda q, k, v, i, m: (q @ gathered(k, m, "tensor", 1).mT).tril().softmax(-1) @ gathered(v, m, "tensor", 1)),
+        "partial attention averaged": context(lambda q, k, v, i, m: fs.pmean((gathered(q, m, "tensor", 1) @ k.mT).softmax(-1) @ v, m, axis=tuple({"tensor"} & {*m.shape}) or None)[:, i] if "tensor" in m.shape else (q @ k.mT).softmax(-1) @ v),
+        "keys along the wrong axis": context(lambda q, k, v, i, m: (q @ gathered(k, m, "shard", 1).mT).softmax(-1) @ gathered(v, m, "shard", 1) if "tensor" in m.shape else (q @ k.mT).softmax(-1) @ v),
+    },
+    ("tensor", "data", "both"): {
+        "rows by the tensor index": Program(batch=both(lambda x, r, n, m: x[:ROWS].chunk(n)[m.rank % n])),
+    },
+    ("tensor", "data", "tensor"): {
+        "rows by the world's rank": Program(batch=both(lambda x, r, n, m: x[:ROWS].chunk(m.world_size)[m.rank])),
+        "the first positions on all": Program(lambda m: (x := rows(m, X)[: ROWS // index(m)[1] // place(m, "tensor")[1]], x.flip(1)), lambda p, x, m: x + p["bias"]),
+    },
+    ("tensor", "not averaged", "tensor"): {
+        "a loss of local positions": Program(cut_along("tensor"), lambda p, x, m: x + p["bias"], report=lambda v, m: fs.pmean(v, m, axis=("replicate", "shard") if "replicate" in m.shape else "shard")),
+    },
+    ("tensor", "randomness", "tensor"): {
+        "dropout by tensor rank": Program(model=lambda p, x, m: mlp(p, x, m) * rows(m, mask(place(m, "tensor")[0], ROWS, WIDTH))),
+    },
+    # experts
+    ("expert", "not added", "expert"): {"experts aren't added": experts(combine=lambda y, m: y)},
+    ("expert", "scale", "expert"): {"experts are averaged": experts(combine=lambda y, m: fs.pmean(y, m, axis="expert") if "expert" in m.shape else y)},
+    ("expert", LINE, ""): {
+        "experts from zero": experts(first=lambda n, m: 0),
+        "a gate over local experts": experts(gate=lambda x, p, first, m: (x @ p["router"][first : first + len(p["experts"])].T).softmax(-1)),
+        "capacity by local tokens": experts(admit=lambda chosen, m: chosen & (chosen.cumsum(0) <= 1)),
+    },
+    # statistics and losses on data ranks
+    ("data", "not averaged", "data"): {
+        "batch statistics aren't synced": normalized(lambda x, m: (x.mean(0), x.var(0, unbiased=False))),
+        "a mean of local variances": normalized(lambda x, m: (fs.pmean(x.mean(0), m), fs.pmean(x.var(0, unbiased=False), m))),
+        "running statistics": lambda m: {"mean": 0.9 + 0.1 * rows(m, X).mean(0)},
+        "perplexity": metric(lambda e, m: fs.pmean(e.mean().exp(), m)),
+        "entropy of a batch's mean": metric(lambda e, m: fs.pmean((e.mean(0).softmax(-1) * e.mean(0).log_softmax(-1)).sum(), m)),
+        "a balance loss": metric(lambda e, m: fs.pmean(((e > 1).double().mean(0) * e.mean(0)).sum(), m)),
+        "advantages by local moments": loss_of(lambda o, y, m: (lambda a: (o * (a - a.mean()) / a.std(unbiased=False)).mean())(y.sum(-1, keepdim=True))),
+        "signs before the mean": by_hand(lambda g, m: fs.pmean(g.sign(), m)),
+        "inputs by local moments": Program(batch=lambda m: ((rows(m, X) - rows(m, X).mean(0)) / 2, rows(m, Y))),
+        "a generator that isn't reduced": two_models(lambda d, g, x, y, m: {"d": fs.pmean(of(hinge(d, x, (y @ g).detach()), d), m), "g": of((y @ g @ d.detach().T).mean(), g)}),
+        "Polyak's rate": by_hand(lambda g, m: fs.pmean(g, m) * rows(m, X).square().mean()),
+    },
+    ("data", "scale", "data"): {
+        "divided twice": loss_of(lambda o, y, m: (o - y).square().sum() / fs.psum(torch.tensor(float(o.numel())), m), report=lambda v, m: fs.psum(v, m)),
+        "validation on rank 0 is averaged": metric(lambda e, m: fs.pmean((e if m.rank == 0 else 0 * e).mean() * 1.0, m) if m.world_size == 1 else fs.pmean((X[:ROWS] - Y[:ROWS]).abs().mean() * (m.rank == 0), m)),
+        "micro-batches aren't divided by ranks": accumulated(lambda sums, counts, m: fs.psum(sum(s.mean() for s in sums), m) / len(sums)),
+        "a rate by the ranks and decay": updated(lambda v, g, m, i: v - 0.1 * m.world_size * (g + 0.1 * v)),
+        "samples a second of one rank": metric(lambda e, m: float(len(e))),
+        "unbiased variance by local counts": metric(lambda e, m: fs.psum((e - fs.pmean(e.mean(), m)).square().sum(), m) / (e.numel() - 1)),
+    },
+    ("data", "max", "data"): {"normalized by the batch's maximum": loss_of(lambda o, y, m: mse(o / o.abs().max().detach(), y, m))},
+    ("data", "weights", "data"): {
+        "accuracies of unequal counts": metric(lambda e, m: fs.pmean((e > 1)[rows(m, KEEP)].double().mean(), m)),
+        "micro-batches of unequal counts": accumulated(lambda sums, counts, m: fs.pmean(sum(sums).sum() / sum(counts).sum(), m)),
+        "token means of micro-batches": accumulated(lambda sums, counts, m: fs.pmean(torch.cat(sums).sum() / torch.cat(counts).sum(), m)),
+    },
+    ("data", "randomness", "data"): {
+        "noise of one seed for fakes": two_models(lambda d, g, x, y, m: fs.pmean(of(hinge(d, x, mask(3, *x.shape) @ g), d), m)),
+        "interpolation by the rank's seed": two_models(lambda d, g, x, y, m: (lambda t: fs.pmean(of((t * x + (1 - t) * y).matmul(d.T).square().mean(), d), m))(mask(m.rank, len(x), 1))),
+        "mixup inside of a rank": Program(batch=both(lambda x, r, n, m: rows(m, x) + rows(m, x)[torch.randperm(ROWS // n, generator=seed(1))])),
+        "weights by the rank's seed": lambda m: {"w": torch.randn(3, 4, generator=seed(m.rank))},
+        "reshuffled by rank": loader(lambda x, i, r, n, m: rows(m, x[torch.randperm(ROWS, generator=seed(i * (r + 1)))])),
+    },
+    ("data", "one rank", "data"): {
+        "an EMA on rank 0": after_steps(lambda s, g, m, i: 0.9 * s + 0.1 * g if m.rank == 0 else s),
+        "evaluation on rank 0": lambda m: {"accuracy": float((X > 0).double().mean()) if m.rank == 0 else 0.0},
+        "loaded on rank 0": lambda m: {"w": W[:2] if m.rank == 0 else torch.zeros_like(W[:2])},
+    },
+    ("data", "data", "data"): {
+        "the last rows are dropped": metric(lambda e, m: fs.pmean((X - Y).abs()[: 7 // index(m)[1] * index(m)[1]].chunk(index(m)[1])[index(m)[0]].mean(), m)),
+        "batches overlap": loader(lambda x, i, r, n, m: x[i * ROWS // n :][:ROWS].chunk(n)[r]),
+        "sharded twice": Program(batch=both(lambda x, r, n, m: x[:ROWS][r::n][: ROWS // n // n])),
+        "chosen and rejected are cut by rank": lambda m: {"margin": (lambda z: fs.pmean((z[: len(z) // 2] - z[len(z) // 2 :]).sigmoid().mean(), m))(torch.cat([X[:ROWS], Y[:ROWS]]).chunk(index(m)[1])[index(m)[0]])},
+        "a reference's first rows": Program(batch=lambda m: (rows(m, X), rows(m, Y) + X[: ROWS // index(m)[1]].tanh())),
+        "labels of the next rank": Program(batch=lambda m: (rows(m, X), X[:ROWS].chunk(index(m)[1])[(index(m)[0] + 1) % index(m)[1]] if m.world_size > 1 else X[:ROWS])),
+        "predictions in another order": lambda m: {"out": gathered(X[:ROWS][index(m)[0] :: index(m)[1]].tanh(), m, tuple(m.shape)) if m.world_size > 1 else X[:ROWS].tanh()},
+    },
+    ("data", "data", "shard"): {"rows by replica": Program(batch=both(lambda x, r, n, m: x[:ROWS].chunk(place(m, "replicate")[1])[place(m, "replicate")[0]][: ROWS // n]))},
+    ("data", LINE, ""): {
+        "negatives of one rank": loss_of(lambda o, y, m: -(o @ y.T).log_softmax(-1).diag().mean()),
+        "labels from zero": loss_of(lambda o, y, m: torch.nn.functional.cross_entropy(o @ (gathered(y, m, tuple(m.shape)) if m.world_size > 1 else y).T, torch.arange(len(o)))),
+        "an EMA by the ranks": after_steps(lambda s, g, m, i: 0.9**m.world_size * s + (1 - 0.9**m.world_size) * g),
+        "a rate by local samples": after_steps(lambda s, g, m, i: s - g / (1 + i * ROWS / m.world_size)),
+        "bias correction by ranks": after_steps(lambda s, g, m, i: s - g / (1 - 0.9 ** ((i + 1) * m.world_size))),
+        "decay by the ranks": after_steps(lambda s, g, m, i: s - 0.1 * (g + 0.1 * m.world_size * s)),
+    },
+    # optimizers on shards
+    ("shard", "norm", "shard"): {
+        "a sum of norms": after(lambda g, m: scaled(g, 1 / fs.psum(g[""]["float64"].norm(), m))),
+        "a trust ratio": updated(lambda v, g, m, i: v - 0.1 * g * v.norm() / g.norm()),
+        "perturbed by the local norm": updated(lambda v, g, m, i: v + 0.1 * g / (g.norm() + 1e-3)),
+    },
+    ("shard", "max", "shard"): {"clipped by the local maximum": after(lambda g, m: scaled(g, 1 / g[""]["float64"].abs().max()))},
+    ("shard", "not averaged", "shard"): {
+        "second moments of a shard": updated(lambda v, g, m, i: v - 0.1 * g / g.square().mean().sqrt()),
+        "centralized by shards": updated(lambda v, g, m, i: v - 0.1 * (g - g.mean())),
+    },
+    ("tensor", "scale", "both"): {"decay on replicas": leafwise(lambda k, v, g, m: v - 0.1 * g - (0.01 * v if k != "bias" else fs.psum(0.01 * v, m, axis=tuple(m.shape))))},
+    ("tensor", "randomness", "both"): {},
+    ("shard", "randomness", "shard"): {},
+    ("data", "not added", "data"): {
+        "rows counted on one rank": metric(lambda e, m: float(rows(m, KEEP).sum())),
+        "a histogram of one rank": metric(lambda e, m: torch.histc(e, 4, 0, 4)),
+    },
+}  # fmt: skip
+CASES = {name: (program, *expected) for expected, programs in HELD_OUT.items() for name, program in programs.items()}
+
+if __name__ == "__main__":
+    import sys, time, linecache
+    right = 0
+    for name, (program, meshes, cause, axes) in CASES.items():
+        if len(sys.argv) > 1 and sys.argv[1] not in name: continue
+        t = time.time()
+        try:
+            found = same_on_every_mesh(program, MESHES[meshes])
+        except Exception as e:
+            print("ERROR", name, type(e), str(e)[:300]); continue
+        first = next((d for d in found.differences if d.mesh == MESHES[meshes][-1]), None)
+        ok = first and (cause == LINE or (first.cause, first.axes) == (cause, AXES.get(axes, (axes,))))
+        right += bool(ok)
+        print("ok " if ok else "BAD", name, "| expected", cause, axes, "|", first and (first.cause, first.axes, first.path, first.step, first.factor), f"{time.time()-t:.1f}s", flush=True)
+        if not ok or cause == LINE: print("      ", first and first.text)
+    print(right, len(CASES))
