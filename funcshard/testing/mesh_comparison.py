@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,9 +146,11 @@ def same_on_every_mesh(
         if math.prod(sizes.values()) > 1:
             runs.append(_Run(mesh, sizes, _values(main, mesh, sizes)))
     reference = _Reference(expected, tolerance)
+    by_run = [(run, _differences(run, runs, reference)) for run in runs]
+    right_axes = {axis for run, faults in by_run if not faults for axis in run.long_axes}
     differences = []
-    for run in runs:
-        differences += _explained(main, ones, run, _differences(run, runs, reference))
+    for run, faults in by_run:
+        differences += _explained(main, ones, run, faults, right_axes)
     rounding = 0.0
     if not differences:
         rounding = max((reference.apart(run, key) for run in runs for key in expected), default=0.0)
@@ -173,6 +175,10 @@ class _Run:
     mesh: Any
     sizes: Mapping[str, int]
     by_rank: Sequence[Mapping[Key, Any]]
+
+    @property
+    def long_axes(self) -> list[str]:
+        return [axis for axis, size in self.sizes.items() if size > 1]
 
     def at(self, key: Key) -> list[Any]:
         return [values[key] for values in self.by_rank]
@@ -280,6 +286,7 @@ def _explained(
     ones: Mapping[str, int],
     run: _Run,
     differences: list[Difference],
+    right_axes: Set[str],
 ) -> list[Difference]:
     """Return the differences, with the cause that a recording shows where they have none."""
     open_ones = [old for old in differences if old.cause in ("value", "copies", "one rank")]
@@ -294,7 +301,7 @@ def _explained(
         text = f"{first.text} (no cause: recording it raised {type(error).__name__}: {error})"
         new = dataclasses.replace(first, text=text)
         return [new if old is first else old for old in differences]
-    finding = explain(reference, logs, run.sizes)
+    finding = explain(reference, logs, run.sizes, right_axes)
     if finding is None or (first.cause == "one rank" and finding.cause == "value"):
         return differences
     text = f"{first.text}: {finding.text}"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import inspect
+import itertools
 import linecache
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -102,8 +104,10 @@ def _place() -> str:
                 return ""
             is_library = True
         else:
-            code = linecache.getline(file, frame.f_lineno).strip()
-            line = f"line {frame.f_lineno} of {Path(file).name}, `{code}`"
+            # Why not the line: it may hold a loop beside the operation.
+            first, last, start, end = _position(frame)
+            code = linecache.getline(file, first).encode()[start : end if first == last else None]
+            line = f"line {first} of {Path(file).name}, `{code.decode().strip()}`"
     if not modules:
         return line
     names = (name for name, module in modules[-1].named_modules() if module is modules[0])
@@ -111,8 +115,17 @@ def _place() -> str:
     return f"{module_text} in {line}" if line else module_text
 
 
+def _position(frame: FrameType) -> tuple[int, ...]:
+    """Return the first and last line of the expression that a frame evaluates, and its columns."""
+    positions = frame.f_code.co_positions()
+    return next(itertools.islice(positions, frame.f_lasti // 2, None))  # type: ignore[return-value]
+
+
 def explain(
-    reference: Sequence[_Operation], logs: Sequence[Sequence[_Operation]], sizes: Sizes
+    reference: Sequence[_Operation],
+    logs: Sequence[Sequence[_Operation]],
+    sizes: Sizes,
+    right_axes: Set[str] = frozenset(),
 ) -> Finding | None:
     """Return why ranks differ from one rank, by the first operation whose result does.
 
@@ -120,9 +133,10 @@ def explain(
         reference: the operations of one rank.
         logs: those of each rank of the mesh.
         sizes: size of each mesh axis.
+        right_axes: axes along which ranks are right on meshes without the others.
     """
     first: Finding | None = None
-    for place, finding, inputs_make_sense in _findings(reference, logs, sizes):
+    for place, finding, inputs_make_sense in _findings(reference, logs, sizes, right_axes):
         named = finding._replace(text=f"in {place}, a tensor {finding.text}")
         if finding.cause == "value":
             first = first or named
@@ -134,7 +148,10 @@ def explain(
 
 
 def _findings(
-    reference: Sequence[_Operation], logs: Sequence[Sequence[_Operation]], sizes: Sizes
+    reference: Sequence[_Operation],
+    logs: Sequence[Sequence[_Operation]],
+    sizes: Sizes,
+    right_axes: Set[str],
 ) -> Iterator[tuple[str, Finding, bool]]:
     """Yield what is wrong with operations: where, what, and whether their inputs make sense."""
     reference_calls, *rank_calls = [_by_place(log) for log in (reference, *logs)]
@@ -143,7 +160,7 @@ def _findings(
         key = operation.place, operation.name
         own_calls, every_call = reference_calls[key], [calls[key] for calls in rank_calls]
         if not seen[key] and all(every_call):
-            for finding in _batch_faults(own_calls, every_call, sizes):
+            for finding in _batch_faults(own_calls, every_call, sizes, right_axes):
                 yield operation.place, finding, operation.is_random
         # Note: a loop over samples or experts has other turns on a rank, which have no pair.
         if {*map(len, every_call)} == {len(own_calls)} and not operation.is_random:
@@ -213,7 +230,10 @@ def _other_samples(all_ways: Sequence[Ways | None]) -> Finding | None:
 
 
 def _batch_faults(
-    own_calls: Sequence[_Operation], every_call: Sequence[Sequence[_Operation]], sizes: Sizes
+    own_calls: Sequence[_Operation],
+    every_call: Sequence[Sequence[_Operation]],
+    sizes: Sizes,
+    right_axes: Set[str],
 ) -> Iterator[Finding]:
     """Yield what is wrong with ranks' parts of a batch, or of random numbers."""
     is_random = own_calls[0].is_random
@@ -230,6 +250,8 @@ def _batch_faults(
             continue
         varying = varying_axes(parts, sizes)
         equal = [axis for axis, size in sizes.items() if size > 1 and axis not in varying]
+        # Why: copies along a model axis are right, unless the data axes are without it.
+        suspects = [axis for axis in equal if axis not in right_axes and (axis in AXES or right_axes)]
         if is_random and varying:
             yield find("randomness", varying, "has other random numbers on ranks {}")
         elif is_random:
@@ -238,9 +260,8 @@ def _batch_faults(
             continue
         elif varying and distance(parts[0], whole) <= tolerance_of(whole.dtype):
             yield find("data", varying, "adds batches to that of one rank on ranks {}")
-        elif _are_rows(parts, whole) and {*equal} & {*AXES}:
-            equal = [axis for axis in AXES if axis in equal]
-            yield find("data", equal, "has the same batch on ranks {}")
+        elif _are_rows(parts, whole) and suspects:
+            yield find("data", suspects, "has the same batch on ranks {}")
         elif _are_rows(parts, whole):
             yield find("data", varying, "has some samples twice or leaves some out on ranks {}")
 

@@ -30,7 +30,7 @@ def part(x: torch.Tensor, mesh: fs.Mesh, axis: str, dim: int = 0) -> torch.Tenso
 
 
 def gathered(x: torch.Tensor, mesh: fs.Mesh, axis: str, dim: int = 0) -> torch.Tensor:
-    return fs.all_gather(x, mesh, axis=axis, dim=dim, tiled=True) if axis in mesh.shape else x
+    return fs.all_gather(x, mesh, axis=axis, dim=dim, tiled=True) if not isinstance(axis, str) or axis in mesh.shape else x
 
 
 def attention(
