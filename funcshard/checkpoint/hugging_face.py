@@ -130,7 +130,8 @@ def _class_of(config: Any, file: Path) -> Any:
     for task in tasks:
         mapping = getattr(auto_models, f"MODEL_FOR_{task}_MAPPING")
         if type(config) in mapping:
-            return mapping[type(config)]
+            classes = mapping[type(config)]
+            return classes[0] if isinstance(classes, tuple) else classes
     return auto_models.MODEL_MAPPING[type(config)]
 
 

@@ -17,7 +17,10 @@ from torch import nn
 
 import funcshard as fs
 from funcshard.__main__ import main
+from funcshard.checkpoint import module_of_config
 from funcshard.estimate import load_hardware
+from funcshard.planning.model_inputs import _model_inputs
+from funcshard.planning.run_plan import PRECISIONS, _without_layerdrop
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
@@ -32,19 +35,29 @@ SEQ2SEQ = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_att
 IMAGE = {"image_size": 32, "patch_size": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 
+EXPERTS_OF_DEEPSEEK: dict[str, Any] = {
+    "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2,
+    "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4,
+}  # fmt: skip
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+HEAD = {"head_dim": 8}
+T5: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4}
+SOUND: dict[str, Any] = {"apply_spec_augment": False, "conv_dim": [8] * 7}
+
 # By model_type: fields beside SIZES, and the repeated blocks.
 MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "llama": ({}, "model.layers."),
     "mistral": ({}, "model.layers."),
     "qwen2": ({}, "model.layers."),
-    "qwen3": ({"head_dim": 8}, "model.layers."),
-    "gemma2": ({"head_dim": 8}, "model.layers."),
+    "qwen3": (HEAD, "model.layers."),
+    "gemma2": (HEAD, "model.layers."),
     "phi3": ({}, "model.layers."),
     "olmo2": ({}, "model.layers."),
     "granite": ({}, "model.layers."),
     "cohere": ({}, "model.layers."),
     "mixtral": ({"num_local_experts": 4}, "model.layers."),
-    "qwen3_moe": ({**EXPERTS, "head_dim": 8}, "model.layers."),
+    "qwen3_moe": ({**EXPERTS, **HEAD}, "model.layers."),
     "gpt2": (GPT, "transformer.h."),
     "gpt_neox": ({}, "gpt_neox.layers."),
     "opt": ({"ffn_dim": 48, "word_embed_proj_dim": 32}, "model.decoder.layers."),
@@ -52,12 +65,64 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "falcon": ({"num_kv_heads": 4}, "transformer.h."),
     "bert": ({}, "bert.encoder.layer."),
     "roberta": ({}, "roberta.encoder.layer."),
-    "t5": ({"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4}, "encoder.block."),
+    "t5": (T5, "encoder.block."),
     "bart": (SEQ2SEQ, "model.encoder.layers."),
     "whisper": ({**SEQ2SEQ, "max_source_positions": 16, "max_target_positions": 16}, "model.encoder.layers."),
     "vit": (IMAGE, "vit.layers."),
-    "wav2vec2": ({"apply_spec_augment": False, "conv_dim": [8] * 7}, "encoder.layers."),
+    "wav2vec2": (SOUND, "encoder.layers."),
+    "gemma": (HEAD, "model.layers."),
+    "gemma3_text": ({**HEAD, "sliding_window": 8}, "model.layers."),
+    "qwen2_moe": (EXPERTS, "model.layers."),
+    "deepseek_v2": ({**EXPERTS_OF_DEEPSEEK, **LATENT}, "model.layers."),
+    "deepseek_v3": ({**EXPERTS_OF_DEEPSEEK, **LATENT}, "model.layers."),
+    "dots1": ({**EXPERTS_OF_DEEPSEEK, **HEAD}, "model.layers."),
+    "mamba": ({"state_size": 8}, "backbone.layers."),
+    "mamba2": ({**HEAD, "num_heads": 8, "state_size": 8, "n_groups": 2, "chunk_size": 8}, "backbone.layers."),
+    "jamba": ({"num_experts": 2, "mamba_d_state": 8}, "model.layers."),
+    "olmo": ({}, "model.layers."),
+    "olmo3": ({}, "model.layers."),
+    "olmoe": (EXPERTS, "model.layers."),
+    "phi": ({}, "model.layers."),
+    "phimoe": ({"num_local_experts": 4}, "model.layers."),
+    "cohere2": ({}, "model.layers."),
+    "glm": (HEAD, "model.layers."),
+    "glm4": (HEAD, "model.layers."),
+    "ernie4_5": (HEAD, "model.layers."),
+    "starcoder2": ({}, "model.layers."),
+    "stablelm": ({}, "model.layers."),
+    "nemotron": ({}, "model.layers."),
+    "persimmon": ({}, "model.layers."),
+    "mpt": ({"d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 64}, "transformer.blocks."),
+    "gptj": ({**GPT, "rotary_dim": 8}, "transformer.h."),
+    "gpt_bigcode": (GPT, "transformer.h."),
+    "gpt_oss": ({**LOCAL_EXPERTS, **HEAD}, "model.layers."),
+    "granitemoe": (LOCAL_EXPERTS, "model.layers."),
+    "llama4_text": ({"num_local_experts": 4, **HEAD, "intermediate_size_mlp": 48}, "model.layers."),
+    "smollm3": ({}, "model.layers."),
+    "exaone4": ({}, "model.layers."),
+    "seed_oss": (HEAD, "model.layers."),
+    "helium": (HEAD, "model.layers."),
+    "lfm2": ({}, "model.layers."),
+    "diffllama": ({}, "model.layers."),
+    "apertus": ({}, "model.layers."),
+    "xglm": ({"d_model": 32, "num_layers": 3, "attention_heads": 4, "ffn_dim": 48}, "model.layers."),
+    "biogpt": ({}, "biogpt.layers."),
+    "modernbert": ({"global_attn_every_n_layers": 2, "local_attention": 8}, "model.layers."),
+    "deberta-v2": ({"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}, "deberta.encoder.layer."),
+    "electra": ({"embedding_size": 32}, "electra.encoder.layer."),
+    "albert": ({"embedding_size": 16}, "albert.encoder.albert_layer_groups."),
+    "distilbert": ({"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48}, "distilbert.transformer.layer."),
+    "mpnet": ({}, "mpnet.encoder.layer."),
+    "esm": ({"token_dropout": False, "mask_token_id": 3}, "esm.encoder.layer."),
+    "mt5": (T5, "encoder.block."),
+    "longt5": ({**T5, "local_radius": 8}, "encoder.block."),
+    "pegasus": (SEQ2SEQ, "model.encoder.layers."),
+    "m2m_100": (SEQ2SEQ, "model.encoder.layers."),
+    "deit": (IMAGE, "deit.layers."),
+    "beit": (IMAGE, "beit.layers."),
+    "resnet": ({"embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "depths": [2] * 4}, "resnet.encoder.stages."),
 }  # fmt: skip
+_LENGTHS = {"wav2vec2": 800}
 
 
 @pytest.fixture
@@ -72,16 +137,25 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return write
 
 
-@pytest.mark.nightly(one_in=12)
+@pytest.mark.nightly(one_in=24)
 @pytest.mark.parametrize("model_type", MODELS)
 def test_every_architecture_is_planned_from_its_config_alone(model_type: str, config: Any) -> None:
-    run = fs.plan_run(config(model_type), gpus=8, seq=16 if model_type != "wav2vec2" else 800, batch=2)
+    path, seq = config(model_type), _LENGTHS.get(model_type, 16)
+    run = fs.plan_run(path, gpus=8, seq=seq, batch=2)
     assert run.fits
     assert run.parameters == sum(leaf.numel for leaf in run.plan.leaves) > 0
     assert any(path.startswith(MODELS[model_type][1]) for unit in run.plan.unit_list for path in unit.paths)
     assert run.report.events == fs.predict_events(run.plan, run.report.schedule) or run.remat
     assert 0 < run.peak_bytes < run.reserved_bytes <= run.budget
-    assert run.report.flops > 0
+    # The truth is a trace in which each module runs, as in a step.
+    module = module_of_config(path)
+    _without_layerdrop(module)
+    args, keywords = _model_inputs(module, 2, seq, None)
+    functional = fs.make_functional(module)
+    whole = fs.profile(*functional, *args, precision=PRECISIONS["bf16"], fold=False, **keywords)
+    truth = fs.estimate(whole, run.plan, schedule=run.schedule, remat=run.remat, hardware="h100")
+    assert run.peak_bytes == pytest.approx(truth.peak, rel=0.02)
+    assert run.report.flops == truth.flops > 0
 
 
 @pytest.mark.nightly

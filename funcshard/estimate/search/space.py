@@ -17,6 +17,7 @@ from funcshard.plan import Plan, UnitPlan, fold_units, mesh_axes_of
 
 STRATEGIES = ("full_shard", "no_shard")
 
+_MOST_CLASSES = 2  # of equal units, of which each has its own choice
 _PARTS = 8  # of a class, by default
 _FEW = 16  # units of a class in which each number of units is tried
 _LITTLE = 8  # times as many units in the largest class as in one that is recomputed as a whole
@@ -115,6 +116,8 @@ def unit_classes(
 ) -> tuple[UnitClass, ...]:
     """Return the classes of equal units, and last the class of all single units.
 
+    Of many classes, all but the largest one are a single class.
+
     Arguments:
         plan: a plan of the units.
         program: the model as these units see it.
@@ -135,6 +138,15 @@ def unit_classes(
         # Note: backward recomputes only what forward ran, such as no vision for a batch of text.
         called_units = [unit for unit in units if unit.name in program.order]
         classes.append(UnitClass(unit_names, _modules(called_units), True, class_title))
+    if len(classes) > _MOST_CLASSES:
+        # Why: a network of many stages has a class for each, and their choices multiply.
+        largest = max(classes, key=lambda units: len(units.names))
+        other_classes = [units for units in classes if units is not largest]
+        merged_names, merged_again = (
+            tuple(name for name in plan.units if name in set(itertools.chain(*parts)))
+            for parts in zip(*(units[:2] for units in other_classes), strict=True)
+        )
+        classes = [largest, UnitClass(merged_names, merged_again, True, "units of other kinds")]
     single_units = [units[0] for units in unit_groups if len(units) == 1]
     if single_units:
         unit_names = tuple(unit.name for unit in single_units)

@@ -17,7 +17,7 @@ from funcshard.estimate.machine import compute_time
 from funcshard.estimate.search.best_plan import Best, auto_plan
 from funcshard.estimate.search.infeasible import Change, Infeasible, changes_to_fit
 from funcshard.estimate.search.scoring import Score, Scorer, unit_options
-from funcshard.estimate.search.space import Candidate, Space, on_mesh
+from funcshard.estimate.search.space import Candidate, Choice, Space, on_mesh
 from funcshard.plan import make_plan
 from tests.estimate.chains import Unit, chain
 
@@ -114,6 +114,19 @@ def best_of(found: Profile | list[Unit], **options: Any) -> Best:
 
 
 MODEL = [Unit(2**20, 2**22, 2**20, 2**18, 10**11)] * 6 + [Unit(2**21, 2**20, 2**18, 2**18, 10**10)]
+
+
+@pytest.mark.parametrize("mesh", [(4, 16), (16, 4)])
+def test_a_score_is_the_estimate_of_its_plan(mesh: tuple[int, int]) -> None:
+    found = chain(MODEL)
+    scorer = Scorer(
+        profiles=[(1, found)], make={"mesh": {"shard": 1}, "units": ["*"]}, hardware=load_hardware(HARDWARE),
+        optimizer=None, runtime=Runtime.on("cuda"),
+    )  # fmt: skip
+    choices = tuple(Choice("full_shard", 0, 0) for _ in scorer.classes)
+    candidate = Candidate(0, mesh, choices)
+    report = estimate(found, scorer.plan(candidate), hardware=HARDWARE, optimizer=None)
+    assert scorer.score(candidate) == (report.step_time, report.peak)
 
 
 @pytest.mark.parametrize("runtime", [Runtime.fsdp1(), Runtime.fsdp2()])
