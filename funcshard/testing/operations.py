@@ -43,6 +43,7 @@ class _Operation(NamedTuple):
     name: str
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
+    bases: tuple[torch.Tensor, ...]  # of which inputs are views
     is_random: bool
 
     @property
@@ -72,11 +73,13 @@ class _Recorder(TorchDispatchMode):
         place = "" if is_left_out else _place()
         # Why before the call: it may write to its inputs. Why no lists: a rank's may be shorter.
         inputs = _copies((*args, *kwargs.values())) if place else ()
+        views = (value for value in args if isinstance(value, torch.Tensor))
+        bases = _copies(value._base for value in views) if place else ()
         result = func(*args, **kwargs)
         if place:
             draws = is_random(func, args, kwargs)
             outputs = _copies(tree.leaves(result))
-            self.log.append(_Operation(place, str(func), inputs, outputs, draws))
+            self.log.append(_Operation(place, str(func), inputs, outputs, bases, draws))
         return result
 
 
@@ -186,11 +189,7 @@ def _faults(
             continue
         # Why: whole numbers may be indices into a rank's own part.
         if output.is_floating_point() or output.is_complex():
-            inputs = zip(*(rank.inputs for rank in ranks), strict=False)
-            pairs = [
-                (tensors, sizes, tensor)
-                for tensors, tensor in zip(inputs, operation.inputs, strict=False)
-            ]
+            pairs = _pairs(ranks, operation, sizes, "inputs")
             all_ways = [relation(*pair) for pair in pairs]
             scales = [
                 scale_of(*pair) for pair, ways in zip(pairs, all_ways, strict=True) if ways is None
@@ -200,8 +199,9 @@ def _faults(
                 text = "differs, and an input too: look at what comes before"
             finding = (
                 next(filter(None, scales), None)
-                or _unequal_means(values, output, all_ways, sizes)
+                or _of_own_part(values, output, all_ways, sizes)
                 or partial(all_ways)
+                or partial(relation(*pair) for pair in _pairs(ranks, operation, sizes, "bases"))
                 or _other_samples(all_ways)
                 or scale_of(values, sizes, output)
                 or find("value", varying_axes(values, sizes), text)
@@ -209,17 +209,34 @@ def _faults(
             yield finding, None not in all_ways
 
 
-def _unequal_means(
+def _pairs(
+    ranks: Sequence[_Operation], operation: _Operation, sizes: Sizes, name: str
+) -> list[tuple[Values, Sizes, torch.Tensor]]:
+    tensors = zip(*(getattr(rank, name) for rank in ranks), strict=False)
+    return [
+        (values, sizes, tensor)
+        for values, tensor in zip(tensors, getattr(operation, name), strict=False)
+    ]
+
+
+def _of_own_part(
     values: Values, output: torch.Tensor, all_ways: Sequence[Ways | None], sizes: Sizes
 ) -> Finding | None:
+    """Return what's wrong with a reduction of each rank's own part, which no sum makes right."""
     varying = varying_axes(values, sizes)
-    if output.numel() != 1 or not {*varying} <= {*AXES}:
+    ways_by_axis = [pair for ways in all_ways for pair in (ways or {}).items()]
+    names = {way for _, way in ways_by_axis}
+    if None in all_ways or names & {"mean", "norm", "max"}:
         return None
-    way_names = {way for ways in all_ways for way in (ways or {}).values()}
-    if way_names & {"mean", "norm", "max"} or not min(values) < output < max(values):
+    are_data = {*varying} <= {*AXES}
+    if are_data and output.numel() == 1 and min(values) < output < max(values):
+        text = "is a mean of unequal numbers of samples on ranks {}, which count equally"
+        return find("weights", varying, text)
+    are_cut = {*varying} <= {axis for axis, way in ways_by_axis if way == "cut"}
+    if "sum" in names or not varying or not are_cut or values[0].shape != output.shape:
         return None
-    text = "is a mean of unequal numbers of samples on ranks {}, which count equally"
-    return find("weights", varying, text)
+    text = "is of each rank's own part {}: reduce its terms before"
+    return find("not averaged" if are_data else "not added", varying, text)
 
 
 def _other_samples(all_ways: Sequence[Ways | None]) -> Finding | None:
@@ -252,6 +269,8 @@ def _batch_faults(
         equal = [axis for axis, size in sizes.items() if size > 1 and axis not in varying]
         # Why: copies along a model axis are right, unless the data axes are without it.
         suspects = [axis for axis in equal if axis not in right_axes and (axis in AXES or right_axes)]
+        # Why of any tensor: halves of a batch, such as chosen and rejected answers, may be mixed up.
+        are_rows = not is_random and _are_rows(parts, own_calls)
         if is_random and varying:
             yield find("randomness", varying, "has other random numbers on ranks {}")
         elif is_random:
@@ -260,9 +279,9 @@ def _batch_faults(
             continue
         elif varying and distance(parts[0], whole) <= tolerance_of(whole.dtype):
             yield find("data", varying, "adds batches to that of one rank on ranks {}")
-        elif _are_rows(parts, whole) and suspects:
+        elif are_rows and suspects:
             yield find("data", suspects, "has the same batch on ranks {}")
-        elif _are_rows(parts, whole):
+        elif are_rows:
             yield find("data", varying, "has some samples twice or leaves some out on ranks {}")
 
 
@@ -285,10 +304,16 @@ def _is_batch(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or is_distinct
 
 
-def _are_rows(parts: Values, whole: torch.Tensor) -> bool:
-    """Return whether all rows of the parts are rows of the whole, which can be told apart."""
-    rows = whole.reshape(len(whole), -1).unique(dim=0)
-    if len(rows) <= 2 or any(part.shape[1:] != whole.shape[1:] for part in parts):
+def _are_rows(parts: Values, own_calls: Sequence[_Operation]) -> bool:
+    """Return whether the parts' rows are rows of one rank's tensors, which can be told apart."""
+    if len({part.shape[1:] for part in parts}) > 1:
         return False
-    every_row = torch.cat(list(parts)).reshape(-1, rows.shape[1])
-    return all((row == rows).all(1).any() for row in every_row)
+    every_row = torch.cat(list(parts))
+    tensors = [_joined(own_calls, index) for index in range(len(own_calls[0].tensors))]
+    alike = [rows for rows in tensors if rows.shape[1:] == every_row.shape[1:]]
+    if not alike:
+        return False
+    whole = torch.cat(alike)
+    rows = whole.reshape(len(whole), -1).unique(dim=0)
+    every_row = every_row.reshape(-1, rows.shape[1])
+    return len(rows) > max(2, len(whole) // 2) and all((row == rows).all(1).any() for row in every_row)

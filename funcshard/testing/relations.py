@@ -29,7 +29,7 @@ _TOLERANCES = {
 _PARTIAL = {
     "norm": ("norm", "is the norm of each rank's own part {}: add the squares with psum"),
     "max": ("max", "is the max of each rank's own part {}: take the largest by pmax"),
-    "sum": ("not added", "is one term on each rank {}: a psum is missing"),
+    "sum": ("not added", "is one term on each rank {}, or uses it: a psum is missing before"),
     "mean": ("not averaged", "is each rank's own {}: a mean is missing, e.g. by pmean"),
 }
 
