@@ -11,5 +11,5 @@ the helpers themselves are in tests/test_hostile.py.
 - ``training``: a small job whose state at every step is known;
 - ``damage``: damages files;
 - ``namespaces``: a disk, or a network, of a process's own;
-- ``report``: writes the counts of a campaign into docs/reliability.md.
+- ``report``: writes the counts of a campaign into docs/dev/campaign.md.
 """

@@ -1,4 +1,4 @@
-"""Write the counts of the last whole campaign into docs/reliability.md.
+"""Write the counts of the last whole campaign into docs/dev/campaign.md.
 
 ``python -m tests.hostile.report COUNTS.json`` reads what ``--hostile-report COUNTS.json`` wrote, and
 replaces the table of the page.
@@ -14,7 +14,7 @@ from typing import Any
 
 __all__ = ["page"]
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "dev" / "campaign.md"
 BEGIN, END = "<!-- counts of the last campaign -->\n", "<!-- end of the counts -->\n"
 HEAD = "| campaign | seeds | what was done | faults | minutes |\n|---|---|---|---|---|\n"
 
@@ -33,7 +33,7 @@ def page(text: str, record: Mapping[str, Any]) -> str:
     """Return the page with the counts of a campaign as its table."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    assert rest, f"docs/reliability.md has no line {BEGIN!r}"
+    assert rest, f"docs/dev/campaign.md has no line {BEGIN!r}"
     rows = map(row_of, sorted(record["campaigns"], key=lambda campaign: campaign["test"]))
     return f"{before}{BEGIN}\n{HEAD}{''.join(rows)}\n{END}{after}"
 
