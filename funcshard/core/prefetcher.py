@@ -421,12 +421,13 @@ class Gathered:
         source: what backward gathers the unit from; ``None`` if backward will not ask.
         kept: returns the handles of the buffers while the unit stays gathered.
         needed: whether backward needs any of the gathered buffers.
+        runs: how many modules of a group run with it now.
         full: the buffers that backward has gathered again, while they are in memory.
     """
 
     __slots__ = (
         "__weakref__", "_buffer_of", "_comms", "_dtensors", "_use", "full", "kept", "leaves", "needed",
-        "shared", "source", "unit",
+        "runs", "shared", "source", "unit",
     )  # fmt: skip
 
     def __init__(
@@ -443,7 +444,7 @@ class Gathered:
         self.unit, self._comms, self._dtensors = f.unit, f.comms, f.dtensors
         self.leaves: Leaves | None = leaves
         self.shared, self.source, self.kept = shared, source, kept
-        self.needed = False
+        self.needed, self.runs = False, 0
         # The index of each buffer by the identity of its storage, and of its autograd node.
         self._buffer_of: dict[int, int] = {}
         self.full: list[torch.Tensor] | None = None
@@ -540,10 +541,11 @@ class Gathered:
         return functools.partial(self._view, buffer_index, leaf_view, tensor.dtype, cast_view)
 
     def close(self) -> None:
-        """End the unit's forward: keep no more than slices for backward."""
+        """End the unit's forward, unless a module runs: keep no more than slices for backward."""
+        if self.runs or self.leaves is None:
+            return
         leaves, self.leaves = self.leaves, None
         if self.needed and self.source is not None and self.source.slice_comms:
-            assert leaves is not None, "forward ends once"
             self.source.cut(leaves)
 
     # --- backward ---------------------------------------------------------------------------------

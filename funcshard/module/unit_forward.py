@@ -218,14 +218,18 @@ class UnitCall:
             self.groups[unit_name] = gathered, waiting_modules, mode
         if again:
             gathered.note_needed()
+        gathered.runs += 1
         try:
             return member.f.run(gathered, inputs, {})
         finally:
+            gathered.runs -= 1
             waiting_modules.discard(member.index)
             # Note: the module may have called others of the group, which closed it, or gathered it
             # again.
             if unit_name in self.groups and not self.groups[unit_name][1]:
                 self.groups.pop(unit_name)[0].close()
+            if unit_name not in self.groups or self.groups[unit_name][0] is not gathered:
+                gathered.close()
 
     def _gather(self, f: Unshard, *, needed: bool) -> Gathered:
         unit, shard, prefetcher = f.unit, self.shards[f.unit.name], self.prefetcher

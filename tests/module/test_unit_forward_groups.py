@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from tests.core.units import of_module
-from tests.module.law import calls_on, check_equal, same_bits
+from tests.module.law import Runs, calls_on, check_equal, same_bits
 from tests.pairwise import crossed
 from tests.ranks import on_ranks
 from tests.storages import Log
@@ -161,6 +161,22 @@ def test_a_group_computes_in_its_precision_and_ignored_classes_leave_it():
         assert {event.dtype for event in call.events if event.unit == NAME} == {"float32"}
         torch.testing.assert_close(call.loss.double(), other.loss, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(call.grads, other.grads, rtol=1e-4, atol=1e-5)
+
+
+class Caller(nn.Linear):
+    """A module that runs another one of its group without gradients, between two uses of its weight."""
+
+    def forward(self, x, other):
+        x = super().forward(x).sin()
+        with torch.no_grad():
+            constant = other(x)
+        return super().forward(x).sin() @ self.weight + constant
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+def test_a_module_of_a_group_may_call_another_one_without_gradients(strategy):
+    module = Runs(lambda m, x: m.other(m.caller(x, m.other)), caller=Caller(WIDTH, WIDTH), other=nn.Linear(WIDTH, WIDTH))
+    check_equal(module, torch.ones(2, WIDTH), [["caller", "other"]], strategy=strategy)
 
 
 WRONG = [
