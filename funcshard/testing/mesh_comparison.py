@@ -147,7 +147,8 @@ def same_on_every_mesh(
             runs.append(_Run(mesh, sizes, _values(main, mesh, sizes)))
     reference = _Reference(expected, tolerance)
     by_run = [(run, _differences(run, runs, reference)) for run in runs]
-    right_axes = {axis for run, faults in by_run if not faults for axis in run.long_axes}
+    right_runs = [run for run, faults in by_run if not faults]
+    right_axes = {axis for run in right_runs for axis, size in run.sizes.items() if size > 1}
     differences = []
     for run, faults in by_run:
         differences += _explained(main, ones, run, faults, right_axes)
@@ -175,10 +176,6 @@ class _Run:
     mesh: Any
     sizes: Mapping[str, int]
     by_rank: Sequence[Mapping[Key, Any]]
-
-    @property
-    def long_axes(self) -> list[str]:
-        return [axis for axis, size in self.sizes.items() if size > 1]
 
     def at(self, key: Key) -> list[Any]:
         return [values[key] for values in self.by_rank]

@@ -8,7 +8,6 @@ import itertools
 import linecache
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +42,6 @@ class _Operation(NamedTuple):
     name: str
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
-    bases: tuple[torch.Tensor, ...]  # of which inputs are views
     is_random: bool
 
     @property
@@ -73,13 +71,11 @@ class _Recorder(TorchDispatchMode):
         place = "" if is_left_out else _place()
         # Why before the call: it may write to its inputs. Why no lists: a rank's may be shorter.
         inputs = _copies((*args, *kwargs.values())) if place else ()
-        views = (value for value in args if isinstance(value, torch.Tensor))
-        bases = _copies(value._base for value in views) if place else ()
         result = func(*args, **kwargs)
         if place:
             draws = is_random(func, args, kwargs)
             outputs = _copies(tree.leaves(result))
-            self.log.append(_Operation(place, str(func), inputs, outputs, bases, draws))
+            self.log.append(_Operation(place, str(func), inputs, outputs, draws))
         return result
 
 
@@ -108,20 +104,17 @@ def _place() -> str:
             is_library = True
         else:
             # Why not the line: it may hold a loop beside the operation.
-            first, last, start, end = _position(frame)
-            code = linecache.getline(file, first).encode()[start : end if first == last else None]
+            positions = itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
+            first, last, start, end = next(positions)
+            code = linecache.getline(file, first or 0).encode()[
+                start : end if first == last else None
+            ]
             line = f"line {first} of {Path(file).name}, `{code.decode().strip()}`"
     if not modules:
         return line
     names = (name for name, module in modules[-1].named_modules() if module is modules[0])
     module_text = f"module {next(names, '') or type(modules[0]).__name__!r}"
     return f"{module_text} in {line}" if line else module_text
-
-
-def _position(frame: FrameType) -> tuple[int, ...]:
-    """Return the first and last line of the expression that a frame evaluates, and its columns."""
-    positions = frame.f_code.co_positions()
-    return next(itertools.islice(positions, frame.f_lasti // 2, None))  # type: ignore[return-value]
 
 
 def explain(
@@ -189,7 +182,11 @@ def _faults(
             continue
         # Why: whole numbers may be indices into a rank's own part.
         if output.is_floating_point() or output.is_complex():
-            pairs = _pairs(ranks, operation, sizes, "inputs")
+            inputs = zip(*(rank.inputs for rank in ranks), strict=False)
+            pairs = [
+                (tensors, sizes, tensor)
+                for tensors, tensor in zip(inputs, operation.inputs, strict=False)
+            ]
             all_ways = [relation(*pair) for pair in pairs]
             scales = [
                 scale_of(*pair) for pair, ways in zip(pairs, all_ways, strict=True) if ways is None
@@ -201,22 +198,11 @@ def _faults(
                 next(filter(None, scales), None)
                 or _of_own_part(values, output, all_ways, sizes)
                 or partial(all_ways)
-                or partial(relation(*pair) for pair in _pairs(ranks, operation, sizes, "bases"))
                 or _other_samples(all_ways)
                 or scale_of(values, sizes, output)
                 or find("value", varying_axes(values, sizes), text)
             )
             yield finding, None not in all_ways
-
-
-def _pairs(
-    ranks: Sequence[_Operation], operation: _Operation, sizes: Sizes, name: str
-) -> list[tuple[Values, Sizes, torch.Tensor]]:
-    tensors = zip(*(getattr(rank, name) for rank in ranks), strict=False)
-    return [
-        (values, sizes, tensor)
-        for values, tensor in zip(tensors, getattr(operation, name), strict=False)
-    ]
 
 
 def _of_own_part(
@@ -268,9 +254,9 @@ def _batch_faults(
         varying = varying_axes(parts, sizes)
         equal = [axis for axis, size in sizes.items() if size > 1 and axis not in varying]
         # Why: copies along a model axis are right, unless the data axes are without it.
-        suspects = [axis for axis in equal if axis not in right_axes and (axis in AXES or right_axes)]
-        # Why of any tensor: halves of a batch, such as chosen and rejected answers, may be mixed up.
-        are_rows = not is_random and _are_rows(parts, own_calls)
+        suspects = [
+            axis for axis in equal if axis not in right_axes and (axis in AXES or right_axes)
+        ]
         if is_random and varying:
             yield find("randomness", varying, "has other random numbers on ranks {}")
         elif is_random:
@@ -279,9 +265,9 @@ def _batch_faults(
             continue
         elif varying and distance(parts[0], whole) <= tolerance_of(whole.dtype):
             yield find("data", varying, "adds batches to that of one rank on ranks {}")
-        elif are_rows and suspects:
+        elif _are_rows(parts, whole) and suspects:
             yield find("data", suspects, "has the same batch on ranks {}")
-        elif are_rows:
+        elif _are_rows(parts, whole):
             yield find("data", varying, "has some samples twice or leaves some out on ranks {}")
 
 
@@ -301,19 +287,13 @@ def _is_batch(tensor: torch.Tensor) -> bool:
         return False
     # Note: whole numbers are indices or labels, one a row, or choices and masks, in equal rows.
     is_distinct = tensor.numel() > len(tensor) == len(tensor.unique(dim=0))
-    return tensor.is_floating_point() or is_distinct
+    return is_distinct or not torch.equal(tensor, tensor.round())
 
 
-def _are_rows(parts: Values, own_calls: Sequence[_Operation]) -> bool:
-    """Return whether the parts' rows are rows of one rank's tensors, which can be told apart."""
-    if len({part.shape[1:] for part in parts}) > 1:
-        return False
-    every_row = torch.cat(list(parts))
-    tensors = [_joined(own_calls, index) for index in range(len(own_calls[0].tensors))]
-    alike = [rows for rows in tensors if rows.shape[1:] == every_row.shape[1:]]
-    if not alike:
-        return False
-    whole = torch.cat(alike)
+def _are_rows(parts: Values, whole: torch.Tensor) -> bool:
+    """Return whether all rows of the parts are rows of the whole, which can be told apart."""
     rows = whole.reshape(len(whole), -1).unique(dim=0)
-    every_row = every_row.reshape(-1, rows.shape[1])
-    return len(rows) > max(2, len(whole) // 2) and all((row == rows).all(1).any() for row in every_row)
+    if len(rows) <= 2 or any(part.shape[1:] != whole.shape[1:] for part in parts):
+        return False
+    every_row = torch.cat(list(parts)).reshape(-1, rows.shape[1])
+    return all((row == rows).all(1).any() for row in every_row)
