@@ -20,7 +20,8 @@ from funcshard.__main__ import main
 from funcshard.checkpoint import module_of_config
 from funcshard.estimate import load_hardware
 from funcshard.planning.model_inputs import _model_inputs
-from funcshard.planning.run_plan import PRECISIONS, _without_layerdrop
+from funcshard.planning.planned_model import _without_layerdrop
+from funcshard.planning.tasks import PRECISIONS
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow

@@ -53,8 +53,7 @@ class Simulate:
             ),
             schedule=setup.schedule,
             remat=setup.remat,
-            accumulate=parts,
-            reduce=case.step.get("reduce", "each"),
+            accumulate=fs.Accumulation(parts, case.step.get("reduce", "each")),
             runtime=Runtime(accelerator=setup.mesh.device.type != "cpu"),
         )
         return report.peak
