@@ -35,6 +35,7 @@ from funcshard._utils.torch_private import (
     outer_saved_tensors_hooks,
     refresh_flat_weights,
     storage_id,
+    transforms_active,
     version,
 )
 from funcshard.core import cast_inputs, cast_outputs, remat, run_in_full_precision
@@ -724,7 +725,10 @@ def loss_of(out: Any, loss: Loss | None) -> torch.Tensor:
     """Return the loss of outputs; without a loss function the outputs themselves, or their sum."""
     if loss is not None:
         return loss(out)
-    graded_outputs = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
+    outputs = list(tensors_in(out))
+    graded_outputs = [tensor for tensor in outputs if tensor.requires_grad]
+    if transforms_active() and not graded_outputs:  # forward mode requires no gradient
+        graded_outputs = [tensor for tensor in outputs if tensor.is_floating_point()]
     if not graded_outputs:
         raise ValueError(
             "the model's outputs require no gradient, so there is no backward to trace; pass "

@@ -68,3 +68,14 @@ def test_the_estimated_peak_is_the_measured_one_and_the_events_are_the_predicted
     assert report.events == fs.predict_events(setup.plan, report.schedule, recomputed=setup.remat, transform=transform)
     assert bool(events) == (report.exposed > 0)
     assert report.exposed < report.step_time
+
+
+@pytest.mark.parametrize("transform", OPERATORS)
+def test_without_a_loss_an_operator_takes_the_sum_of_the_outputs(transform):
+    net = torch.nn.Linear(3, 2)
+    apply, params, buffers = fs.make_functional(net)
+    plan, x = fs.make_plan(params, 2), torch.ones(4, 3)
+    summed = profile(apply, params, buffers, x, loss=lambda out: torch.stack([out.sum()]).sum())
+    report = fs.estimate(profile(apply, params, buffers, x), plan, transform=transform)
+    assert report.events == fs.estimate(summed, plan, transform=transform).events
+    assert report.peak > 0
