@@ -4,8 +4,7 @@ A rank that stops alone leaves the others waiting in a collective. So a signal o
 ``Stop.requested``, and the ranks agree on it between steps (``Stop.agreed``).
 
 Why not torch's ``elastic_launch``: it has one time limit for ranks that outlive a failed one, which
-have to end at once, and for ranks that finish their step and save after Ctrl-C. It also starts two
-seconds later.
+have to end at once, and for ranks that finish their step and save after Ctrl-C.
 """
 
 from __future__ import annotations

@@ -40,7 +40,6 @@ from funcshard.estimate.search import (
     Space,
     auto_plan,
     changes_to_fit,
-    data_ranks,
 )
 from funcshard.estimate.trace import Profile, profile
 from funcshard.estimate.walk import (
@@ -53,6 +52,6 @@ from funcshard.estimate.walk import (
 __all__ = [
     "OPTIMIZERS", "Best", "Change", "Comparison", "Hardware", "Holdings", "Infeasible", "Link", "OptimizerMemory", "Profile",
     "Report", "Runtime", "Source", "Space", "auto_plan", "calibrate", "changes_to_fit", "collective_time", "compare",
-    "data_ranks", "draw_holdings", "draw_memory", "draw_pareto", "draw_timeline", "estimate", "hardware_names", "holdings",
+    "draw_holdings", "draw_memory", "draw_pareto", "draw_timeline", "estimate", "hardware_names", "holdings",
     "load_hardware", "memory_table", "profile", "reserved_band", "tabulate",
 ]  # fmt: skip

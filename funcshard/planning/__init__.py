@@ -8,9 +8,9 @@ In reading order:
 - ``preferences``: a policy and its reference, for DPO.
 - ``tasks``: ``Training`` and ``Generation``: what a run does.
 - ``planned_model``: a model as a task uses it.
+- ``planned_run``: what the plans of both tasks say alike, and the memory that a run may use.
 - ``run_plan``: ``plan_run`` and its result.
 - ``generation``: its result for a model that generates; ``cached_model``: what a pass needs.
-- ``limits``: how much memory a run may use.
 - ``script``: the script of a result.
 - ``answers``: answers of the command on disk.
 """

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from funcshard._utils import table
-from funcshard._utils.table import Bullets, Part, Shown, Table
-from funcshard.estimate import Hardware, Profile, Report, estimate
+from funcshard._utils.table import Bullets, Part, Table
+from funcshard.estimate import Hardware, Profile, Report, estimate, memory_table
 from funcshard.module import make_functional
 from funcshard.plan import Plan, make_plan
 from funcshard.planning.cached_model import cache_bytes
-from funcshard.planning.limits import LARGEST_BATCH, WIDE, least_reserved
 from funcshard.planning.model_inputs import trace
 from funcshard.planning.planned_model import PlannedModel
+from funcshard.planning.planned_run import LARGEST_BATCH, WIDE, PlannedRun, least_reserved
 from funcshard.planning.script import generation_script
 from funcshard.planning.tasks import Generation
 from funcshard.planning.tensor_parts import AXIS
 
 _TRAFFIC = 3  # times that a pass moves the cache: attention reads it, and the new token copies it
 _BINDS = 0.5  # of the time for a token, above which launches or waits limit it
-_FIGURES = (
-    "parameters", "fits", "peak_bytes", "reserved_bytes", "cache_bytes", "prefill_seconds", "token_seconds",
-    "tokens_per_second", "batch", "seq", "budget", "margin", "binds",
-)  # fmt: skip
 _NOTE = (
     "Times follow from kernels, bytes and links; no published run of generation was fitted. An engine "
     "that captures graphs or batches requests as they come is faster than transformers' generate."
@@ -33,7 +29,7 @@ _NOTE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class GenerationPlan(Shown):
+class GenerationPlan(PlannedRun):
     """The plan of a model that generates, and what its tokens take; made by ``plan_run``.
 
     Each rank has prompts that are its own. If nothing fits, ``fits`` is ``False``, and the plan
@@ -65,6 +61,10 @@ class GenerationPlan(Shown):
         (True, True)
     """
 
+    FIGURES: ClassVar = (
+        "parameters", "fits", "peak_bytes", "reserved_bytes", "cache_bytes", "prefill_seconds", "token_seconds",
+        "tokens_per_second", "batch", "seq", "budget", "margin", "binds",
+    )  # fmt: skip
     plan: Plan
     prefill: Report
     decode: Report
@@ -120,52 +120,23 @@ class GenerationPlan(Shown):
             return "Launches of kernels bind: a larger batch takes little longer."
         return "Memory bandwidth binds: each token reads all weights and the cache."
 
-    def to_json(self) -> str:
-        """Return the figures and the plan as JSON."""
-        figures = {name: getattr(self, name) for name in _FIGURES}
-        about_plan = {
-            "gpus": self.plan.world_size,
-            "gpu": self.decode.hardware,
+    def _facts(self) -> Mapping[str, Any]:
+        return {
             "token_range": [share * self.token_seconds for share in WIDE],
             "prefill_range": [share * self.prefill_seconds for share in WIDE],
             "memory": {**self.report.by_category, "cache": self.cache_bytes},
-            "notes": self.notes,
-            "plan": json.loads(self.plan.to_json()),
         }
-        return json.dumps(figures | about_plan, indent=2, ensure_ascii=False)
-
-    def code(self) -> str:
-        """Return a script with this plan; its ``main(mesh, prompts)`` is one rank."""
-        return self._script
 
     def _parts(self) -> Iterable[Part]:
-        verdict = "It fits" if self.fits else "It doesn't fit"
-        memory_text = f"{table.size(self.reserved_bytes)} of {table.size(self.budget)} a GPU"
-        yield f"{self.title}. {verdict}: {memory_text}. {self.binds}"
+        yield self._verdict(self.binds)
         yield self._times_table()
-        memory = {**self.report.by_category, "cache": self.cache_bytes}
-        rows = [
-            [
-                name,
-                table.size(size),
-                table.share(size, self.peak_bytes),
-                self.report.source_of(name),
-            ]
-            for name, size in memory.items()
-        ]
-        total_row = ["total", table.size(self.peak_bytes), table.share(1, 1), ""]
-        yield Table(
-            "Memory in use at the peak", ["category", "bytes", "share", "source"], rows, total_row
-        )
+        title, cache = "Memory in use at the peak", {"cache": self.cache_bytes}
+        yield memory_table(self.report, title, cache)
         yield Bullets("Notes", self.notes)
 
     def _times_table(self) -> Table:
-        plan, copies = self.plan, math.prod(self.plan.mesh_shape)
-        mesh_sizes = [*plan.mesh_shape, *(size for _, size in plan.model_axes)]
-        axes_text = "replicas × shards" + " × tensor" * bool(plan.model_axes)
-        per = "group of GPUs" if plan.model_axes else "GPU"
         gathers_text = "weights are on each GPU"
-        if plan.mesh_shape[1] > 1:
+        if self.plan.mesh_shape[1] > 1:
             gathers_text = "each pass gathers the weights, unit by unit"
 
         def range_text(seconds: float) -> str:
@@ -174,8 +145,7 @@ class GenerationPlan(Shown):
 
         waiting_text = f"{table.duration(self.decode.exposed)} waiting for weights"
         rows = [
-            ["mesh", " × ".join(map(str, mesh_sizes)), f"{axes_text}; {gathers_text}"],
-            ["batch", table.count(self.batch), f"samples a {per}, {table.count(self.batch * copies)} in all"],
+            *self._mesh_rows(gathers_text),
             ["context", table.count(self.seq), "tokens of a sample, prompt and answer"],
             ["cache", table.size(self.cache_bytes), "keys and values of a full context, on each GPU"],
             ["memory reserved", table.size(self.reserved_bytes), f"or more; a margin of {table.size(self.margin)} is left"],
@@ -184,7 +154,7 @@ class GenerationPlan(Shown):
             ["further token", table.duration(self.token_seconds),
              f"{range_text(self.token_seconds)}; {table.duration(self.cache_seconds)} for the cache, {waiting_text}"],
             ["tokens per second", f"{self.tokens_per_second:,.0f}",
-             f"{self.tokens_per_second / plan.world_size:,.0f} a GPU, {1 / self.token_seconds:,.3g} a sample"],
+             f"{self.tokens_per_second / self.plan.world_size:,.0f} a GPU, {1 / self.token_seconds:,.3g} a sample"],
         ]  # fmt: skip
         return Table("Generation", ["quantity", "value", "note"], rows)
 
@@ -264,17 +234,20 @@ def plan_generation(
             notes=(*notes, _NOTE),
             title=title,
             _script=generation_script(model, task, plan),
-        )  # fmt: skip
+        )
 
     notes = tuple(notes)
     if batch is not None:
         return planned(batch)
-    best = planned(1)
-    while best.fits and 4 * best.batch <= LARGEST_BATCH:
-        larger = planned(4 * best.batch)
-        if not larger.fits or larger.tokens_per_second < best.tokens_per_second:
+    best, factor = planned(1), 4
+    while best.fits and factor * best.batch <= LARGEST_BATCH:
+        larger = planned(factor * best.batch)
+        if larger.fits and larger.tokens_per_second >= best.tokens_per_second:
+            best = larger
+        elif factor > 2 and not larger.fits:
+            factor = 2
+        else:
             break
-        best = larger
     return best
 
 

@@ -174,7 +174,7 @@ def notes_of(
         )
     main_input = getattr(module, "main_input_name", "")
     if has_vision(config) and takes_text_alone(config) and main_input != "pixel_values":
-        yield "The batch has tokens only: pass inputs= for images too."
+        yield "The batch has tokens only: pass Training(inputs=...) for images too."
     context = context_of(module)
     if context is not None and seq > context:
         yield f"{seq:,} tokens are more than the {context:,} positions of the config."

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 from torch import nn
 
 from funcshard._utils import table
 from funcshard._utils.options import check_count, outline
-from funcshard._utils.table import Bullets, Part, Shown, Table
+from funcshard._utils.table import Bullets, Part, Table
 from funcshard.estimate import (
     Best,
     Change,
@@ -26,17 +25,23 @@ from funcshard.estimate import (
     auto_plan,
     changes_to_fit,
     collective_time,
-    data_ranks,
     load_hardware,
     memory_table,
     reserved_band,
 )
 from funcshard.module import make_functional
-from funcshard.plan import Plan, Schedule
+from funcshard.plan import AXES, Plan, Schedule, mesh_axes_of
 from funcshard.planning.generation import GenerationPlan, plan_generation
-from funcshard.planning.limits import LARGEST_BATCH, NARROW, WIDE, least_reserved, usable_bytes
 from funcshard.planning.model_inputs import default_seq, trace
 from funcshard.planning.planned_model import doubts_of, notes_of, planned_model
+from funcshard.planning.planned_run import (
+    LARGEST_BATCH,
+    NARROW,
+    WIDE,
+    PlannedRun,
+    least_reserved,
+    usable_bytes,
+)
 from funcshard.planning.script import training_script
 from funcshard.planning.tasks import Generation, Training
 from funcshard.planning.tensor_parts import AXIS
@@ -47,17 +52,13 @@ _FEW = 8  # GPUs, of which the runs that the times were fitted to had at least s
 _FITTED = "Times were fitted to steps of dense decoders on A100s and H100s."
 _SAVED = 0.1  # of the peak: what the changes of a plan that fits are to save
 _CHANGES = 3
-_FIGURES = (
-    "parameters", "fits", "peak_bytes", "reserved_bytes", "step_seconds", "tokens_per_second", "samples_per_second",
-    "mfu", "batch", "micro_batches", "seq", "budget", "margin",
-)  # fmt: skip
 
 
 _Search = Callable[..., Best | Infeasible]  # of samples, micro-batches and, if you like, the space
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class RunPlan(Shown):
+class RunPlan(PlannedRun):
     """The plan of a run, and what its step takes; made by ``plan_run``.
 
     If nothing fits, ``fits`` is ``False``, and the plan is the leanest one.
@@ -91,6 +92,10 @@ class RunPlan(Shown):
         (True, 16640, 8)
     """
 
+    FIGURES: ClassVar = (
+        "parameters", "fits", "peak_bytes", "reserved_bytes", "step_seconds", "tokens_per_second", "samples_per_second",
+        "mfu", "batch", "micro_batches", "seq", "budget", "margin",
+    )  # fmt: skip
     plan: Plan
     schedule: Schedule
     remat: tuple[str, ...]
@@ -141,31 +146,18 @@ class RunPlan(Shown):
         """Model FLOPs of a second ÷ the hardware's peak."""
         return self.report.mfu
 
-    def to_json(self) -> str:
-        """Return the figures and the plan as JSON."""
-        figures = {name: getattr(self, name) for name in _FIGURES}
-        about_plan = {
-            "gpus": self.plan.world_size,
-            "gpu": self.report.hardware,
+    def _facts(self) -> Mapping[str, Any]:
+        return {
             "binds": self.report.binds,
             "step_range": self.step_range,
             "waiting_seconds": self.report.exposed + self.tensor_seconds,
             "memory": self.report.by_category,
             "remat": self.remat,
             "changes": [str(change) for change in self.changes],
-            "notes": self.notes,
-            "plan": json.loads(self.plan.to_json()),
         }
-        return json.dumps(figures | about_plan, indent=2, ensure_ascii=False)
-
-    def code(self) -> str:
-        """Return a training script with this plan; its ``main(mesh, batches)`` is one rank."""
-        return self._script
 
     def _parts(self) -> Iterable[Part]:
-        verdict = "It fits" if self.fits else "It doesn't fit"
-        memory_text = f"{table.size(self.reserved_bytes)} of {table.size(self.budget)} a GPU"
-        yield f"{self.title}. {verdict}: {memory_text}. {self.report.binds}"
+        yield self._verdict(self.report.binds)
         yield self._step_table()
         yield memory_table(self.report, "Memory in use at the peak")
         yield _collectives_table(self.report, self._of_model)
@@ -176,16 +168,9 @@ class RunPlan(Shown):
     def _step_table(self) -> Table:
         report, plan = self.report, self.plan
         remat_text = f"{len(self.remat)} of {len(plan.units) - 1} units recomputed"
-        axes_text, copies = "replicas × shards", math.prod(plan.mesh_shape)
-        mesh_sizes = [*plan.mesh_shape]
-        per = "GPU"
-        if plan.model_axes:
-            axes_text += " × tensor"
-            mesh_sizes += [size for _, size in plan.model_axes]
-            per = "group of GPUs"
-        batch_text = f"samples a {per}, {table.count(self.batch * copies)} in all"
+        batch_text = ""
         if self.micro_batches > 1:
-            batch_text += f"; in {self.micro_batches} micro-batches"
+            batch_text = f"; in {self.micro_batches} micro-batches"
         range_text = " to ".join(map(table.duration, self.step_range))
         waiting_text = table.duration(report.exposed)
         if plan.model_axes:
@@ -198,8 +183,7 @@ class RunPlan(Shown):
         if not report.tokens:  # the first input is images or sounds
             tokens_rows = []
         rows = [
-            ["mesh", " × ".join(map(str, mesh_sizes)), f"{axes_text}; {remat_text}"],
-            ["batch", table.count(self.batch), batch_text],
+            *self._mesh_rows(remat_text, batch_text),
             [
                 "budget",
                 table.size(self.budget),
@@ -404,13 +388,13 @@ def _ranks_of(gpus: int | Mapping[str, int]) -> tuple[int, int]:
     """Return the number of ranks along the data axes, and that along the tensor axis."""
     if not isinstance(gpus, Mapping):
         return check_count("gpus", gpus, of="GPUs"), 1
-    ranks, model_axes = data_ranks("gpus", gpus)
-    tensor = model_axes.pop(AXIS, 1)
-    if model_axes:
+    sizes = mesh_axes_of(gpus, "gpus")
+    tensor = sizes.pop(AXIS, 1)
+    if sizes.keys() - {*AXES}:
         raise ValueError(
             f"gpus may have the axes replicate, shard and {AXIS}; found {dict(gpus)}: leave out the others"
         )
-    return ranks, tensor
+    return math.prod(sizes.values()), tensor
 
 
 def plan_within(

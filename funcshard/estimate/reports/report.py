@@ -236,13 +236,15 @@ def left_text(budget: int | None, peak: int) -> str:
     return f"{table.size(abs(budget - peak))} {'left' if peak <= budget else 'too little'}"
 
 
-def memory_table(report: Report, title: str) -> Table:
-    """Return the memory at the peak as a table, by category."""
+def memory_table(report: Report, title: str, beside: Mapping[str, int] | None = None) -> Table:
+    """Return the memory at the peak as a table, by category, with further bytes beside it."""
+    sizes = {**report.by_category, **(beside or {})}
+    total = sum(sizes.values())
     table_rows = [
-        [category, table.size(size), table.share(size, report.peak), report.source_of(category)]
-        for category, size in report.by_category.items()
+        [category, table.size(size), table.share(size, total), report.source_of(category)]
+        for category, size in sizes.items()
     ]
-    total_row = ["total", table.size(report.peak), table.share(report.peak, report.peak), ""]
+    total_row = ["total", table.size(total), table.share(total, total), ""]
     return Table(title, ["category", "bytes", "share", "source"], table_rows, total_row)
 
 

@@ -10,17 +10,8 @@ In reading order:
 
 from __future__ import annotations
 
-from funcshard.estimate.search.best_plan import Best, Point, auto_plan, data_ranks
+from funcshard.estimate.search.best_plan import Best, Point, auto_plan
 from funcshard.estimate.search.infeasible import Change, Infeasible, changes_to_fit
 from funcshard.estimate.search.space import Space
 
-__all__ = [
-    "Best",
-    "Change",
-    "Infeasible",
-    "Point",
-    "Space",
-    "auto_plan",
-    "changes_to_fit",
-    "data_ranks",
-]
+__all__ = ["Best", "Change", "Infeasible", "Point", "Space", "auto_plan", "changes_to_fit"]

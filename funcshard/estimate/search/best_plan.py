@@ -149,7 +149,7 @@ def auto_plan(
         >>> best.fits, best.report.peak <= 200 * 1024, best.plan.mesh_shape
         (True, True, (2, 4))
     """
-    ranks, model_axes = data_ranks("ranks", ranks)
+    ranks, model_axes = _data_ranks(ranks)
     space = Space() if space is None else space
     check_runtime(runtime)
     for unit_options in units.values() if isinstance(units, Mapping) else ():
@@ -302,16 +302,11 @@ def _search(
     return lean_candidate, False, scores, plan_count
 
 
-def data_ranks(name: str, ranks: int | Mapping[str, int]) -> tuple[int, dict[str, int]]:
-    """Return the number of ranks along replicate and shard, and the sizes of the model axes.
-
-    Arguments:
-        name: the option's name.
-        ranks: number of ranks, or sizes of the mesh's axes.
-    """
+def _data_ranks(ranks: int | Mapping[str, int]) -> tuple[int, dict[str, int]]:
+    """Return the number of ranks along replicate and shard, and the sizes of the model axes."""
     if not isinstance(ranks, Mapping):
-        return check_count(name, ranks, of="ranks"), {}
-    sizes = mesh_axes_of(ranks, name)
+        return check_count("ranks", ranks, of="ranks"), {}
+    sizes = mesh_axes_of(ranks, "ranks")
     data_sizes = [sizes.pop(axis, 1) for axis in AXES]
     return math.prod(data_sizes), sizes
 

@@ -101,7 +101,7 @@ class UnitClass(NamedTuple):
     Attributes:
         names: their names, in the order of forward.
         again: those that backward can recompute, the cheapest for each saved byte first.
-        repeated: whether they are equal; if not, each is the only one of its kind.
+        repeated: whether there are several of each kind.
         title: the units as text, such as ``"blocks.*"``.
     """
 
@@ -116,7 +116,7 @@ def unit_classes(
 ) -> tuple[UnitClass, ...]:
     """Return the classes of equal units, and last the class of all single units.
 
-    Of many classes, all but the largest one are a single class.
+    Of more than two kinds of equal units, all but the largest one are a single class.
 
     Arguments:
         plan: a plan of the units.
@@ -128,36 +128,43 @@ def unit_classes(
         if isinstance(step, Run) and step.what == "forward":
             forward_seconds[step.unit] += seconds(step)
     unit_groups = equal_units(plan, program)
-    classes = []
-    for units in (group for group in unit_groups if len(group) > 1):
-        group_titles = [group.title for group in fold_units(units)]
-        class_title = group_titles[0].rpartition("× ")[2]
-        if len(group_titles) > 1:
-            class_title = f"units like {units[0].name}"
-        unit_names = tuple(unit.name for unit in units)
-        # Note: backward recomputes only what forward ran, such as no vision for a batch of text.
-        called_units = [unit for unit in units if unit.name in program.order]
-        classes.append(UnitClass(unit_names, _modules(called_units), True, class_title))
-    if len(classes) > _MOST_CLASSES:
+    kinds = [units for units in unit_groups if len(units) > 1]
+    mixed_classes = []
+    if len(kinds) > _MOST_CLASSES:
         # Why: a network of many stages has a class for each, and their choices multiply.
-        largest = max(classes, key=lambda units: len(units.names))
-        other_classes = [units for units in classes if units is not largest]
-        merged_names, merged_again = (
-            tuple(name for name in plan.units if name in set(itertools.chain(*parts)))
-            for parts in zip(*(units[:2] for units in other_classes), strict=True)
-        )
-        classes = [largest, UnitClass(merged_names, merged_again, True, "units of other kinds")]
+        largest = max(kinds, key=len)
+        other_units = [unit for units in kinds if units is not largest for unit in units]
+        kinds, mixed_classes = [largest], [(other_units, True, "units of other kinds")]
     single_units = [units[0] for units in unit_groups if len(units) == 1]
     if single_units:
-        unit_names = tuple(unit.name for unit in single_units)
-        cost_by_unit = {
-            name: forward_seconds[name] / max(program.saved.get(name, 0), 1) for name in unit_names
-        }
+        title = "other units" if len(single_units) > 1 else single_units[0].name or "the root"
+        mixed_classes.append((single_units, False, title))
+    # Note: backward recomputes only what forward ran, such as no vision for a batch of text.
+    classes = []
+    for units in kinds:
+        called_units = [unit for unit in units if unit.name in program.order]
+        classes.append(UnitClass(_names(units), _modules(called_units), True, _title(units)))
+    for units, is_repeated, title in mixed_classes:
+        called_units = [unit for unit in units if unit.name in program.order]
         # Why this order: it fills a knapsack well, with seconds as the price of each saved byte.
-        recomputed_names = sorted(_modules(single_units), key=cost_by_unit.__getitem__)
-        class_title = "other units" if len(unit_names) > 1 else "".join(unit_names) or "the root"
-        classes.append(UnitClass(unit_names, tuple(recomputed_names), False, class_title))
+        cheapest_first = sorted(
+            _modules(called_units),
+            key=lambda name: forward_seconds[name] / max(program.saved.get(name, 0), 1),
+        )
+        classes.append(UnitClass(_names(units), tuple(cheapest_first), is_repeated, title))
     return tuple(classes)
+
+
+def _names(units: Iterable[UnitPlan]) -> tuple[str, ...]:
+    return tuple(unit.name for unit in units)
+
+
+def _title(units: Sequence[UnitPlan]) -> str:
+    """Return equal units as text."""
+    group_titles = [group.title for group in fold_units(units)]
+    if len(group_titles) > 1:
+        return f"units like {units[0].name}"
+    return group_titles[0].rpartition("× ")[2]
 
 
 def _modules(units: Iterable[UnitPlan]) -> tuple[str, ...]:
