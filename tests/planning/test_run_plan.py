@@ -138,6 +138,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return write
 
 
+@pytest.mark.filterwarnings("ignore:ignored_classes of the precision hold BatchNorm2d:UserWarning")  # of ResNet
 @pytest.mark.nightly(one_in=24)
 @pytest.mark.parametrize("model_type", MODELS)
 def test_every_architecture_is_planned_from_its_config_alone(model_type: str, config: Any) -> None:
