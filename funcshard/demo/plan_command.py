@@ -227,23 +227,31 @@ def _whole_run(options: argparse.Namespace) -> int:
 
 def _sweep_table(title: str, results: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table of plans of several lengths and batches."""
-    name, words = ("step_seconds", "step")
-    if "token_seconds" in results[0]:
-        name, words = ("token_seconds", "further token")
+    trains = "step_seconds" in results[0]
+    seconds_of = "step_seconds" if trains else "token_seconds"
+    columns = [
+        "seq",
+        "batch",
+        "fits",
+        "reserved",
+        "step" if trains else "further token",
+        "tokens/s",
+    ]
     rows = [
         [
             f"{result['seq']:,}",
             f"{result['batch']:,}",
             "yes" if result["fits"] else "no",
             table.size(result["reserved_bytes"]),
-            table.duration(result[name]),
+            table.duration(result[seconds_of]),
             f"{result['tokens_per_second']:,.0f}",
-            f"{100 * result['mfu']:.1f} %" if "mfu" in result else "",
-            f"{len(result.get('remat', ()))}",
         ]
         for result in results
     ]
-    columns = ["seq", "batch", "fits", "reserved", words, "tokens/s", "MFU", "recomputed units"]
+    if trains:
+        columns += ["MFU", "recomputed units"]
+        for row, result in zip(rows, results, strict=True):
+            row += [f"{100 * result['mfu']:.1f} %", str(len(result["remat"]))]
     return Table(f"{title} on {results[0]['gpus']:,} × {results[0]['gpu']}", columns, rows)
 
 

@@ -26,7 +26,7 @@ from funcshard.planning.model_inputs import (
 )
 from funcshard.planning.preferences import Preferences, pairs
 from funcshard.planning.tasks import PRECISIONS, Generation, Training
-from funcshard.planning.tensor_parts import cut_along_tensor
+from funcshard.planning.tensor_parts import AXIS, cut_along_tensor
 
 _NO_DROPS = "The plan runs every layer: it leaves the config's layerdrop out."
 _DECODING = "Layers decode their packed weights in each pass, which takes no time here."
@@ -87,6 +87,11 @@ def planned_model(
         raise ValueError(
             f"{'generation' if generates else 'dpo'} needs a decoder of transformers; found "
             f"{type(module).__name__}: pass such a model, or another task"
+        )
+    if task.base is not None and tensor > 1:
+        raise ValueError(
+            f"weights stored as {task.base} can't be cut along {AXIS}, because blocks would cross the "
+            f"cuts; found {tensor} ranks along it: leave out the axis, or the storage"
         )
     if isinstance(model, nn.Module) and (task.dtype or lora or generates or tensor > 1):
         module = copy.deepcopy(module)

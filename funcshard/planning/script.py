@@ -95,6 +95,7 @@ def training_script(model: PlannedModel, task: Training, report: Report) -> str:
         "",
         "",
         f"def main({parameters}):",
+        "    torch.manual_seed(0)  # new parameters, the same on every rank",
         *model_lines,
         "    apply, params, buffers = fs.make_functional(model)",
         *option_lines,
