@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from funcshard._utils import tree
 from funcshard._utils.closures import reachable
 from funcshard._utils.torch_kernels import LARGE, late_copy
 from funcshard._utils.torch_modules import class_for_calls
-from funcshard._utils.torch_private import recording_or_transforming, storage_id
+from funcshard._utils.torch_private import dispatch_modes, storage_id, transforms_active
 from funcshard.comm import Mesh
 from funcshard.module.checks import check_module
 from funcshard.module.copying import (
@@ -113,11 +113,13 @@ class Skeleton:
         buffers: NamedTensors,
         *,
         training: bool | None = None,
+        tensor_copy: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> list[nn.Module]:
         """Return the modules of a new tree with these tensors, in the order of ``specs``.
 
         Arguments:
             training: the training flag of every module; ``None`` keeps each one's.
+            tensor_copy: returns what attributes hold in place of a tensor; ``None`` copies it.
         """
         # Why not cls.__new__: that of torch.fx.GraphModule returns an object of another class.
         modules: list[nn.Module] = [object.__new__(spec.cls) for spec in self.specs]
@@ -153,15 +155,26 @@ class Skeleton:
             modules[index].__dict__[name] = self.specs[index].attributes[name].copy()
         # Why not always: most modules of torch have nothing to copy, and the memo takes time.
         if self.copied_attributes:
-            self._copy_attributes(modules, {**buffers, **parameters})
+            self._copy_attributes(modules, {**buffers, **parameters}, tensor_copy)
         return modules
 
-    def _copy_attributes(self, modules: list[nn.Module], tensors: NamedTensors) -> None:
+    def _copy_attributes(
+        self,
+        modules: list[nn.Module],
+        tensors: NamedTensors,
+        tensor_copy: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> None:
         # Why this memo: deepcopy follows an attribute to the template's modules and empty tensors,
         # and the memo makes the copy refer to the call's modules and tensors instead.
         memo: dict[int, Any] = dict(zip(map(id, self.modules), modules, strict=True))
         memo.update((id(stand_in), tensors[name]) for name, stand_in in self.stand_ins.items())
-        if self.large and not recording_or_transforming():
+        # Why: deepcopy sets the storage of a new tensor, which no graph can hold. A lifted tensor
+        # is a constant of the graph, as one that the forward makes by torch.tensor.
+        if tensor_copy is None and dispatch_modes():
+            tensor_copy = torch.ops.aten.lift_fresh_copy.default
+        if tensor_copy is not None:
+            memo.update((id(tensor), tensor_copy(tensor)) for tensor in self._attribute_tensors())
+        elif self.large and not transforms_active():
             memo.update((id(tensor), late_copy(tensor)) for tensor in self.large)
         # An attribute may be the handle of a hook, which refers to the hook's table.
         memo.update(
@@ -171,6 +184,11 @@ class Skeleton:
         with self.references.in_memo(memo) as memo:
             for index, key in self.copied_attributes:
                 modules[index].__dict__[key] = copied(self.specs[index].attributes[key], memo)
+
+    def _attribute_tensors(self) -> list[torch.Tensor]:
+        """Return the plain tensors to which copied attributes lead."""
+        values = [self.specs[index].attributes[key] for index, key in self.copied_attributes]
+        return _plain_tensors(values)
 
     def paths(self) -> dict[str, int]:
         """Return the index of every module by its first path."""
@@ -302,23 +320,28 @@ def _is_plain_table(table: Any) -> bool:
 
 def _large_tensors(values: Iterable[Any]) -> tuple[torch.Tensor, ...]:
     """Return the large plain tensors to which attributes lead."""
+    plain_tensors = _plain_tensors(values)
+    # Note: of views, deepcopy copies the memory once.
+    storage_counts = Counter(map(storage_id, plain_tensors))
+    return tuple(
+        [
+            tensor
+            for tensor in plain_tensors
+            if tensor.numel() >= LARGE
+            and not (tensor.requires_grad or vars(tensor))
+            and storage_counts[storage_id(tensor)] == 1
+        ]
+    )
+
+
+def _plain_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     plain_tensors = {
         id(item): item
         for value in values
         for item in reachable(value)
         if type(item) is torch.Tensor and item.layout is torch.strided
     }
-    # Note: of views, deepcopy copies the memory once.
-    storage_counts = Counter(map(storage_id, plain_tensors.values()))
-    return tuple(
-        [
-            tensor
-            for tensor in plain_tensors.values()
-            if tensor.numel() >= LARGE
-            and not (tensor.requires_grad or vars(tensor))
-            and storage_counts[storage_id(tensor)] == 1
-        ]
-    )
+    return list(plain_tensors.values())
 
 
 def _check_copies(

@@ -63,7 +63,7 @@ class OneAxis(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer plus the product of two thin ones, a scalar, and leaves of other dtypes."""
+    """A frozen linear layer plus the product of two thin ones, a scalar, a plain tensor, and leaves of other dtypes."""
 
     def __init__(self, mesh: fs.Mesh) -> None:
         super().__init__()
@@ -71,9 +71,10 @@ class Adapted(nn.Module):
         self.a, self.b = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
         self.scale, self.none = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.zeros(0))
         self.low, self.wide = nn.Parameter(torch.ones(WIDTH, dtype=torch.bfloat16)), linear().double()
+        self.tables = {"row": torch.linspace(0.0, 1.0, WIDTH)}
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.base(x) + self.b(self.a(x)) * self.scale + self.none.sum() + self.low.float()
+        x = self.base(x) + self.b(self.a(x)) * self.scale + self.none.sum() + self.low.float() + self.tables["row"]
         return self.wide(x.double()).float()
 
 

@@ -14,6 +14,7 @@ import types
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
 from typing import Any
 
 import torch
@@ -44,8 +45,9 @@ class Kinds:
     def below(self, index: int) -> tuple[int, ...]:
         """Return the indices of a module and of those below, in an order that a kind shares."""
         if index not in self._below:
-            child_indices = [c for c in self.specs[index].children.values() if c is not None]
-            indices_below = itertools.chain.from_iterable(map(self.below, child_indices))
+            indices_below = itertools.chain.from_iterable(
+                map(self.below, _children(self.specs[index]))
+            )
             self._below[index] = tuple(dict.fromkeys([index, *indices_below]))
         return self._below[index]
 
@@ -63,7 +65,10 @@ def kinds_of(skeleton: Any, form: Callable[[str], Hashable], marked: Collection[
     kind_groups: dict[int, list[int]] = {}
     # Note: fixed attributes follow from the class, and a model has few classes.
     known_settings: dict[type, frozenset[str] | None] = {}
-    for index in reversed(range(len(skeleton.specs))):  # children come after their parents
+    # Why sorted: two modules may share a child, so a parent's index may be above its child's.
+    for index in TopologicalSorter(
+        {i: _children(s) for i, s in enumerate(skeleton.specs)}
+    ).static_order():
         spec = skeleton.specs[index]
         children = tuple(
             [(key, None if child is None else kinds[child]) for key, child in spec.children.items()]
@@ -109,6 +114,10 @@ def kinds_of(skeleton: Any, form: Callable[[str], Hashable], marked: Collection[
                 for index, value in values.items():
                     differing.setdefault(index, {})[key] = value
     return Kinds(_foldable(skeleton, kinds), differing, skeleton.specs)
+
+
+def _children(spec: Any) -> list[int]:
+    return [child for child in spec.children.values() if child is not None]
 
 
 def _fixed(cls: type[nn.Module], known: dict[type, frozenset[str] | None]) -> frozenset[str] | None:

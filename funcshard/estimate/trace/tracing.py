@@ -310,8 +310,17 @@ class _Tracer:
     def _modules(self, buffers: dict[str, torch.Tensor]) -> list[nn.Module]:
         """Return the modules of the call; each tells the recorder when it runs."""
         specs, skeleton = self.skeleton.specs, self.skeleton
+
+        def known_fake(tensor: torch.Tensor) -> torch.Tensor:
+            fake_tensor = fake_like(tensor)
+            self.know(fake_tensor)
+            return fake_tensor
+
         self.modules = skeleton.instantiate(
-            dict.fromkeys(skeleton.parameters, self.anchor), buffers, training=self.apply.training
+            dict.fromkeys(skeleton.parameters, self.anchor),
+            buffers,
+            training=self.apply.training,
+            tensor_copy=known_fake,
         )
         for index, module in enumerate(self.modules):
             # Note: the table makes parameters when they are read, and tells the tracer of the

@@ -64,6 +64,18 @@ class Chain(RoutedExperts):
         return x + y
 
 
+class Rotated(Layer):
+    """A layer with a plain tensor, as reference code of Llama holds its rotations."""
+
+    def __init__(self, number):
+        super().__init__(number)
+        self.tables = [torch.polar(torch.ones(8), torch.arange(8.0))]
+
+    def forward(self, x):
+        rotated = torch.view_as_complex(x.unflatten(-1, (8, 2))) * self.tables[0]
+        return super().forward(torch.view_as_real(rotated).flatten(-2))
+
+
 class Stack(nn.Module):
     """Layers in a row; with ``checkpointed``, those of odd number compute again in backward."""
 
@@ -97,9 +109,11 @@ def two_at_once():
     return made(run, layers=[Layer(i) for i in range(4)], head=linear(16, 2))
 
 
-def tied():
-    """Layers that share one weight with a layer outside them."""
+def tied(*, module=False):
+    """Layers that share one weight, or a module, with a layer outside them."""
     net = Stack(Layer, 3)
+    if module:
+        net.layers[1].up = net.layers[0].up
     net.layers[1].up.weight = net.layers[0].up.weight
     return net
 
@@ -157,6 +171,7 @@ def floats(model):
 MODELS = {
     "gpt": lambda: lookups(GPT(GPTConfig(width=16, layers=3, heads=2, context=8))),
     "layers with dropout": lambda: floats(Stack(Layer)),
+    "layers with a plain tensor": lambda: floats(Stack(Rotated)),
     "layers of two kinds": lambda: floats(Stack(lambda i: Layer(i, p=0.5 * (i % 2)))),
     "experts with rows of their own": lambda: floats(Stack(lambda _: RoutedExperts(), 3)),
     "experts with the same input": lambda: floats(Stack(lambda _: AllExperts(), 3)),
@@ -169,6 +184,7 @@ MODELS = {
     "layers with a function in a checkpoint": lambda: floats(Stack(lambda i: Checkpoints(i, whole=False))),
     "two layers in a checkpoint": lambda: floats(two_at_once()),
     "tied layers": lambda: floats(tied()),
+    "layers with a child of another's": lambda: floats(tied(module=True)),
     "one layer three times": lambda: floats(shared()),
     "layers in place": lambda: floats(Stack(InPlace)),
     "convolutions": lambda: ((torch.zeros(2, 3, 8, 8),), nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())),
