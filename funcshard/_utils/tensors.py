@@ -97,14 +97,8 @@ def map_tensors(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
 
 def tensors_in(x: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in ``x``, in the order of ``map_tensors``, also of read-only mappings."""
-    found_tensors: list[torch.Tensor] = []
-    _add_tensors(x, found_tensors)
-    return iter(found_tensors)
-
-
-def _add_tensors(x: Any, found: list[torch.Tensor]) -> None:
     if isinstance(x, torch.Tensor):
-        found.append(x)
+        yield x
         return
     parts: Sequence[Any] = ()
     if isinstance(x, (list, tuple)):
@@ -116,7 +110,7 @@ def _add_tensors(x: Any, found: list[torch.Tensor]) -> None:
     for part in parts:
         # Why first: most parts are numbers. No set of classes, as a class may have no hash.
         if not isinstance(part, (int, float, str, torch.dtype)) and part is not None:
-            _add_tensors(part, found)
+            yield from tensors_in(part)
 
 
 def is_dtensor(x: Any) -> bool:

@@ -620,55 +620,47 @@ function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
 _callback: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
-def untraced(f: Callable[P, T]) -> Callable[P, T]:
+def untraced(f: Callable[P, T], warning: str = "") -> Callable[P, T]:
     """Return ``f`` such that Dynamo traces neither ``f`` nor what it calls.
 
     Compiled functions that ``f`` calls still run compiled.
+
+    Arguments:
+        f: the function.
+        warning: warns if ``torch.compile`` was given the object of the method ``f``, or a function
+            that calls it, unless the object has ``compiles_units``. With ``fullgraph``, it is in
+            torch's error.
     """
-    disabled = hidden_from_dynamo(f, "funcshard starts collectives here, which run between graphs")
+
+    @functools.wraps(f)
+    def warn(*args: P.args, **kwargs: P.kwargs) -> T:
+        # Note: by default Python shows a warning once for each line of code.
+        if warning and not getattr(args[0], "compiles_units", False):
+            warnings.warn(warning, stacklevel=callers_level())
+        return f(*args, **kwargs)
+
+    reason = warning or "funcshard starts collectives here, which run between graphs"
+    hidden, hidden_warn = hidden_from_dynamo(f, reason), hidden_from_dynamo(warn, reason)
 
     @functools.wraps(f)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        # Why the callback: inside another such function Dynamo is off already, and turning it off
-        # takes longer than the check.
-        if "torch._dynamo" not in sys.modules or (
-            not is_dynamo_compiling() and _callback() is None
-        ):
+        if "torch._dynamo" not in sys.modules:
             return f(*args, **kwargs)
-        return disabled(*args, **kwargs)
+        # Dynamo takes the condition for true, and Python for false.
+        if is_dynamo_compiling():
+            return hidden_warn(*args, **kwargs)
+        # Why: inside another such function Dynamo is off already, and turning it off takes longer
+        # than the check.
+        if _callback() is None:
+            return f(*args, **kwargs)
+        return hidden(*args, **kwargs)
 
     return run
 
 
-def untraced_with_warning(text: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator of methods that Dynamo doesn't trace; see ``untraced``.
-
-    They warn if ``torch.compile`` was given their object, or a function that calls it, unless the
-    object has ``compiles_units``. With ``fullgraph``, the text is in torch's error.
-    """
-
-    def decorate(f: Callable[P, T]) -> Callable[P, T]:
-        @functools.wraps(f)
-        def warn(*args: P.args, **kwargs: P.kwargs) -> T:
-            # Note: by default Python shows a warning once for each line of code.
-            if not getattr(args[0], "compiles_units", False):
-                warnings.warn(text, stacklevel=callers_level())
-            return f(*args, **kwargs)
-
-        hidden, hidden_warn = hidden_from_dynamo(f, text), hidden_from_dynamo(warn, text)
-
-        @functools.wraps(f)
-        def run(*args: P.args, **kwargs: P.kwargs) -> T:
-            if "torch._dynamo" not in sys.modules:
-                return f(*args, **kwargs)
-            # Dynamo takes the condition for true, and Python for false.
-            if is_dynamo_compiling():
-                return hidden_warn(*args, **kwargs)
-            return hidden(*args, **kwargs)
-
-        return run
-
-    return decorate
+def untraced_with_warning(warning: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Return the decorator ``untraced`` with a warning."""
+    return functools.partial(untraced, warning=warning)
 
 
 def hidden_from_dynamo(f: Callable[P, T], reason: str) -> Callable[P, T]:

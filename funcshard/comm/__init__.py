@@ -11,8 +11,8 @@ Read ``group`` and ``mesh`` first. The other files are different ways to run a g
   is made, and a look for lost ranks while torch connects the others.
 - ``topology``: the mesh axes along which a buffer is cut or repeated, and its dtypes on the way.
 - ``user_collectives``: ``with_collectives``, the user's own functions for the data of units.
-- ``step_recording``: whether ``fs.trace`` records a step here. ``recorded_group``: collectives, and
-  the rank's position, as operations of its graph.
+- ``recorded_group``: collectives, and the rank's position, as operations of the graph that
+  ``fs.trace`` records.
 - ``simulation``: ``simulate``, which runs ranks as threads of one process. ``varying``: its
   ``check_vma``.
 - ``torch_group``: ``TorchGroup``, a group over a ``torch.distributed`` process group. ``gloo``: its
@@ -54,7 +54,6 @@ from funcshard.comm.group import (
 from funcshard.comm.mesh import Mesh, find_lost_rank, init_mesh, neighbours, ranks_of_job, remade
 from funcshard.comm.recorded_group import RecordedGroup, at_own_rank, in_graph, own_row
 from funcshard.comm.simulation import simulate
-from funcshard.comm.step_recording import StepRecording, current_recording, record_step
 from funcshard.comm.topology import CommDtypes, Topology
 from funcshard.comm.user_collectives import CustomGroup, with_collectives, without_collectives
 
@@ -85,8 +84,6 @@ __all__ = [
     "check_once",
     "check_same",
     "concatenate",
-    "StepRecording",
-    "current_recording",
     "find_lost_rank",
     "first_difference",
     "in_graph",
@@ -94,7 +91,6 @@ __all__ = [
     "neighbours",
     "own_row",
     "ranks_of_job",
-    "record_step",
     "remade",
     "simulate",
     "slice_parts",

@@ -14,7 +14,7 @@ import torch
 from funcshard._utils.torch_private import unseen
 from funcshard.comm.attempts import UNDO
 from funcshard.comm.group import Group
-from funcshard.comm.step_recording import current_recording
+from funcshard.plan import current_recording
 
 _REMEDY = "build it from the same arguments everywhere"
 _SOME = "a function"

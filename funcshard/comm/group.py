@@ -194,13 +194,13 @@ class PrivateAllGatherWork:
 def all_gather_private(
     group: Group, shard: torch.Tensor, *, label: str = ""
 ) -> PrivateAllGatherWork:
-    """Start ``group.all_gather`` into new memory of this rank."""
+    """Start an all-gather along dim 0 into new memory of this rank."""
     size = group.size
     # Why never an inference tensor: the caller may have left inference mode by the time it uses the
     # result.
     with torch.inference_mode(False):
         out = group.empty(shard.numel() * size, shard).view(shard.shape[0] * size, *shard.shape[1:])
-    return PrivateAllGatherWork(out, group.all_gather(out, shard, label=label))
+    return PrivateAllGatherWork(out, group.start(Op("all_gather", label, out, shard)))
 
 
 def all_gather_last(group: Group, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:

@@ -18,8 +18,8 @@ import torch
 
 from funcshard.comm.group import DeferredWork, Group, Op, Work, WrappedGroup
 from funcshard.comm.mesh import Mesh
-from funcshard.comm.step_recording import current_recording
 from funcshard.comm.user_collectives import CustomGroup
+from funcshard.plan import current_recording
 
 # --- the operations -------------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ from funcshard.comm import (
     Topology,
     Work,
     all_gather_last,
-    current_recording,
     in_graph,
 )
 from funcshard.plan import (
@@ -32,10 +31,11 @@ from funcshard.plan import (
     LeafView,
     Packing,
     UnitPlan,
+    current_recording,
     dtype_name,
     dtype_of,
     emit,
-    recording,
+    has_recorders,
 )
 
 UnitShard = Mapping[str, torch.Tensor]  # this rank's shard of each buffer, by key
@@ -324,7 +324,7 @@ class ReduceHandle:
         comm = self.comm
         # Without a reduce-scatter, the first of these axes is the one that was reduced already.
         for axis, _ in comm.topology.repeated[not comm.topology.cut :]:
-            _start_all_reduce(self.out, comm, axis).wait()
+            _start(Op("all_reduce", comm.label, self.out), comm, axis, self.out.numel()).wait()
         shard_sum = self.out.to(comm.dtypes.grads or self.out.dtype)
         if not comm.moved:
             return shard_sum
@@ -369,7 +369,9 @@ def start_reduce(full: torch.Tensor, comm: BufferComm, *, donated: bool = False)
         return ReduceHandle(full, DONE, comm, _to_host(full))
     if not donated:
         full = full.clone()
-    return ReduceHandle(full, _start_all_reduce(full, comm, topology.repeated[0][0]), comm)
+    axis, _ = topology.repeated[0]
+    op = Op("all_reduce", comm.label, full)
+    return ReduceHandle(full, _start(op, comm, axis, full.numel()), comm)
 
 
 def start_scatter(
@@ -379,18 +381,16 @@ def start_scatter(
     # The result is new memory, because the parts are only read.
     shard_sum = parts[0].new_empty(shape, dtype=comm.dtypes.reduced or parts[0].dtype)
     full_numel = shard_sum.numel() * comm.mesh.shard.size
-    group = recorded_group("reduce_scatter", comm, "shard", shard_sum, full_numel)
-    if comm.own and isinstance(group, CustomGroup) and shard_sum.ndim == 1:
-        scatter = Op("reduce_scatter", comm.label, shard_sum, parts)
-        return ReduceHandle(shard_sum, group.start_own(scatter), comm)
-    return ReduceHandle(shard_sum, group.reduce_scatter(shard_sum, parts, label=comm.label), comm)
+    op = Op("reduce_scatter", comm.label, shard_sum, parts)
+    return ReduceHandle(shard_sum, _start(op, comm, "shard", full_numel), comm)
 
 
-def _start_all_reduce(tensor: torch.Tensor, comm: BufferComm, axis: str) -> Work:
-    group = recorded_group("all_reduce", comm, axis, tensor, tensor.numel())
-    if comm.own and isinstance(group, CustomGroup) and tensor.ndim == 1:
-        return group.start_own(Op("all_reduce", comm.label, tensor))
-    return group.all_reduce(tensor, label=comm.label)
+def _start(op: Op, comm: BufferComm, axis: str, numel: int) -> Work:
+    """Start and record a reduction along an axis, whose event counts ``numel`` elements."""
+    group = recorded_group(op.kind, comm, axis, op.out, numel)
+    if comm.own and isinstance(group, CustomGroup) and op.out.ndim == 1:
+        return group.start_own(op)
+    return group.start(op)
 
 
 # --- records and refusals -------------------------------------------------------------------------
@@ -428,7 +428,7 @@ def recorded_group(kind: str, comm: Any, axis: str, tensor: torch.Tensor, numel:
             "cotangents of torch.func.vjp; docs/transforms.md, 'Columns', says which make a matrix"
         )
     # An empty buffer sends nothing.
-    if numel and recording():
+    if numel and has_recorders():
         sent_bytes, dtype = numel * tensor.element_size(), dtype_name(tensor.dtype)
         emit(Event(kind, comm.unit, comm.buffer, dtype, sent_bytes, axis, group.size))
     return group

@@ -115,9 +115,11 @@ class ShardToLeaves(torch.autograd.Function):
         # opposite order, so every node that read one of the buffers has run before this one.
         if ctx.post_backward is not None:
             ctx.post_backward()
-        if ctx.leaf is not None and ctx.reducer.takes_gradients():
+        if ctx.leaf is not None and ctx.reducer.in_backward:
             ctx.reducer.add(ctx.leaf, _rows(comm, ctx.device, grads)[1], comm)
             return (None,) * 4
+        if ctx.leaf is not None:
+            ctx.reducer.check_hooks()
         return LeavesToShard.apply(comm, ctx.device, *grads), None, None, None
 
     @staticmethod

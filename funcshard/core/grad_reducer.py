@@ -287,15 +287,8 @@ class GradReducer:
         """Whether the reducer's own backward runs, not one inside it, such as a checkpoint's."""
         return self.task is not None and self.task == graph_task_id()
 
-    def takes_gradients(self) -> bool:
-        """Return whether the gradients that backward computes now are for this reducer.
-
-        Raises:
-            ValueError: a hook is to see them, but a backward inside the reducer's own computes
-                them.
-        """
-        if self.in_backward:
-            return True
+    def check_hooks(self) -> None:
+        """Raise if a hook is to see gradients that a backward inside the reducer's own computes."""
         if self._hook and self.task is not None:
             raise ValueError(
                 f"{self._hook} sees the gradients that the backward of value_and_grad computes; "
@@ -304,7 +297,6 @@ class GradReducer:
                 f"torch.autograd.grad: leave {self._hook} out, and change the gradients that "
                 "value_and_grad returns"
             )
-        return False
 
     def enter_backward(self, _: torch.Tensor) -> None:
         """Take the backward that runs as the reducer's; a hook of the loss."""

@@ -21,7 +21,7 @@ from funcshard._utils import tree
 from funcshard._utils.options import check_flag, check_number, outline
 from funcshard._utils.tensors import is_dtensor
 from funcshard._utils.torch_private import transforms_active, untraced, untraced_with_warning
-from funcshard.comm import Mesh, check_once, current_recording, ranks_of_job, text_of
+from funcshard.comm import Mesh, check_once, ranks_of_job, text_of
 from funcshard.core.buffer_comm import BufferComm
 from funcshard.core.collectives import psum_world
 from funcshard.core.flat_buffer import all_reduce_flat, views
@@ -33,7 +33,14 @@ from funcshard.core.grad_reducer import (
     note_collective,
 )
 from funcshard.core.replaced_kernels import check_derivatives
-from funcshard.plan import AXES, BufferPlan, Reduce, check_reduce, check_reduce_units
+from funcshard.plan import (
+    AXES,
+    BufferPlan,
+    Reduce,
+    check_reduce,
+    check_reduce_units,
+    current_recording,
+)
 
 # on_grads(unit, {path: gradient}) -> {path: gradient} of those to replace, or None.
 OnGrads = Callable[[str, dict[str, torch.Tensor]], Mapping[str, torch.Tensor] | None]

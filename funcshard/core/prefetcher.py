@@ -118,6 +118,9 @@ class Prefetcher:
         ran: names of the units that forward has called so far.
         returned: whether the call's forward has returned.
         uses: what backward may gather again, one for each ``Gathered``, in the order of forward.
+        now: the moment that forward is at. Moments count the calls of units, and the uses of their
+            leaves that backward needs. Backward reaches them in the opposite order, so
+            ``BackwardOrder`` gets negated moments.
     """
 
     def __init__(self, learner: ScheduleLearner, start: Callable[[str], Handles]) -> None:
@@ -127,10 +130,7 @@ class Prefetcher:
         self.ran = self._forward.ran
         self._handles: dict[str, Handles] = {}
         self.returned = False
-        # Moments count what forward does: the calls of units, and the uses of their leaves that
-        # backward needs. Backward reaches them in the opposite order, so ``BackwardOrder`` gets
-        # negated moments.
-        self._now = 0
+        self.now = 0
         self._called: list[int] = []  # moment of each call of a unit
         self.uses: list[Use] = []
         self._by_shards = True  # whether the backward that runs computes gradients by shards
@@ -155,24 +155,18 @@ class Prefetcher:
         wait_comm(handles)
         if keeps:  # The next call of this unit takes the same handles.
             self._handles[name] = [handle.share() for handle in handles]
-        self._now += 1
-        self._called.append(self._now)
+        self.now += 1
+        self._called.append(self.now)
         for next_name in ahead_names:
             self._handles[next_name] = self._start(next_name)
         return handles
 
     def begin_use(self, source: UnitSource) -> Use:
         """Note what backward may gather a unit from; forward has just called the unit."""
-        self._now += 1
-        use = Use(index=len(self.uses), name=self.ran[-1], source=source, began=self._now)
+        self.now += 1
+        use = Use(index=len(self.uses), name=self.ran[-1], source=source, began=self.now)
         self.uses.append(use)
         return use
-
-    def note_need(self, use: Use) -> None:
-        """Note when forward uses a leaf that backward needs."""
-        if not self.returned:
-            self._now += 1
-            use.last = self._now
 
     def post_forward(self) -> None:
         """End forward: drop the gathers of units that were never called."""
@@ -196,7 +190,7 @@ class Prefetcher:
         # Why ask: a backward inside the loss function, as for a gradient penalty, is another one.
         is_own = reducer is not None and reducer.in_backward
         if is_own and self._schedule.backward_prefetch == "pre":
-            self._prefetch(-self._now - 1, most=1)
+            self._prefetch(-self.now - 1, most=1)
 
     def pre_backward(self, use: Use, source: UnitSource) -> Handles:
         """Gather a use that backward reaches, if its gather has not started; prefetch the next."""
@@ -496,7 +490,9 @@ class Gathered:
         self.needed = True
         if self._use is not None:
             prefetcher, use = self._use
-            prefetcher.note_need(use)
+            if not prefetcher.returned:
+                prefetcher.now += 1
+                use.last = prefetcher.now
 
     def _view_again(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """Return what makes a view of a gathered buffer again; ``None`` for another tensor."""

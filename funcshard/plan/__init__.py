@@ -16,7 +16,7 @@
 - ``precision``: ``MixedPrecision``, and dtypes by name.
 - ``storage``: ``Storage``, ``nf4``, ``int8``, ``fp8``: pairs of functions that store leaves small.
 - ``cast``: ``Cast``, a pair of functions around an all-gather.
-- ``events``: ``Event``, ``record_events``: the collectives that ran.
+- ``events``: ``Event``, ``record_events``: the collectives that ran, or that ``fs.trace`` records.
 - ``schedule``: ``Schedule``: when units are gathered ahead of their use, and the gathers of a call
   in order, for prediction and runtime. The options ``reduce`` and ``remat``.
 - ``predict``: ``predict_events``: the collectives of a step, or of ``fs.hvp`` and other operators.
@@ -33,7 +33,16 @@ from funcshard.plan.equal_units import (
     representatives,
     unit_class,
 )
-from funcshard.plan.events import Event, emit, record_events, record_events_apart, recording
+from funcshard.plan.events import (
+    Event,
+    StepRecording,
+    current_recording,
+    emit,
+    has_recorders,
+    record_events,
+    record_events_apart,
+    record_step,
+)
 from funcshard.plan.globs import last_match, list_of_globs, match, matches
 from funcshard.plan.leaf_slices import Box, boxes, own_axes, slice_offsets
 from funcshard.plan.mesh_axes import (
@@ -98,6 +107,9 @@ __all__ = [
     "Cast",
     "ChooseCast",
     "Event",
+    "StepRecording",
+    "current_recording",
+    "has_recorders",
     "ForwardOrder",
     "LeafCut",
     "LeafPart",
@@ -148,9 +160,9 @@ __all__ = [
     "rank_at",
     "record_events",
     "record_events_apart",
+    "record_step",
     "read_remat",
     "recomputed_modules",
-    "recording",
     "representatives",
     "slice_offsets",
     "stack",

@@ -17,7 +17,7 @@ from funcshard._utils.donation import DONATED_STATE, check_not_donated, donate
 from funcshard._utils.options import outline
 from funcshard.comm import Mesh, in_graph
 from funcshard.core import check_fits, check_shards
-from funcshard.plan import Plan, dtype_of, emit, recording
+from funcshard.plan import Plan, dtype_of, emit, has_recorders
 from funcshard.train.matrix_owners import AllToAll, Matrix, Owners, assigned, times
 from funcshard.train.optimizers import (
     Schedule,
@@ -394,7 +394,7 @@ class MatrixTransport:
             receive_sizes = [size * count for size in stage.receive_sizes]
             send_sizes = [size * count for size in stage.send_sizes]
             receive_buffer = send_buffer.new_empty(sum(receive_sizes))
-            if recording():
+            if has_recorders():
                 emit(times(stage.event, count))
             in_graph(self.mesh.groups[stage.axis], stage.axis).all_to_all(
                 receive_buffer, send_buffer, receive_sizes, send_sizes, label="matrices"

@@ -16,9 +16,9 @@ import torch
 from funcshard._utils import tree
 from funcshard._utils.donation import DONATED_STATE, check_not_donated
 from funcshard._utils.options import outline
-from funcshard.comm import Mesh, current_recording
+from funcshard.comm import Mesh
 from funcshard.core import check_fits, check_shards
-from funcshard.plan import Plan
+from funcshard.plan import Plan, current_recording
 from funcshard.train.learning_rate import rate_in
 from funcshard.train.matrix_owners import Owners, assign_owners
 from funcshard.train.matrix_step import MatrixTransport, transport_of

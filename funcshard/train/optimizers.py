@@ -19,9 +19,9 @@ from funcshard._utils import tree
 from funcshard._utils.donation import DONATED_STATE, check_not_donated, donate
 from funcshard._utils.options import check_flag, outline, with_remedies
 from funcshard._utils.torch_private import address
-from funcshard.comm import Mesh, current_recording
+from funcshard.comm import Mesh
 from funcshard.core import check_fits, check_shards
-from funcshard.plan import Plan
+from funcshard.plan import Plan, current_recording
 from funcshard.train.learning_rate import plain_number, rate_in
 from funcshard.train.param_groups import (
     GroupRange,

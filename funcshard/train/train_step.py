@@ -16,16 +16,7 @@ from funcshard._utils import tree
 from funcshard._utils.options import check_flag, check_number, outline, with_remedies
 from funcshard._utils.tensors import is_dtensor
 from funcshard._utils.torch_private import local_part, untraced_with_warning
-from funcshard.comm import (
-    UNDO,
-    Mesh,
-    Topology,
-    at_own_rank,
-    check_all_same,
-    current_recording,
-    in_graph,
-    text_of,
-)
+from funcshard.comm import UNDO, Mesh, Topology, at_own_rank, check_all_same, in_graph, text_of
 from funcshard.core import (
     BufferComm,
     GradientFunction,
@@ -42,7 +33,15 @@ from funcshard.core import (
     named_results,
     start_reduce,
 )
-from funcshard.plan import AXES, Plan, Reduce, check_reduce, check_reduce_units, position_of
+from funcshard.plan import (
+    AXES,
+    Plan,
+    Reduce,
+    check_reduce,
+    check_reduce_units,
+    current_recording,
+    position_of,
+)
 from funcshard.train.clipping import clip_by_global_norm, global_norm
 from funcshard.train.matrix_step import PairStep, PerMatrixStep
 from funcshard.train.muon_step import MuonStep

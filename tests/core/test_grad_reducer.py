@@ -24,7 +24,7 @@ class Recorded(LocalGroup):
     order: list[str] = []  # noqa: RUF012
     size = 2  # type: ignore[assignment]
 
-    def all_reduce(self, tensor, *, label=""):
+    def start(self, op):
         number = len(self.order)
         self.order.append(f"{number} starts")
         return DeferredWork(lambda: self.order.append(f"{number} is waited for"))
