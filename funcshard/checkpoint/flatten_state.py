@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from funcshard._utils import tree
-from funcshard._utils.donation import check_not_donated
 from funcshard._utils.stored_trees import loaded_class
 from funcshard._utils.tensors import byte_memory, byte_view
 from funcshard.checkpoint.resharding import turn_of
@@ -43,7 +42,7 @@ from funcshard.checkpoint.stored_state import (
     join,
 )
 from funcshard.plan import BufferPlan, Plan, UnitPlan, dtype_name, position_of
-from funcshard.train import TrainState
+from funcshard.train import TrainState, check_not_donated
 
 
 def flatten_state(state: Any, plans: Plans, rank: int, device: str = "cpu") -> FlatState:

@@ -12,11 +12,16 @@ from typing import Any, NamedTuple
 import torch
 
 from funcshard._utils import tree
-from funcshard._utils.donation import check_not_donated
 from funcshard.checkpoint.stored_state import buffers_in_tree_order, by_buffer
 from funcshard.comm import Mesh
 from funcshard.plan import BufferPlan, Plan, UnitPlan
-from funcshard.train import MuonStep, ParamGroupLayout, TorchStep, trainable_buffers
+from funcshard.train import (
+    MuonStep,
+    ParamGroupLayout,
+    TorchStep,
+    check_not_donated,
+    trainable_buffers,
+)
 
 ByBuffer = Mapping[str, Mapping[str, Any]]
 """One value for each trainable shard: ``{unit: {buffer key: value}}``."""

@@ -18,7 +18,6 @@ from torch import fx
 
 from funcshard._utils import tree
 from funcshard._utils.closures import captured
-from funcshard._utils.donation import DONATED_STATE, is_donated
 from funcshard._utils.tensors import is_dtensor
 from funcshard._utils.torch_operators import is_random
 from funcshard._utils.torch_private import (
@@ -36,6 +35,7 @@ from funcshard.graph.signatures import Conditions, signature_of, sizes_of
 from funcshard.graph.step_graph import Constant, Place, StepGraph, starts_and_waits
 from funcshard.graph.tidying import tidy
 from funcshard.plan import StepRecording, record_step
+from funcshard.train import DONATED_STATE, is_donated
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 
 from funcshard._utils import tree
-from funcshard._utils.donation import DONATED_STATE, donate
 from funcshard._utils.options import check_count, check_path
 from funcshard._utils.torch_private import untraced_with_warning
 from funcshard.comm import UNDO, Mesh
@@ -37,7 +36,7 @@ from funcshard.graph.signatures import (
 from funcshard.graph.step_graph import Place, StepGraph, collective_of, starts_and_waits
 from funcshard.graph.tidying import drop_unused_nodes
 from funcshard.plan import Event, Plan
-from funcshard.train import TrainStep, copy
+from funcshard.train import DONATED_STATE, TrainStep, copy, donate
 
 _log = logging.getLogger("funcshard.graph")
 _MANY = 8  # recordings, as many as torch.compile makes before it gives up

@@ -4,8 +4,8 @@ Read in this order:
 
 - ``checks``: modules that cannot be functions.
 - ``copying``, ``skeleton``: copies of module trees; every call gets its own.
-- ``changes``: changes of a module or its parameters that its function cannot keep.
-- ``functional``: ``make_functional``, which turns a module into a function.
+- ``functional``: ``make_functional``, which turns a module into a function; changes of a module or
+  its parameters that the function cannot keep.
 - ``unit_forward``: how units run during a call, and the tensor that a module holds for a parameter
   outside its unit's forward.
 - ``unit_setup``, ``fully_sharded``: ``fully_shard``, which turns that function into one of shards.

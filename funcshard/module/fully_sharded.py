@@ -322,8 +322,7 @@ class FullyShard:
                 check_order(self.mesh, "no unit", unit_call.prefetcher)
             learner.learn(unit_call.prefetcher)
             _begin_backward_with(out, unit_call.prefetcher)
-        mode = apply.method_name, apply.training
-        apply.discarded.look(mode, modules, call_buffers, buffers)
+        apply.discarded.look(apply, modules, call_buffers, buffers)
         if apply.mutable:
             return out, self.precision.restore_buffers(new_buffers, buffers)
         return out

@@ -12,7 +12,7 @@ Read the files in this order:
 - ``optimizers``: an optimizer as a pair of pure functions; ``torch_optimizer``; one update.
 - ``quasi_newton``: ``lbfgs``, ``torch.optim.LBFGS`` on shards.
 - ``param_groups``: the ranges of flat shards that parameter groups occupy.
-- ``state_checks``: whether options and a state fit an optimizer.
+- ``state_checks``: whether options and a state fit an optimizer; donation of a state.
 - ``matrix_step``: ``per_matrix``, an optimizer written for one whole matrix.
 - ``muon_step``: ``muon``, the optimizer that updates whole matrices.
 - ``matrix_owners``: ``assign_owners``, which rank computes the update of which matrix.
@@ -33,10 +33,12 @@ from funcshard.train.param_groups import ParamGroupLayout, trainable_buffers
 from funcshard.train.per_sample import per_sample_grad, per_sample_norms
 from funcshard.train.quasi_newton import lbfgs
 from funcshard.train.scaler import GradScaler, ScalerState
+from funcshard.train.state_checks import DONATED_STATE, check_not_donated, donate, is_donated
 from funcshard.train.train_state import TrainState, copy
 from funcshard.train.train_step import TrainStep, make_train_step
 
 __all__ = [
+    "DONATED_STATE",
     "GradScaler",
     "Matrix",
     "MuonStep",
@@ -50,10 +52,13 @@ __all__ = [
     "TrainStep",
     "assign_owners",
     "attempt",
+    "check_not_donated",
     "check_optimizer",
     "clip_by_global_norm",
     "copy",
+    "donate",
     "global_norm",
+    "is_donated",
     "lbfgs",
     "make_meter",
     "make_train_step",

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from funcshard._utils import tree
-from funcshard._utils.donation import DONATED_STATE, check_not_donated, donate
 from funcshard._utils.options import outline
 from funcshard.comm import Mesh, in_graph
 from funcshard.core import check_fits, check_shards
@@ -28,7 +27,12 @@ from funcshard.train.optimizers import (
     grouped_step,
 )
 from funcshard.train.param_groups import ParamGroupLayout, group_leaves, trainable_buffers
-from funcshard.train.state_checks import NEW_STATE, check_form
+from funcshard.train.state_checks import (
+    DONATED_STATE,
+    NEW_STATE,
+    check_form,
+    donate,
+)
 
 
 def per_matrix(
@@ -220,7 +224,6 @@ class PerMatrixStep:
     def check_state(self, state: Any) -> None:
         """Raise unless ``state`` is one of this optimizer, with the matrices that the rank owns."""
         check_form(state, {"matrices", "others"}, "per_matrix")
-        check_not_donated(state["matrices"])
         owned_paths = {matrix.leaf.path for matrix in self.transport.owned}
         if state["matrices"].keys() != owned_paths:
             raise ValueError(

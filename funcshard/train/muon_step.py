@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from funcshard._utils import tree
-from funcshard._utils.donation import DONATED_STATE, check_not_donated
 from funcshard._utils.options import outline
 from funcshard.comm import Mesh
 from funcshard.core import check_fits, check_shards
@@ -31,7 +30,12 @@ from funcshard.train.optimizers import (
     schedules_in,
 )
 from funcshard.train.param_groups import ParamGroupLayout, trainable_buffers
-from funcshard.train.state_checks import NEW_STATE, check_form, check_options
+from funcshard.train.state_checks import (
+    DONATED_STATE,
+    NEW_STATE,
+    check_form,
+    check_options,
+)
 
 
 def muon(
@@ -201,7 +205,6 @@ class MuonStep:
 
     def _check_state(self, state: Any) -> None:
         check_form(state, {"steps", "momentum", "adamw"}, "muon")
-        check_not_donated(state["momentum"])
         for (unit_name, key), numel in self.numels.items():
             unit_momentum = state["momentum"].get(unit_name, {}).get(key)
             if getattr(unit_momentum, "shape", None) != (numel,):

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 
 from funcshard._utils import tree
-from funcshard._utils.donation import DONATED_STATE, check_not_donated, donate
 from funcshard._utils.options import check_flag, outline, with_remedies
 from funcshard._utils.torch_private import address
 from funcshard.comm import Mesh
@@ -31,6 +30,7 @@ from funcshard.train.param_groups import (
     trainable_buffers,
 )
 from funcshard.train.state_checks import (
+    DONATED_STATE,
     ELEMENTWISE,
     ELEMENTWISE_NAMES,
     NEW_STATE,
@@ -38,6 +38,7 @@ from funcshard.train.state_checks import (
     check_form,
     check_options,
     check_value,
+    donate,
     learn_entries,
     subtrees,
     with_plain_factories,
@@ -217,7 +218,6 @@ class TorchStep:
     def __call__(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """Update ``params`` and ``state``, which are donated, by one step."""
         check_form(state, {"steps", "leaves"}, self.title)
-        check_not_donated(state["leaves"])
         leaves, unflatten = tree.flatten(params)
         leaf_states = subtrees(params, state["leaves"], f"a state of {self.title}", NEW_STATE)
         all_views = self._views(grads, leaves, params)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 
 from funcshard._utils import tree
-from funcshard._utils.donation import donate as donated
 from funcshard._utils.options import check_count, check_flag, check_number, with_remedies
 from funcshard._utils.torch_kernels import unscale_in_place
 from funcshard._utils.torch_private import transforms_active
@@ -16,6 +15,7 @@ from funcshard.comm import Mesh
 from funcshard.core import check_cut, check_fits, psum_world
 from funcshard.plan import Plan, current_recording
 from funcshard.train.clipping import without_padding
+from funcshard.train.state_checks import donate as donated
 
 
 class ScalerState(NamedTuple):

@@ -1,9 +1,13 @@
-"""Check that options and a state fit an optimizer, before a step changes anything.
+"""Check that options and a state fit an optimizer, before a step changes anything; donate a state.
 
 The entries that a class of ``torch.optim`` keeps of a leaf depend on the class and on a few
 options. When the optimizer is made, ``learn_entries`` steps one small parameter to see their names;
 each step then compares names and sizes only. Adam, AdamW and RAdam keep the same names, so a state
 cannot tell them apart.
+
+A step updates tensors in place, and returns new tensor objects over the same memory. The old
+objects would silently show the new values, so ``donate`` makes each of them a ``_DonatedTensor``,
+which raises whenever you use it.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -154,12 +158,14 @@ def learn_entries(
 
 
 def check_form(state: Any, names: set[str], title: str) -> None:
-    """Raise ``ValueError`` unless a state has the entries of the optimizer ``title``."""
+    """Raise unless a state has the entries of the optimizer ``title``, and was not donated."""
     if not isinstance(state, Mapping) or not names <= state.keys():
         raise ValueError(
             f"step takes (grads, state, params), and a state of {title} holds {sorted(names)}; "
             f"found {outline(state)}: {NEW_STATE}"
         )
+    if any(state[name] is DONATED_STATE for name in names):
+        raise RuntimeError(_DONATED_ERROR)
 
 
 def subtrees(params: Any, deeper: Any, title: str, remedy: str) -> list[Any]:
@@ -255,3 +261,65 @@ def with_plain_factories() -> contextlib.AbstractContextManager[Any]:
     if torch.get_default_device().type == "cpu":
         return contextlib.nullcontext()  # torch's context costs time for each operation
     return torch.device("cpu")
+
+
+# --- donation -------------------------------------------------------------------------------------
+
+_DONATED = (
+    "use the state that the step returned, keep fs.copy(state) from before the step, or pass "
+    "donate=False to make_train_step"
+)
+
+
+class _DonatedTensor(torch.Tensor):
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        raise RuntimeError(
+            f"this tensor was donated to a training step, which updated it in place: {_DONATED}"
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return "<tensor that was donated to a training step>"
+
+
+class _DonatedState:
+    """Replaces the tensors of an optimizer's state that were donated to a step."""
+
+    def __repr__(self) -> str:
+        return "<optimizer state that was donated to a step>"
+
+
+DONATED_STATE = _DonatedState()
+
+_DONATED_ERROR = (
+    f"this optimizer state was donated to a step, which updated it in place: {_DONATED}"
+)
+
+
+def donate(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return new tensor objects over the memory of ``leaves``; the old ones can't be used again."""
+    new_leaves = [leaf.detach() for leaf in leaves]
+    empty_tensors: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+    for old_leaf, new_leaf in zip(leaves, new_leaves, strict=True):
+        if isinstance(old_leaf, _DonatedTensor):  # a tree that holds one tensor twice
+            continue
+        memory_kind = new_leaf.dtype, new_leaf.device
+        if memory_kind not in empty_tensors:
+            empty_tensors[memory_kind] = new_leaf.new_empty(0)
+        # Note: both are needed. A transform looks through the class, and finds no memory.
+        old_leaf.data = empty_tensors[memory_kind]
+        old_leaf.__class__ = _DonatedTensor
+    return new_leaves
+
+
+def is_donated(leaf: Any) -> bool:
+    """Return whether a tensor, or an optimizer's state, was donated to a step."""
+    return leaf is DONATED_STATE or isinstance(leaf, _DonatedTensor)
+
+
+def check_not_donated(state: Any) -> None:
+    """Raise ``RuntimeError`` if ``state``, part of an optimizer's state, was donated."""
+    if state is DONATED_STATE:
+        raise RuntimeError(_DONATED_ERROR)

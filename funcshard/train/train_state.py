@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from funcshard._utils import tree
-from funcshard._utils.donation import check_not_donated
 from funcshard._utils.options import with_remedies
 from funcshard.core import Shards
 from funcshard.train.scaler import ScalerState
+from funcshard.train.state_checks import check_not_donated
 
 T = TypeVar("T")
 
