@@ -1,21 +1,19 @@
 """The plan: which leaf lives where, as pure data without tensors. Start here.
 
 - ``plan``: ``Plan``, the whole tree, and its JSON.
-- ``unit_plan``: ``UnitPlan``, ``BufferPlan``, ``LeafSpec``: one unit, its buffers, their leaves.
+- ``unit_plan``: ``UnitPlan``, ``BufferPlan``, ``LeafSpec``: one unit, its buffers, their leaves;
+  ``Cast``, a pair of functions around an all-gather; leaves that are slices of whole tensors.
 - ``equal_units``: ``UnitGroup``, ``fold_units``: equal units as one row of a table;
   ``representatives``: one unit for all of the same sizes. The table of a printed plan.
-- ``leaf_slices``: leaves that are slices of whole tensors, and boxes of tensors.
 - ``mesh_axes``: the axes of a mesh, and the position of each rank.
-- ``planner``: ``make_plan``. ``leaves``: the leaves of a tree, and their ties. ``globs``: the nodes
-  that globs name. ``unit_options``: the units that the user names, and their options.
-  ``leaf_options``: leaves whose values differ along mesh axes, and those that are stored small.
-  ``layout``: which unit owns each leaf, where the leaf lies in its buffers, and the unit's part of
-  the tree.
+- ``planner``: ``make_plan``. ``unit_options``: the nodes and units that the user names by paths and
+  globs, and the options of units. ``leaf_options``: leaves whose values differ along mesh axes, and
+  those that are stored small. ``layout``: the leaves of a tree, which unit owns each of them, where
+  it lies in the unit's buffers, and the unit's part of the tree.
 - ``stacked``: ``stack`` and ``unstack``, layers whose leaves have the shape ``[L, ...]``.
 - ``wrap``: policies that choose the units of a module.
-- ``precision``: ``MixedPrecision``, and dtypes by name.
+- ``precision``: ``MixedPrecision``, and classes by name.
 - ``storage``: ``Storage``, ``nf4``, ``int8``, ``fp8``: pairs of functions that store leaves small.
-- ``cast``: ``Cast``, a pair of functions around an all-gather.
 - ``events``: ``Event``, ``record_events``: the collectives that ran, or that ``fs.trace`` records.
 - ``schedule``: ``Schedule``: when units are gathered ahead of their use, and the gathers of a call
   in order, for prediction and runtime. The options ``reduce`` and ``remat``.
@@ -26,7 +24,6 @@ from __future__ import annotations
 
 from funcshard._utils.tensors import dtype_name, dtype_of, has_numbers
 from funcshard.plan import wrap
-from funcshard.plan.cast import Cast, ChooseCast, cast_of
 from funcshard.plan.equal_units import (
     UnitGroup,
     fold_units,
@@ -43,8 +40,6 @@ from funcshard.plan.events import (
     record_events_apart,
     record_step,
 )
-from funcshard.plan.globs import last_match, list_of_globs, match, matches
-from funcshard.plan.leaf_slices import Box, boxes, own_axes, slice_offsets
 from funcshard.plan.mesh_axes import (
     AXES,
     Axes,
@@ -82,15 +77,23 @@ from funcshard.plan.schedule import (
 )
 from funcshard.plan.stacked import stack, unstack
 from funcshard.plan.storage import Packing, Storage, fp8, int8, nf4, step_numel
+from funcshard.plan.unit_options import last_match, list_of_globs, match, matches
 from funcshard.plan.unit_plan import (
     STRATEGIES,
+    Box,
     BufferPlan,
+    Cast,
+    ChooseCast,
     LeafCut,
     LeafPart,
     LeafSpec,
     LeafView,
     UnitPlan,
+    boxes,
+    cast_of,
     innermost_in,
+    own_axes,
+    slice_offsets,
     whole_shape_of,
 )
 

@@ -13,10 +13,10 @@ import torch
 
 from funcshard._utils import tree
 from funcshard._utils.tensors import dtype_of, is_dtensor
-from funcshard.plan.globs import last_match, list_of_globs, match
-from funcshard.plan.leaves import Leaf
+from funcshard.plan.layout import Leaf
 from funcshard.plan.mesh_axes import AXES
 from funcshard.plan.storage import Encode, Packing, Storage, built_in
+from funcshard.plan.unit_options import last_match, list_of_globs, match
 from funcshard.plan.unit_plan import LeafCut
 
 # Globs of nodes; or, by glob, mesh axes, or tensor dimensions by mesh axis.

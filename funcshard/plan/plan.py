@@ -16,9 +16,8 @@ from funcshard._utils.stored_trees import check_structure
 from funcshard._utils.table import Shown, Table
 from funcshard._utils.tensors import dtype_name, dtype_of
 from funcshard.plan.equal_units import plan_table
-from funcshard.plan.layout import plan_units
+from funcshard.plan.layout import Leaf, plan_units
 from funcshard.plan.leaf_options import read_storages
-from funcshard.plan.leaves import Leaf
 from funcshard.plan.mesh_axes import AXES, Axes, mesh_axes_of
 from funcshard.plan.precision import MixedPrecision
 from funcshard.plan.unit_options import OPTIONS

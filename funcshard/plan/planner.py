@@ -17,8 +17,14 @@ from funcshard._utils.garbage import without_collection
 from funcshard._utils.options import check_count, some
 from funcshard._utils.tensors import is_dtensor
 from funcshard._utils.torch_private import callers_level
-from funcshard.plan.globs import nodes_of
-from funcshard.plan.layout import plan_units
+from funcshard.plan.layout import (
+    Leaf,
+    module_classes,
+    names_in_order,
+    plan_units,
+    prefix_of,
+    read_leaves,
+)
 from funcshard.plan.leaf_options import (
     Local,
     StorageByGlob,
@@ -26,7 +32,6 @@ from funcshard.plan.leaf_options import (
     with_packing,
     with_placements,
 )
-from funcshard.plan.leaves import Leaf, module_classes, names_in_order, prefix_of, read_leaves
 from funcshard.plan.mesh_axes import AXES, Axes, mesh_axes_of
 from funcshard.plan.plan import Plan
 from funcshard.plan.precision import MixedPrecision, is_one_of
@@ -34,6 +39,7 @@ from funcshard.plan.unit_options import (
     UnitNames,
     check_options,
     free_name,
+    nodes_of,
     read_units,
 )
 from funcshard.plan.unit_plan import UnitPlan, innermost_in

@@ -17,7 +17,6 @@ import torch
 from funcshard._utils import tree
 from funcshard._utils.options import check_choice
 from funcshard._utils.tensors import dtype_name, dtype_of
-from funcshard.plan.cast import ChooseCast, cast_of
 from funcshard.plan.events import Event
 from funcshard.plan.plan import Plan, check_plan
 from funcshard.plan.schedule import (
@@ -33,7 +32,7 @@ from funcshard.plan.schedule import (
     unit_mode,
     unit_names,
 )
-from funcshard.plan.unit_plan import BufferPlan, UnitPlan
+from funcshard.plan.unit_plan import BufferPlan, ChooseCast, UnitPlan, cast_of
 
 Transform = Literal["grad", "vjp", "jvp", "hvp", "gnvp", "linearize"]
 

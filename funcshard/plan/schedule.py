@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from funcshard._utils.options import check_choice, check_count, check_flag, some
-from funcshard.plan.globs import matches
 from funcshard.plan.plan import Plan, check_plan
 from funcshard.plan.planner import ends_of
+from funcshard.plan.unit_options import matches
 
 BACKWARD = ("pre", "post", None)
 

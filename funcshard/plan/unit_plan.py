@@ -1,12 +1,15 @@
 """The plan of one unit: its leaves, its flat buffers, and how both are sharded.
 
 Each flat buffer holds leaves of one dtype, raveled one after another, with padding at its end only.
+A leaf may be a slice: state dicts and checkpoints hold the *whole tensor* of a leaf that is cut
+along mesh axes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -346,3 +349,162 @@ def owners_of(units: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Return the name of the unit that has each path."""
     owner_pairs = [(node, name) for name, nodes in units.items() for node in nodes]
     return dict(reversed(owner_pairs))
+
+
+# --- functions in place of the casts of parameters ------------------------------------------------
+
+
+class Cast(NamedTuple):
+    """A pair of pure functions around the all-gather of a flat buffer.
+
+    The pair replaces the cast to ``param_dtype``, of parameters only: tangents use the plain cast.
+
+    Gradients ignore the pair: they are gradients by the gathered values, reduced in
+    ``reduce_dtype``. If your pair rounds, they are straight-through estimates.
+
+    Attributes:
+        pre_all_gather: your function from this rank's 1-D shard to the data sent: a 1-D tensor of
+            any dtype, of the same size on every rank. Backward may gather again, so within a step
+            return the same data for the same shard.
+        post_all_gather: your function from the data received, of shape ``[ranks, size]``, to the
+            flat buffer in the dtype to compute in: a 1-D tensor of at least
+            ``ranks * shard.numel()`` elements. Further elements are ignored.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> params = {"w": torch.tensor([1.0, 2.0, 3.0, 4.0])}
+        >>> truncate = fs.Cast(
+        ...     lambda shard: shard.to(torch.int8), lambda rows: rows.flatten().float()
+        ... )
+        >>> def main(mesh):
+        ...     plan = fs.make_plan(params, mesh)
+        ...     apply = lambda leaves: leaves["w"] * 1
+        ...     f = fs.unshard(apply, plan.units[""], mesh, cast=lambda unit, buffer: truncate)
+        ...     with fs.record_events() as events:
+        ...         out = f(fs.shard(params, plan, mesh)[""])
+        ...     return out.tolist(), events[0].dtype, events[0].bytes
+        >>> fs.simulate(main, world_size=2)[0]
+        ([1.0, 2.0, 3.0, 4.0], 'int8', 4)
+
+    Source: quantised weight communication is that of Wang et al., "ZeRO++" (2023),
+    https://arxiv.org/abs/2306.10209
+    """
+
+    pre_all_gather: Callable[[torch.Tensor], torch.Tensor]
+    post_all_gather: Callable[[torch.Tensor], torch.Tensor]
+
+
+# A function that returns the pair for a buffer of a unit, or None for the plain cast to
+# param_dtype.
+ChooseCast = Callable[[UnitPlan, BufferPlan], Cast | None]
+
+
+def cast_of(choose: ChooseCast | None, unit: UnitPlan, buffer: BufferPlan) -> Cast | None:
+    """Return the pair that ``choose`` gives a buffer; ``None`` for the plain cast."""
+    # What packed leaves are sent as, their storage decides.
+    if choose is None or buffer.packing is not None:
+        return None
+    chosen_cast: object = choose
+    if callable(choose) and not isinstance(choose, Cast | type | torch.nn.Module):
+        chosen_cast = choose(unit, buffer)
+        if chosen_cast is None or isinstance(chosen_cast, Cast):
+            return chosen_cast
+    # The pair itself, a class or a module in place of the function, or what it returned.
+    raise TypeError(
+        "cast must be a function cast(unit, buffer) that returns a funcshard.Cast or None; found "
+        f"{chosen_cast!r}: for one pair everywhere write cast=lambda unit, buffer: pair"
+    )
+
+
+# --- slices of whole tensors ----------------------------------------------------------------------
+
+
+class Box(NamedTuple):
+    """A box of a tensor.
+
+    Attributes:
+        offsets: index of its first element in each dimension.
+        sizes: its length in each dimension.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index that takes the box out of the tensor."""
+        return tuple(
+            slice(begin, begin + size) for begin, size in zip(self.offsets, self.sizes, strict=True)
+        )
+
+    def moved(self, by: Sequence[int]) -> Box:
+        """Return the box at offsets that are larger by ``by``."""
+        return Box(tuple(map(operator.add, self.offsets, by)), self.sizes)
+
+    def overlap(self, other: Box) -> Box | None:
+        """Return the box of the elements that lie in both boxes, if there are any."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        ends = map(min, map(operator.add, *self), map(operator.add, *other))
+        sizes = tuple(map(operator.sub, ends, offsets))
+        # A scalar has no dimension that could be empty.
+        return Box(offsets, sizes) if min(sizes, default=1) > 0 else None
+
+
+def own_axes(local: Iterable[str], cuts: Iterable[LeafCut]) -> tuple[str, ...]:
+    """Return the axes along which a leaf differs without being a slice of a whole tensor."""
+    cut_axes = {cut.axis for cut in cuts}
+    return tuple(axis for axis in local if axis not in cut_axes)
+
+
+def slice_offsets(
+    shape: Sequence[int], cuts: Sequence[LeafCut], position: Mapping[str, int]
+) -> tuple[int, ...]:
+    """Return where a slice begins in the whole tensor, in each dimension.
+
+    Arguments:
+        shape: shape of the slice.
+        cuts: the cuts that made it, outermost first.
+        position: index of the rank along each mesh axis; 0 along axes that are left out.
+
+    Example:
+        >>> cuts = LeafCut("expert", 0, 2), LeafCut("tensor", 0, 3)
+        >>> slice_offsets((4, 5), cuts, {"expert": 1, "tensor": 2})
+        (20, 0)
+    """
+    offsets = [0 for _ in shape]
+    sizes = list(shape)
+    for cut in reversed(cuts):  # the innermost cut first
+        offsets[cut.dim] += position.get(cut.axis, 0) * sizes[cut.dim]
+        sizes[cut.dim] *= cut.ranks
+    return tuple(offsets)
+
+
+def boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
+    """Split the elements ``begin : end`` of a raveled tensor into boxes, in order.
+
+    Example:
+        >>> [tuple(box) for box in boxes((3, 4), 2, 9)]
+        [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
+    """
+    if not shape:
+        return [Box((), ())] * (end - begin)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    run_boxes = []
+    while begin < end:
+        # The outermost dimension of which a whole row begins here, and as many rows as there are.
+        dim = next(
+            dim
+            for dim, stride in enumerate(strides)
+            if begin % stride == 0 and begin + stride <= end
+        )
+        offsets = [begin // stride % size for stride, size in zip(strides, shape, strict=True)]
+        rows = min((end - begin) // strides[dim], shape[dim] - offsets[dim])
+        sizes = (*[1] * dim, rows, *shape[dim + 1 :])
+        run_boxes.append(Box(tuple(offsets), sizes))
+        begin += rows * strides[dim]
+    return run_boxes

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import funcshard as fs
-from funcshard.plan import globs, layout
+from funcshard.plan import layout, unit_options
 
 
 def operations(work: Callable[[], object]) -> int:
@@ -66,7 +66,7 @@ PLANS: dict[str, Callable[[int], fs.Plan]] = {
 @pytest.mark.parametrize("name", PLANS)
 def test_twice_as_many_units_take_twice_the_work(name: str) -> None:
     def work(units: int) -> int:
-        globs.nodes_of.cache_clear()
+        unit_options.nodes_of.cache_clear()
         layout._laid_out.cache_clear()
         return operations(lambda: PLANS[name](units))
 

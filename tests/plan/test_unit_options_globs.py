@@ -2,7 +2,7 @@
 
 import pytest
 
-from funcshard.plan.globs import matcher
+from funcshard.plan.unit_options import matcher
 
 PATHS = ["", "w", "a", "a.w", "a.b", "a.b.w", "a.bw", "ab.w", "b.a.b.w", "b.a.w", "blocks.10.w"]
 
