@@ -30,8 +30,8 @@ from funcshard.checkpoint.folders import (
     has_our_index,
     pause,
     start_of_index,
+    what_it_holds,
 )
-from funcshard.checkpoint.foreign_folders import what_it_holds
 from funcshard.checkpoint.rank_files import (
     INDEX,
     RankReader,

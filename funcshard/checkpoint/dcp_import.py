@@ -20,11 +20,9 @@ import torch
 from funcshard._utils import file_data
 from funcshard._utils.options import check_flag, check_path
 from funcshard._utils.regular_files import open_regular, read_regular
-from funcshard.checkpoint.folders import StrPath
-from funcshard.checkpoint.foreign_folders import what_it_holds
+from funcshard.checkpoint.folders import StrPath, what_it_holds
 from funcshard.checkpoint.optimizer_loading import optimizer_from_state_dict
-from funcshard.checkpoint.pieces import piece_of
-from funcshard.checkpoint.resharding import Run, copy_run, run_in_shard, whole_run
+from funcshard.checkpoint.resharding import Run, copy_run, piece_of, run_in_shard, whole_run
 from funcshard.checkpoint.state_dict import check_no_leaf, from_state_dict
 from funcshard.checkpoint.stored_state import each_leaf, leaves_by_name, name_in
 from funcshard.comm import Mesh, all_gather_texts

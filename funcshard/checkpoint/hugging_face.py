@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ import torch
 from torch import nn
 
 from funcshard._utils.regular_files import regular_size
-from funcshard.checkpoint.adapters import base_model, file_names
-from funcshard.checkpoint.foreign_folders import what_it_holds
+from funcshard.checkpoint.folders import what_it_holds
+from funcshard.checkpoint.rank_files import Header, headers_of
+from funcshard.module import Functional
+from funcshard.plan import Plan
 
 Tensors = dict[str, torch.Tensor]
 
@@ -32,6 +35,20 @@ def is_hugging_face(module: Any) -> bool:
     return any(
         cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.")
         for cls in type(module).__mro__
+    )
+
+
+def check_functional(caller: str, apply: Any) -> None:
+    """Raise ``TypeError`` unless ``apply`` is the function of a model of Hugging Face."""
+    if isinstance(apply, Functional) and is_hugging_face(apply.skeleton.template):
+        return
+    apply_type = type(apply).__name__
+    remedy = "pass the apply of from_pretrained or make_functional, before the shards"
+    if isinstance(apply, Functional):
+        apply_type = type(apply.skeleton.template).__name__
+        remedy = "export_safetensors writes the parameters of any module"
+    raise TypeError(
+        f"{caller} takes the apply of a model of Hugging Face; found {apply_type}: {remedy}"
     )
 
 
@@ -328,6 +345,30 @@ def stored(module: nn.Module | None, tensors: Mapping[str, torch.Tensor]) -> Ten
     return stored_tensors
 
 
+def stored_entries(module: nn.Module | None, plan: Plan) -> list[list[Header]]:
+    """Return the tensors that the files hold, for the leaves of each unit."""
+    entry_groups: list[list[Header]] = []
+    meta_leaves: dict[str, torch.Tensor] = {}
+    for unit in plan.unit_list:
+        # Note: on meta, names and shapes in files are known before anything is gathered.
+        unit_leaves = {
+            leaf.path: torch.empty(leaf.model_shape, dtype=buffer.model_dtype, device="meta")
+            for buffer in unit.buffers
+            for leaf in buffer.leaves
+        }
+        entry_groups.append(headers_of(stored(module, unit_leaves)))
+        meta_leaves |= unit_leaves
+    # Why all at once too: a tensor of the files may be made of leaves that lie in several units.
+    whole_entries = headers_of(stored(module, meta_leaves))
+    split_entries = {*whole_entries}.difference(*entry_groups)
+    if split_entries:
+        raise ValueError(
+            f"the files hold {min(split_entries).name!r} as one tensor, whose parts lie in several units of "
+            "the plan: save under a plan of whole layers, which from_pretrained makes by default"
+        )
+    return entry_groups
+
+
 def write_config(folder: Path, module: Any, dtype: torch.dtype | None) -> None:
     """Write ``config.json``, and the configuration of generation if there is one."""
     # Note: the module's own config keeps the dtype that the model computes in.
@@ -338,3 +379,90 @@ def write_config(folder: Path, module: Any, dtype: torch.dtype | None) -> None:
     config.save_pretrained(folder)
     if getattr(module, "generation_config", None) is not None and module.can_generate():
         module.generation_config.save_pretrained(folder)
+
+
+# --- adapters of peft ---------------------------------------------------------------------------
+
+# What peft adds to the names of the model's own tensors.
+_WRAPPERS = re.compile(r"(?<![^.])(base_layer|original_module|modules_to_save\.[^.]+)\.")
+
+
+def base_model(module: nn.Module) -> nn.Module:
+    """Return the model inside a ``PeftModel``, or the module itself."""
+    is_peft_model = any(
+        cls.__name__ == "PeftModel" and cls.__module__.startswith("peft.")
+        for cls in type(module).__mro__
+    )
+    base: Any = module
+    return base.get_base_model() if is_peft_model else base
+
+
+def file_names(module: nn.Module) -> dict[str, list[str]]:
+    """Return the module's own names for each name in a folder of the model under its adapters."""
+    base, module_state = base_model(module), module.state_dict(keep_vars=True)
+    prefix = next(f"{path}." if path else "" for path, m in module.named_modules() if m is base)
+    # Note: inject_adapter_in_model leaves peft_config too, without a PeftModel.
+    configs = getattr(module, "peft_config", {}).values()
+    adapter_prefixes = {f".{_prefix_of(config)}" for config in configs}
+    names: dict[str, list[str]] = {}
+    for name in module_state:
+        plain_name = name.removeprefix(prefix)
+        if configs:
+            is_adapter = any(adapter_prefix in name for adapter_prefix in adapter_prefixes)
+            if is_adapter or not name.startswith(prefix):
+                continue
+            # Note: a module that peft copies to train it, as for ``modules_to_save``, has the
+            # original's values.
+            plain_name = _WRAPPERS.sub("", plain_name)
+        names.setdefault(plain_name, []).append(name)
+    # Why: of a tied parameter the folder may hold one name alone, and peft's copy is not tied.
+    # So each name in the folder stands for all names of the tensors that it gives values to.
+    names_of_parameter: dict[int, list[str]] = {}
+    for tied_names in names.values():
+        for parameter_id in {id(module_state[name]) for name in tied_names}:
+            names_of_parameter.setdefault(parameter_id, []).extend(tied_names)
+    for plain_name, tied_names in names.items():
+        linked_names = [names_of_parameter[id(module_state[name])] for name in tied_names]
+        names[plain_name] = list(dict.fromkeys(itertools.chain(tied_names, *linked_names)))
+    return names
+
+
+def _prefix_of(config: Any) -> str:
+    """Return how the names of an adapter's tensors begin, e.g. ``lora_``."""
+    mapping: Any = importlib.import_module("peft.mapping")
+    prefix: str = mapping.PEFT_TYPE_TO_PREFIX_MAPPING[config.peft_type]
+    return prefix
+
+
+def adapter_reset(module: nn.Module) -> Callable[[nn.Module], None]:
+    """Return ``reset(m)``, which gives peft's initial values to the adapters of LoRA and IA3.
+
+    Raise ``ValueError`` for others, and if peft computes their values from weights.
+    """
+    configs: Any = getattr(module, "peft_config", {})
+    for config in configs.values():
+        # Note: an enumeration in some versions of peft, and a text in others.
+        peft_type = str(getattr(config.peft_type, "value", config.peft_type))
+        init = getattr(config, "init_lora_weights", None)
+        is_drawn = init in (True, False, "gaussian") and not getattr(config, "use_dora", False)
+        is_supported = (
+            is_drawn if peft_type == "LORA" else peft_type == "IA3" and config.init_ia3_weights
+        )
+        if not is_supported:
+            raise ValueError(
+                "from_pretrained initialises adapters of IA3, and those of LoRA that do not "
+                f"depend on the weights; found {type(config).__name__}: call get_peft_model on a "
+                "model with values, and shard its params"
+            )
+
+    def reset(m: Any) -> None:
+        # Note: only layers without children have values of their own.
+        if not m._modules and hasattr(m, "reset_parameters"):
+            m.reset_parameters()  # as at its construction; init_lora_weights=False keeps these values
+        for name, config in configs.items():
+            if hasattr(m, "reset_lora_parameters"):
+                m.reset_lora_parameters(name, config.init_lora_weights)
+            elif hasattr(m, "reset_ia3_parameters"):
+                m.reset_ia3_parameters(name)
+
+    return reset

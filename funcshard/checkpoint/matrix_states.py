@@ -15,7 +15,7 @@ import torch
 
 from funcshard._utils import tree
 from funcshard.checkpoint.optimizer_message import from_text, to_text
-from funcshard.checkpoint.pieces import Piece, as_pieces
+from funcshard.checkpoint.resharding import Piece, as_pieces
 from funcshard.checkpoint.state_dict import Delivery, kept_copy
 from funcshard.comm import Mesh, all_gather_texts
 from funcshard.core import broadcast

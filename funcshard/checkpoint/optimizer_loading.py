@@ -13,20 +13,20 @@ from funcshard._utils import tree
 from funcshard._utils.options import check_count
 from funcshard.checkpoint.matrix_states import load_matrix_states
 from funcshard.checkpoint.optimizer_message import broadcast_text, from_text, to_text
-from funcshard.checkpoint.optimizer_state import LeafState
-from funcshard.checkpoint.pieces import as_pieces
+from funcshard.checkpoint.optimizer_state import (
+    ByBuffer,
+    LeafState,
+    StateNode,
+    map_state,
+    nodes_of,
+)
+from funcshard.checkpoint.resharding import as_pieces
 from funcshard.checkpoint.state_dict import (
     check_flags,
     check_no_local_leaf,
     find_leaves,
     is_full,
     shard_from_leaves,
-)
-from funcshard.checkpoint.state_nodes import (
-    ByBuffer,
-    StateNode,
-    map_state,
-    nodes_of,
 )
 from funcshard.checkpoint.stored_state import (
     by_buffer,

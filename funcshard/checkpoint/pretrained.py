@@ -19,22 +19,23 @@ from torch import nn
 from funcshard._utils.options import check_flag, check_path, did_you_mean
 from funcshard._utils.pages import release_pages
 from funcshard._utils.torch_private import callers_level
-from funcshard.checkpoint.adapters import adapter_reset, file_names
 from funcshard.checkpoint.folders import StrPath
 from funcshard.checkpoint.hugging_face import (
+    adapter_reset,
     build_on_meta,
+    check_functional,
     default_units,
     embedding_names,
-    is_hugging_face,
+    file_names,
     read_names,
     write_config,
 )
 from funcshard.checkpoint.safetensors import (
     COMPARED,
-    check_floating,
     export_model,
     open_tensors,
 )
+from funcshard.checkpoint.state_dict import check_floating
 from funcshard.checkpoint.stored_state import LeafPlace, by_buffer, each_leaf, leaves_by_name
 from funcshard.comm import Mesh
 from funcshard.core import (
@@ -344,17 +345,3 @@ def save_pretrained(
         if mesh.rank == 0:
             write_config(folder, module, dtype or next(iter(dtypes), None))
     return files
-
-
-def check_functional(caller: str, apply: Any) -> None:
-    """Raise ``TypeError`` unless ``apply`` is the function of a model of Hugging Face."""
-    if isinstance(apply, Functional) and is_hugging_face(apply.skeleton.template):
-        return
-    apply_type = type(apply).__name__
-    remedy = "pass the apply of from_pretrained or make_functional, before the shards"
-    if isinstance(apply, Functional):
-        apply_type = type(apply.skeleton.template).__name__
-        remedy = "export_safetensors writes the parameters of any module"
-    raise TypeError(
-        f"{caller} takes the apply of a model of Hugging Face; found {apply_type}: {remedy}"
-    )

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from filelock import FileLock, Timeout
@@ -24,13 +24,13 @@ from funcshard._utils.options import check_bytes, check_flag, check_path
 from funcshard._utils.pages import release_pages
 from funcshard._utils.regular_files import open_regular, read_regular
 from funcshard._utils.tensors import byte_memory
-from funcshard.checkpoint.folders import StrPath, sync
-from funcshard.checkpoint.foreign_folders import what_it_holds
-from funcshard.checkpoint.hugging_face import stored
+from funcshard.checkpoint.folders import StrPath, sync, what_it_holds
+from funcshard.checkpoint.hugging_face import stored, stored_entries
 from funcshard.checkpoint.rank_files import CODE_OF, CODES, Header, header_bytes, headers_of
 from funcshard.checkpoint.state_dict import (
     Delivery,
     check_all_shards,
+    check_floating,
     check_no_leaf,
     check_no_local_leaf,
     find_leaves,
@@ -157,30 +157,6 @@ def export_model(
     return write_tensors(path, file_entries, tensors(), mesh, most_bytes, dtype)
 
 
-def stored_entries(module: nn.Module | None, plan: Plan) -> list[list[Header]]:
-    """Return the tensors that the files hold, for the leaves of each unit."""
-    entry_groups: list[list[Header]] = []
-    meta_leaves: dict[str, torch.Tensor] = {}
-    for unit in plan.unit_list:
-        # Note: on meta, names and shapes in files are known before anything is gathered.
-        unit_leaves = {
-            leaf.path: torch.empty(leaf.model_shape, dtype=buffer.model_dtype, device="meta")
-            for buffer in unit.buffers
-            for leaf in buffer.leaves
-        }
-        entry_groups.append(headers_of(stored(module, unit_leaves)))
-        meta_leaves |= unit_leaves
-    # Why all at once too: a tensor of the files may be made of leaves that lie in several units.
-    whole_entries = headers_of(stored(module, meta_leaves))
-    split_entries = {*whole_entries}.difference(*entry_groups)
-    if split_entries:
-        raise ValueError(
-            f"the files hold {min(split_entries).name!r} as one tensor, whose parts lie in several units of "
-            "the plan: save under a plan of whole layers, which from_pretrained makes by default"
-        )
-    return entry_groups
-
-
 def write_tensors(
     path: Path,
     entries: Sequence[Header],
@@ -274,15 +250,6 @@ def import_safetensors(path: StrPath, plan: Plan, mesh: Mesh, *, cast: bool = Fa
             checksums.add(leaf.path, first_elements, own_axes(buffer.local, leaf.cuts))
             release_pages(tensor)  # the bytes that were copied need not stay beside the copy
     return shards
-
-
-def check_floating(name: str, dtype: Any) -> None:
-    """Raise ``TypeError`` unless an option is a floating-point dtype, or ``None``."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(
-            f"{name} must be a floating-point dtype, such as torch.bfloat16, or None; found "
-            f"{dtype!r}"
-        )
 
 
 # --- writing --------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import funcshard as fs
 from funcshard._utils import tree
 from funcshard.checkpoint.resharding import Run, copy_run
 from funcshard.plan import Box
-from tests.checkpoint.test_pieces import MESHES, NAMES, PARAMS
+from tests.checkpoint.test_resharding_pieces import MESHES, NAMES, PARAMS
 from tests.slices import plan_on, ranks, slices_at
 
 # Every mesh once as the old one and once as the new one, and the degrees 2 -> none -> 4 -> 2.
