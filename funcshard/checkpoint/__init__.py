@@ -4,9 +4,9 @@ Read the files in this order:
 
 - ``state_dict``: ``to_state_dict``, ``from_state_dict`` and ``iter_params``, parameters by name.
 - ``optimizer_state``: ``optimizer_to_state_dict``, optimizer state by name.
-- ``matrix_states``: the states that owners keep of whole matrices, by name.
+- ``matrix_states``: the states that owners keep of whole matrices, by name, and how all other
+  ranks get one rank's values.
 - ``optimizer_loading``: its inverse, ``optimizer_from_state_dict``.
-- ``optimizer_message``: values of one rank as a text for all other ranks.
 - ``save_restore``: ``save``, ``Saving`` and ``restore``, which call the files below.
 - ``stored_state``: the parts of a flattened state, as plain data; ``PerRank``.
 - ``flatten_state``: from any state to these parts.

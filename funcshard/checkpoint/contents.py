@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from funcshard._utils import file_data, table
+from funcshard._utils import file_data, table, tree
 from funcshard._utils.garbage import without_collection
 from funcshard._utils.options import check_flag, check_path
 from funcshard._utils.table import Shown, Table
@@ -50,7 +50,8 @@ from funcshard.checkpoint.stored_state import (
     Stored,
     TreeSpec,
     any_plan,
-    read_outline,
+    join,
+    shard_buffers,
 )
 from funcshard.plan import (
     Plan,
@@ -115,7 +116,9 @@ class Contents(Shown):
     @property
     def values(self) -> dict[str, Any]:
         """Every number, bool and string that ranks share, by path, such as ``"config.depth"``."""
-        return read_outline(self.outline, self.plan)[0]
+        values = _values(self.outline)
+        pairs = [] if values is _NO_VALUES else tree.insertion_order(values)
+        return {join(*path.split(".")): value for path, value in pairs}
 
     @property
     def world_size(self) -> int:
@@ -379,8 +382,9 @@ def read_contents(path: StrPath) -> Contents:
         with without_collection():
             plans = _plans_from(index_data["plan"])
             outline, stored_facts = index_data["outline"], stored_from(index_data["stored"])
-            # Note: other readers trust the tree after this walk over its nodes.
-            read_outline(outline, plans)
+            # Note: other readers trust the tree after these walks over its nodes.
+            shard_buffers(outline, plans)
+            _values(outline)
         numbers = [file_data.whole(key, index_data[key]) for key in ("saved", "bytes")]
         # Why: names of files begin with the token, and another one could lead out of the folder.
         save_token = file_data.of_type(str, "save", index_data["save"])
@@ -428,10 +432,9 @@ def _table(contents: Contents) -> Table:
     else:
         named_plans = [f"{key} {plan.fingerprint()}" for key, plan in contents.plan.items()]
         plans_text = f"plans {', '.join(named_plans)}"
-    saver = mesh_text(any_plan(contents.plan).mesh_axes)
-    title = f"Checkpoint {contents.path.name} of {saved_at}, saved by {saver} under {plans_text}"
     axes = any_plan(contents.plan).mesh_axes
-    values, buffers = read_outline(contents.outline, contents.plan)
+    title = f"Checkpoint {contents.path.name} of {saved_at}, saved by {mesh_text(axes)} under {plans_text}"
+    values, buffers = contents.values, shard_buffers(contents.outline, contents.plan)
     everything = [*contents.shared.items()]
     for rank in range(contents.world_size):
         # Note: values of PerRank are in the tables alone, which is why these are read here.

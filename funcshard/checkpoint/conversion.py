@@ -19,9 +19,15 @@ from funcshard.checkpoint.contents import Contents, Watch, read_contents, unwatc
 from funcshard.checkpoint.folders import StrPath
 from funcshard.checkpoint.hugging_face import build_on_meta, stored, write_config
 from funcshard.checkpoint.rank_files import Header, RankReader, headers_of
-from funcshard.checkpoint.resharding import Source, leaf_sources, read_run, turn_of, whole_run
+from funcshard.checkpoint.resharding import (
+    Source,
+    leaf_sources,
+    read_run,
+    turn_of,
+    whole_run,
+)
 from funcshard.checkpoint.safetensors import write_tensors
-from funcshard.checkpoint.stored_state import any_plan, read_outline
+from funcshard.checkpoint.stored_state import any_plan, shard_buffers
 from funcshard.comm import Mesh
 from funcshard.plan import Packing, dtype_of, own_axes, position_of
 
@@ -74,17 +80,17 @@ def stored_leaves(contents: Contents) -> dict[str, StoredLeaf]:
     Trees of the only ``TrainState`` are under ``model`` and ``optim.state``.
     """
     axes = any_plan(contents.plan).mesh_axes
-    _, shard_buffers = read_outline(contents.outline, contents.plan)
+    buffers = shard_buffers(contents.outline, contents.plan)
     title_of = _titles(contents)
     leaves: dict[str, StoredLeaf] = {}
     for name, stored_facts in contents.shared.items():
         dtype, title = dtype_of(stored_facts.dtype), title_of(stored_facts.label)
         whole_source = Source(0, 0, whole_run(stored_facts.shape))
         whole_tensor = StoredLeaf(name, dtype, stored_facts.shape, [whole_source])
-        if name not in shard_buffers:
+        if name not in buffers:
             leaves[title] = whole_tensor
             continue
-        buffer = shard_buffers[name]
+        buffer = buffers[name]
         start_position = {**dict.fromkeys(axes, 0), **turn_of(stored_facts.turn, buffer, axes)}
         for leaf in buffer.leaves:
             leaf_path = title.replace("*", leaf.path)

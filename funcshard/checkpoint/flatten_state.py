@@ -18,7 +18,7 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +30,13 @@ from funcshard._utils.tensors import byte_memory, byte_view
 from funcshard.checkpoint.resharding import turn_of
 from funcshard.checkpoint.stored_state import (
     NO_UNIT,
+    BufferPlace,
     FlatState,
     PerRank,
     Plans,
     Stored,
     TreeSpec,
+    buffer_places,
     buffers_in_tree_order,
     by_entry,
     fits_shard,
@@ -62,17 +64,19 @@ def flatten_state(state: Any, plans: Plans, rank: int, device: str = "cpu") -> F
     flat, turns = FlatState(None), itertools.count()
     # Note: with one plan for each entry, the root is walked here, one level above the entries.
     entry_specs = [
-        _Flattener(plan, rank, device, flat, turns, leaves).node(node, path, path)
+        _Flattener(plan, rank, device, flat, turns, leaves, buffer_places(plan)).node(
+            node, path, path
+        )
         for path, node, plan in by_entry(structure, plans)
     ]
     spec = entry_specs[0] if isinstance(plans, Plan) else _container(structure, entry_specs)
     return dataclasses.replace(flat, spec=spec)
 
 
-Order = list[tuple[UnitPlan, BufferPlan]]
+Order = list[BufferPlace]
 """The buffers, with their units, that the items of a list of shards belong to."""
 
-Zone = str | tuple[UnitPlan, BufferPlan]
+Zone = str | BufferPlace
 """What a node belongs to: the ``"state"``, the state of an ``"optimizer"``, a ``"PerRank"``, or the
 place of a buffer in a tree of shards."""
 
@@ -135,6 +139,7 @@ class _Flattener:
     flat: FlatState
     turns: Iterator[int]
     leaves: Sequence[Any]
+    places: Mapping[tuple[str, str], BufferPlace]
 
     def node(
         self, structure: tree.Structure, name: str, label: str, zone: Zone = "state"
@@ -153,11 +158,8 @@ class _Flattener:
             return self._leaf(self.leaves[structure], name, label, zone)
         node_kind, meta, children = structure
         orders: dict[int, Order] = {}
-        if zone in ("state", "optimizer"):
-            if node_kind == "dict" and self._are_shards(meta, children):
-                return self._shards(structure, name)
-            if node_kind == "dict" and _look_like_shards(children):
-                raise self._unplanned(name, meta)
+        if zone in ("state", "optimizer") and self._are_shards(structure, name):
+            return self._shards(structure, name)
         # Note: TorchOpt's own classes and the opt_state of a TrainState are optimizers for sure.
         is_state = False
         if zone == "state" and node_kind == "namedtuple":
@@ -178,18 +180,6 @@ class _Flattener:
             child_zone = "optimizer" if is_state and entry == "opt_state" else zone
             child_specs.append(self.node(child, path, join(label, entry), child_zone))
         return _container(structure, child_specs)
-
-    def _unplanned(self, path: str, unit_names: Sequence[Any]) -> ValueError:
-        if not self.plan.unit_list:
-            return ValueError(
-                f"{path!r} of the state holds shards, and no plan has the key of this part of the "
-                "state: pass a plan for every entry that holds shards"
-            )
-        return ValueError(
-            f"the shards at {path!r} of the state do not match the plan: they have units "
-            f"{list(unit_names)[:4]}, the plan has units {list(self.plan.units)[:4]}, or the "
-            "buffers of a unit differ; pass the plan that cut them"
-        )
 
     # --- leaves -----------------------------------------------------------------------------------
 
@@ -243,35 +233,58 @@ class _Flattener:
 
     # --- trees of shards --------------------------------------------------------------------------
 
-    def _are_shards(self, names: Sequence[Any], children: Sequence[tree.Structure]) -> bool:
-        """Return whether a dictionary has units as keys, and buffers below them."""
-        units = self.plan.units
-        if not set(names) <= units.keys():
+    def _are_shards(self, structure: tree.Structure, path: str) -> bool:
+        """Return whether a node is a dictionary of units, and of their buffers below them.
+
+        Raise ``ValueError`` if the plan has none of the units or buffers that it seems to hold.
+        """
+        node_kind, names, children = structure
+        # Note: below a unit lie buffers alone; a tensor there is no tree of shards.
+        if node_kind != "dict" or any(
+            isinstance(child, int) or (child is not None and child[0] != "dict")
+            for child in children
+        ):
             return False
-        filled_units = [pair for pair in zip(names, children, strict=True) if pair[1] is not None]
-        for name, child in filled_units:
-            # Note: below a unit lie buffers alone; a tensor there is no tree of shards.
-            if isinstance(child, int) or child[0] != "dict":
-                return False
-            if not set(child[1]) <= {buffer.key for buffer in units[name].buffers}:
-                return False
-        # Why not some units without buffers: that may be any dictionary, which would lose its keys.
-        has_buffers = any(child[2] for _, child in filled_units)
-        return has_buffers or (bool(filled_units) and len(names) == len(units))
+        keys_by_name = {
+            name: child[1] for name, child in zip(names, children, strict=True) if child is not None
+        }
+        keys = [(name, key) for name, unit_keys in keys_by_name.items() for key in unit_keys]
+        unit_list = self.plan.unit_list
+        if self.places.keys() >= {*keys} and {*names} <= {unit.name for unit in unit_list}:
+            # Why not some units without buffers: that may be any dictionary, which would lose its
+            # keys.
+            return bool(keys) or (bool(keys_by_name) and len(names) == len(unit_list))
+        looks_like_shards = all(map(keys_by_name.get, names)) and all(
+            isinstance(getattr(torch, str(key).partition(".")[0], None), torch.dtype)
+            for _, key in keys
+        )
+        if looks_like_shards and not unit_list:
+            raise ValueError(
+                f"{path!r} of the state holds shards, and no plan has the key of this part of the "
+                "state: pass a plan for every entry that holds shards"
+            )
+        if looks_like_shards:
+            raise ValueError(
+                f"the shards at {path!r} of the state do not match the plan: they have units "
+                f"{[*names][:4]}, the plan has units {list(self.plan.units)[:4]}, or the "
+                "buffers of a unit differ; pass the plan that cut them"
+            )
+        return False
 
     def _shards(self, structure: tree.Structure, top: str) -> TreeSpec:
+        _, names, children = structure
         # Why here: the plan makes this dictionary each time.
         units, buffer_specs = self.plan.units, []
-        for unit_name, child in zip(structure[1], structure[2], strict=True):
-            unit = units[unit_name]
+        for unit_name, child in zip(names, children, strict=True):
             if child is None:
                 # Note: None for a unit has no buffers, so each of its buffers stands for it.
-                buffer_specs += [[unit_name, buffer.key, NO_UNIT] for buffer in unit.buffers]
-                continue
-            buffers = {buffer.key: buffer for buffer in unit.buffers}
-            for key, node in zip(child[1], child[2], strict=True):
-                buffer_specs.append(self._buffer(top, unit, buffers[key], node))
-        every_unit = len(structure[1]) == len(self.plan.unit_list)
+                buffer_specs += [[unit_name, b.key, NO_UNIT] for b in units[unit_name].buffers]
+            else:
+                buffer_specs += [
+                    self._buffer(top, *self.places[unit_name, key], node)
+                    for key, node in zip(child[1], child[2], strict=True)
+                ]
+        every_unit = len(names) == len(self.plan.unit_list)
         return ["shards", "every unit" if every_unit else "some units", buffer_specs]
 
     def _buffer(
@@ -314,21 +327,6 @@ class _Flattener:
             if any(_all_fit(items, order) for items in same_length.values()):
                 orders |= dict.fromkeys(same_length, order)
         return orders
-
-
-def _look_like_shards(children: Sequence[tree.Structure]) -> bool:
-    return bool(children) and all(
-        isinstance(child, tuple)
-        and child[0] == "dict"
-        and child[1]
-        and all(_begins_with_dtype(key) for key in child[1])
-        for child in children
-    )
-
-
-def _begins_with_dtype(key: Any) -> bool:
-    """Return whether ``key`` looks like that of a buffer: ``float32``, ``bfloat16.frozen``."""
-    return isinstance(getattr(torch, str(key).partition(".")[0], None), torch.dtype)
 
 
 def _all_fit(items: Sequence[Any], order: Order) -> bool:

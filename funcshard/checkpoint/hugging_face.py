@@ -21,10 +21,9 @@ from torch import nn
 from funcshard._utils.regular_files import regular_size
 from funcshard.checkpoint.folders import what_it_holds
 from funcshard.checkpoint.rank_files import Header, headers_of
+from funcshard.checkpoint.stored_state import Tensors
 from funcshard.module import Functional
 from funcshard.plan import Plan
-
-Tensors = dict[str, torch.Tensor]
 
 _MOST_LAYERS = 100_000
 _ITSELF = "the model itself, on meta, or its MODULE:CALLABLE to funcshard plan"
@@ -269,8 +268,8 @@ def _ends(module: Any) -> list[nn.Module]:
 
 
 def read_names(
-    module: nn.Module, tensors: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[Mapping[str, torch.Tensor], Sequence[torch.Tensor]]]:
+    module: nn.Module, tensors: Tensors
+) -> Iterator[tuple[Tensors, Sequence[torch.Tensor]]]:
     """Yield the tensors of files in the module's names and form, with their source tensors."""
     # Note: under adapters, one tensor of the files may be for several modules.
     names, base = file_names(module), base_model(module)
@@ -289,8 +288,8 @@ def read_names(
 
 
 def _read_base(
-    module: nn.Module, names: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[Mapping[str, torch.Tensor], Sequence[torch.Tensor]]]:
+    module: nn.Module, names: Mapping[str, Any], tensors: Tensors
+) -> Iterator[tuple[Tensors, Sequence[torch.Tensor]]]:
     """Yield the tensors of files under ``names``, those of a model without adapters."""
     if not is_hugging_face(module):
         yield from (({name: tensor}, [tensor]) for name, tensor in tensors.items() if name in names)
@@ -336,7 +335,7 @@ def _converted(converter: Any, target: str, module: Any) -> Tensors:
     }
 
 
-def stored(module: nn.Module | None, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+def stored(module: nn.Module | None, tensors: Tensors) -> Tensors:
     """Return tensors of the module's state dict, also on meta, as files hold them."""
     if not is_hugging_face(module):
         return dict(tensors)
@@ -348,7 +347,7 @@ def stored(module: nn.Module | None, tensors: Mapping[str, torch.Tensor]) -> Ten
 def stored_entries(module: nn.Module | None, plan: Plan) -> list[list[Header]]:
     """Return the tensors that the files hold, for the leaves of each unit."""
     entry_groups: list[list[Header]] = []
-    meta_leaves: dict[str, torch.Tensor] = {}
+    meta_leaves: Tensors = {}
     for unit in plan.unit_list:
         # Note: on meta, names and shapes in files are known before anything is gathered.
         unit_leaves = {

@@ -11,11 +11,15 @@ import torch
 
 from funcshard._utils import tree
 from funcshard._utils.options import check_count
-from funcshard.checkpoint.matrix_states import load_matrix_states
-from funcshard.checkpoint.optimizer_message import broadcast_text, from_text, to_text
+from funcshard.checkpoint.matrix_states import (
+    broadcast_text,
+    from_text,
+    load_matrix_states,
+    to_text,
+)
 from funcshard.checkpoint.optimizer_state import (
     ByBuffer,
-    LeafState,
+    LeafStates,
     StateNode,
     map_state,
     nodes_of,
@@ -120,7 +124,7 @@ def optimizer_from_state_dict(
     checksums = LeafChecksums(
         mesh, "the optimizer's state dict", "load the same file on every rank, or pass src=0"
     )
-    by_path: dict[str, LeafState] = {}
+    by_path: LeafStates = {}
     options: dict[str, Any] = {}
     state, state_text = None, ""
     loading = _Loading(plan=plan, mesh=mesh, src=src, strict=strict, steps=steps)
@@ -144,7 +148,7 @@ def optimizer_from_state_dict(
     return loading.state(by_path, options, optimizer)
 
 
-def _check_full(by_path: Mapping[str, LeafState]) -> None:
+def _check_full(by_path: LeafStates) -> None:
     """Raise ``ValueError`` unless the state of each leaf consists of full tensors and numbers."""
     for path, leaf_state in by_path.items():
         for name, value in leaf_state.items():
@@ -177,9 +181,7 @@ class _Loading:
     strict: bool
     steps: int | None
 
-    def state(
-        self, by_path: Mapping[str, LeafState], options: Mapping[str, Any], optimizer: Any
-    ) -> Any:
+    def state(self, by_path: LeafStates, options: Mapping[str, Any], optimizer: Any) -> Any:
         step = getattr(optimizer, "step", None)
         if isinstance(step, PerMatrixStep):
             matrix_paths = {matrix.holder.path for matrix in step.owners.matrices}
@@ -208,7 +210,7 @@ class _Loading:
             initial_state, self.plan, lambda path, _: self.shard_values(by_path, nodes[path]), other
         )
 
-    def shard_values(self, by_path: Mapping[str, LeafState], node: StateNode) -> ByBuffer:
+    def shard_values(self, by_path: LeafStates, node: StateNode) -> ByBuffer:
         """Return the values of a node of the state, given one with its initial values."""
         group_of = node.layout.group_of
         states = {path: state for path, state in by_path.items() if state and path in group_of}
@@ -286,7 +288,7 @@ class _Loading:
         # Note: an optimizer with groups keeps the elements of their leaves alone.
         return layout.pick(flat, buffer)
 
-    def steps_taken(self, by_path: Mapping[str, LeafState], step: TorchStep | MuonStep) -> int:
+    def steps_taken(self, by_path: LeafStates, step: TorchStep | MuonStep) -> int:
         if self.steps is not None:
             return self.steps
         step_counts = [float(state["step"]) for state in by_path.values() if "step" in state]
@@ -299,7 +301,7 @@ class _Loading:
         return int(max(step_counts, default=0))
 
 
-def _flat_names(states: Mapping[str, LeafState], node: StateNode, plan: Plan) -> set[str]:
+def _flat_names(states: LeafStates, node: StateNode, plan: Plan) -> set[str]:
     """Return the entries with a value for each element of a leaf."""
     if node.step is None:
         # Why init's values tell: a count of steps has the shape of a leaf without dimensions.
@@ -318,7 +320,7 @@ def _flat_names(states: Mapping[str, LeafState], node: StateNode, plan: Plan) ->
     }
 
 
-def _check_names(states: Mapping[str, LeafState], node: StateNode) -> None:
+def _check_names(states: LeafStates, node: StateNode) -> None:
     """Raise ``ValueError`` unless each leaf's state has the names that the optimizer keeps."""
     names_by_group: dict[int, Set[str]] = {}
     for path, leaf_state in states.items():
@@ -361,7 +363,7 @@ def _check_groups(
 def _scalars(
     name: str,
     values: Mapping[str, Any],
-    states: Mapping[str, LeafState],
+    states: LeafStates,
     layout: ParamGroupLayout,
     new_groups: Container[int],
 ) -> list[Any]:
@@ -393,7 +395,7 @@ def _scalars(
 
 def _by_path(
     state_dict: Mapping[str, Any], plan: Plan, strict: bool
-) -> tuple[dict[str, LeafState], dict[str, Any]]:
+) -> tuple[LeafStates, dict[str, Any]]:
     """Return the state of each trainable leaf, and the first parameter group's options."""
     leaves = [leaf for _, buffer, leaf in each_leaf(plan) if buffer.trainable]
     names = dict.fromkeys(name for leaf in leaves for name in (leaf.path, *leaf.aliases))
@@ -441,7 +443,7 @@ def _by_path(
 
 
 def _unflattened(flat: Mapping[str, Any], names: Mapping[str, None]) -> dict[str, Any]:
-    parts: dict[str, dict[str, LeafState]] = {"state": {}, "param_groups": {}}
+    parts: dict[str, LeafStates] = {"state": {}, "param_groups": {}}
     for name, value in flat.items():
         part, _, path_and_key = str(name).partition(".")
         # Why known names: paths have dots, and an entry may have dots too, such as TorchOpt's 0.mu.
@@ -463,7 +465,7 @@ def _unflattened(flat: Mapping[str, Any], names: Mapping[str, None]) -> dict[str
 
 def _add_checksums(
     checksums: LeafChecksums,
-    by_path: Mapping[str, LeafState],
+    by_path: LeafStates,
     others: Mapping[str, Any],
     plan: Plan,
 ) -> None:

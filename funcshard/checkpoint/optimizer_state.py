@@ -36,6 +36,9 @@ from funcshard.train import (
 LeafState = dict[str, Any]
 """The state of one parameter: ``{"exp_avg": tensor, "step": tensor, ...}``."""
 
+LeafStates = dict[str, LeafState]
+"""The state of each parameter, by path."""
+
 
 def optimizer_to_state_dict(
     opt_state: Any,
@@ -106,7 +109,7 @@ def optimizer_to_state_dict(
         flat_state, flat_optimizer = opt_state["others"], step.others
     delivery = Delivery(mesh, rank0_only, offload, sharded)
     nodes, other_values = nodes_of(flat_state, flat_optimizer, plan, mesh)
-    states_by_path: dict[str, LeafState] = {path: {} for path in trainable_paths(plan)}
+    states_by_path: LeafStates = {path: {} for path in trainable_paths(plan)}
     for node in nodes.values():
         for unit, buffer in trainable_buffers(plan):
             # Note: every rank has the same entries in the same order, because flat ones are

@@ -36,7 +36,13 @@ from funcshard.checkpoint.safetensors import (
     open_tensors,
 )
 from funcshard.checkpoint.state_dict import check_floating
-from funcshard.checkpoint.stored_state import LeafPlace, by_buffer, each_leaf, leaves_by_name
+from funcshard.checkpoint.stored_state import (
+    LeafPlace,
+    Tensors,
+    by_buffer,
+    each_leaf,
+    leaves_by_name,
+)
 from funcshard.comm import Mesh
 from funcshard.core import (
     LeafChecksums,
@@ -215,12 +221,12 @@ def from_pretrained(
 
 def _read(
     module: nn.Module,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Tensors,
     shards: Shards,
     plan: Plan,
     mesh: Mesh,
     folder: Path,
-) -> tuple[list[str], _Grown, dict[str, torch.Tensor]]:
+) -> tuple[list[str], _Grown, Tensors]:
     """Copy this rank's part of each tensor into its shard.
 
     Returns:

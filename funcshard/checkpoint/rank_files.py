@@ -23,7 +23,7 @@ from funcshard._utils import file_data
 from funcshard._utils.codec import decode
 from funcshard._utils.regular_files import open_regular, read_regular, regular_size
 from funcshard._utils.tensors import byte_memory, byte_view
-from funcshard.checkpoint.stored_state import FlatState, Stored, TreeSpec
+from funcshard.checkpoint.stored_state import FlatState, Stored, Tensors, TreeSpec
 
 FORMAT = "funcshard.checkpoint/3"
 INDEX = "index.json"
@@ -73,7 +73,7 @@ class Header(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def headers_of(tensors: Mapping[str, torch.Tensor]) -> list[Header]:
+def headers_of(tensors: Tensors) -> list[Header]:
     """Return the entries of tensors by name."""
     return [Header(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
 
@@ -130,9 +130,7 @@ def files_of(save: str, world_size: int) -> list[str]:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def write_rank(
-    folder: Path, save: str, rank: int, flat: FlatState, tensors: Mapping[str, torch.Tensor]
-) -> None:
+def write_rank(folder: Path, save: str, rank: int, flat: FlatState, tensors: Tensors) -> None:
     """Write the files of one rank, and sync them to the disk."""
     # Why sorted: each tensor begins at a multiple of its dtype's size, as readers expect.
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())

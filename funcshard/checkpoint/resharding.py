@@ -137,19 +137,6 @@ def leaf_sources(
             yield Source(rank, part_begin - shard_begin, part_run)
 
 
-def old_position(
-    own: Sequence[str],
-    position: ByAxis,
-    axes: ByAxis,
-    old_axes: ByAxis,
-) -> dict[str, int]:
-    """Return the old position along the axes ``own`` that a local leaf comes from."""
-    rank_index = rank_at(position, {axis: axes[axis] for axis in own})
-    # Why modulo: a job on more ranks than before has to take some state twice.
-    old_sizes = {axis: old_axes[axis] for axis in own}
-    return position_of(rank_index % math.prod(old_sizes.values()), old_sizes)
-
-
 def read_run(
     out: torch.Tensor,
     target: Run,

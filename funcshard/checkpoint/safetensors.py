@@ -35,7 +35,7 @@ from funcshard.checkpoint.state_dict import (
     check_no_local_leaf,
     find_leaves,
 )
-from funcshard.checkpoint.stored_state import each_leaf
+from funcshard.checkpoint.stored_state import Tensors, each_leaf
 from funcshard.comm import Mesh
 from funcshard.core import (
     LeafChecksums,
@@ -342,20 +342,20 @@ def _split(entries: Sequence[Header], most: int) -> dict[str, list[Header]]:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def open_tensors(path: Path) -> dict[str, torch.Tensor]:
+def open_tensors(path: Path) -> Tensors:
     """Return the tensors of all files at a path, as views of mapped pages.
 
     Raises:
         FileNotFoundError: there is no file.
         ValueError: a file is damaged.
     """
-    tensors_by_name: dict[str, torch.Tensor] = {}
+    tensors_by_name: Tensors = {}
     for file in _files(path):
         tensors_by_name |= _open(file)
     return tensors_by_name
 
 
-def _open(file: Path) -> dict[str, torch.Tensor]:
+def _open(file: Path) -> Tensors:
     """Return the tensors of a file, as views of mapped pages."""
     # Note: only here, so that a machine without this package can train.
     from safetensors import SafetensorError, safe_open

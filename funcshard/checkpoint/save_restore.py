@@ -31,11 +31,11 @@ from funcshard.checkpoint.folders import (
     pause,
 )
 from funcshard.checkpoint.rank_files import INDEX, damaged
-from funcshard.checkpoint.stored_state import Plans, check_agreement
+from funcshard.checkpoint.stored_state import Plans, Tensors, check_agreement
 from funcshard.checkpoint.unflatten_state import Saved, unflatten_state
 from funcshard.checkpoint.writer import Writer
 from funcshard.comm import Mesh, all_gather_texts
-from funcshard.core import check_mesh, on_every_rank, raise_on_every_rank
+from funcshard.core import broadcast, check_mesh, on_every_rank, raise_on_every_rank
 from funcshard.plan import Plan
 
 _log = logging.getLogger("funcshard.checkpoint")
@@ -192,7 +192,7 @@ def save(
                 undo_stack.callback(save_lock.release)  # first, because discard takes it
         # Note: rank 0 drew it; with it the names of all files of this save begin.
         token = _agree(own_texts, mesh, drawn_token)
-        written_tensors: Mapping[str, torch.Tensor] = flat_state.tensors
+        written_tensors: Tensors = flat_state.tensors
         with on_every_rank(mesh):  # such as no memory for the copy
             # Note: rank 0 has made this file, so a rank that lacks it writes to another disk.
             if not (path / f"{token}.part").exists():
@@ -356,17 +356,14 @@ def _agree(texts: dict[str, str], mesh: Mesh, drawn: int) -> str:
         check_agreement([json.loads(rank_text) for rank_text in rank_texts])
     # Why no text: ranks that gather texts send all of them if one differs.
     token_tensor = torch.tensor(drawn, device=mesh.device)
-    for _, group in mesh.axes:  # from position 0 of each axis in turn, and so from rank 0
-        group.broadcast(token_tensor, 0, label="token of a save").wait()
+    broadcast(token_tensor, 0, mesh, label="token of a save")
     # Why int: the host waits for the stream here, so the thread that writes reads finished tensors.
     return f"{int(token_tensor):08x}"
 
 
-def _copied(
-    tensors: Mapping[str, torch.Tensor], memory: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def _copied(tensors: Mapping[str, torch.Tensor], memory: Mapping[str, torch.Tensor]) -> Tensors:
     """Return copies of tensors on the CPU, in the memory of earlier ones if they're like them."""
-    tensor_copies: dict[str, torch.Tensor] = {}
+    tensor_copies: Tensors = {}
     for name, tensor in tensors.items():
         copy = memory.get(name)
         # Why use memory again: new pages take the system several times as long as a copy.

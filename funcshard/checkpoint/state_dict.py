@@ -16,6 +16,7 @@ from funcshard._utils.torch_private import callers_level
 from funcshard.checkpoint.hugging_face import check_functional, stored, stored_entries
 from funcshard.checkpoint.resharding import as_pieces, check_pieces, copy_pieces, own_pieces
 from funcshard.checkpoint.stored_state import (
+    Tensors,
     by_buffer,
     each_leaf,
     first_of,
@@ -560,7 +561,7 @@ def _iterate(
         full_buffers = [gather_handle.finish() for gather_handle in gather_handles]
         # Why here: the buffers of the unit before are free, and those of two units are in memory.
         gather_handles = [] if next_unit is None else _start(shards, next_unit, mesh)
-        named_tensors: dict[str, torch.Tensor] = {}
+        named_tensors: Tensors = {}
         for buffer, full_buffer in zip(unit.buffers, full_buffers, strict=True):
             for leaf, view in zip(buffer.leaves, views(full_buffer, buffer), strict=True):
                 joined_leaf = join_slices(view, leaf, mesh)

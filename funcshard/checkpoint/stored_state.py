@@ -20,6 +20,8 @@ from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
 
 T = TypeVar("T")
 
+Tensors = dict[str, torch.Tensor]
+
 TreeSpec = Any
 """A state without its tensors, as JSON. Each node is one of these:
 
@@ -92,7 +94,7 @@ class FlatState:
     spec: TreeSpec
     rank_specs: list[TreeSpec] = field(default_factory=list)
     stored: dict[str, Stored] = field(default_factory=dict)
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    tensors: Tensors = field(default_factory=dict)
     shared_texts: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -125,44 +127,34 @@ def check_agreement(texts: Sequence[Mapping[str, str]]) -> None:
 # --- the tree -------------------------------------------------------------------------------------
 
 
-def read_outline(spec: TreeSpec, plans: Plans) -> tuple[dict[str, Any], dict[str, BufferPlan]]:
-    """Return the values of a tree, and the buffers of its tensors in trees of shards.
-
-    Values are the int, float, bool and str outside of trees of shards, by path. Buffers are by
-    stored name.
+def shard_buffers(spec: TreeSpec, plans: Plans) -> dict[str, BufferPlan]:
+    """Return the buffer of each tensor in trees of shards, by stored name.
 
     Raises:
         ValueError: it's no tree that ``flatten_state`` returned, or other errors of damaged data.
     """
-    values: dict[str, Any] = {}
     buffers_by_name: dict[str, BufferPlan] = {}
-    for entry_path, root, plan in by_entry(spec, plans):
-        buffers = {(unit.name, b.key): b for unit in plan.unit_list for b in unit.buffers}
-        nodes: list[tuple[str, TreeSpec, BufferPlan | None]] = [(entry_path, root, None)]
+    for _, root, plan in by_entry(spec, plans):
+        places = buffer_places(plan)
+        nodes: list[tuple[TreeSpec, BufferPlan | None]] = [(root, None)]
         while nodes:
-            path, node, buffer = nodes.pop()
+            node, buffer = nodes.pop()
             match node:
-                case ["value", value]:
-                    if buffer is None:
-                        values[path] = value
                 case ["tensor", name]:
                     if buffer is not None:
                         buffers_by_name[name] = buffer
                 case ["shards", _, entries]:
-                    nodes += [(path, below, buffers[unit, key]) for unit, key, below in entries]
+                    nodes += [(below, places[unit, key][1]) for unit, key, below in entries]
                 # Note: every container has four parts, and no other node has.
-                case [node_kind, fields, meta, children]:
-                    keys = meta if node_kind in ("dict", "ordered_dict") else fields
-                    entries = zip(keys or range(len(children)), children, strict=True)
-                    child_nodes = [(join(path, key), below, buffer) for key, below in entries]
-                    nodes += reversed(child_nodes)
-                case None | ["rank", _]:
+                case [_, _, _, children]:
+                    nodes += [(child, buffer) for child in children]
+                case None | ["value", _] | ["rank", _]:
                     pass
                 case _:
                     raise ValueError(
                         f"a node of its tree must be one of a state; found {node!s:.60}"
                     )
-    return values, buffers_by_name
+    return buffers_by_name
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -194,12 +186,19 @@ def is_json(value: Any) -> bool:
 # --- plans ----------------------------------------------------------------------------------------
 
 
-def each_leaf(plan: Plan) -> Iterator[tuple[UnitPlan, BufferPlan, LeafSpec]]:
+BufferPlace = tuple[UnitPlan, BufferPlan]
+
+
+def buffer_places(plan: Plan) -> dict[tuple[str, str], BufferPlace]:
+    """Return every flat buffer with its unit, by the unit's name and the buffer's key."""
+    return {(u.name, buffer.key): (u, buffer) for u in plan.unit_list for buffer in u.buffers}
+
+
+def each_leaf(plan: Plan) -> Iterator[LeafPlace]:
     """Yield every leaf of a plan, with its unit and its flat buffer."""
-    for unit in plan.unit_list:
-        for buffer in unit.buffers:
-            for leaf in buffer.leaves:
-                yield unit, buffer, leaf
+    for unit, buffer in buffer_places(plan).values():
+        for leaf in buffer.leaves:
+            yield unit, buffer, leaf
 
 
 LeafPlace = tuple[UnitPlan, BufferPlan, LeafSpec]
@@ -267,15 +266,10 @@ def by_entry(root: Any, plans: Plans) -> list[tuple[str, Any, Plan]]:
     ]
 
 
-def buffers_in_tree_order(plan: Plan, *, trainable_only: bool) -> list[tuple[UnitPlan, BufferPlan]]:
+def buffers_in_tree_order(plan: Plan, *, trainable_only: bool) -> list[BufferPlace]:
     """Return the buffers, with their units, in the order of a tree's leaves."""
-    unit_buffers = [
-        (unit, buffer)
-        for unit in plan.unit_list
-        for buffer in unit.buffers
-        if buffer.trainable or not trainable_only
-    ]
-    return sorted(unit_buffers, key=lambda pair: (pair[0].name, pair[1].key))
+    places = [place for _, place in sorted(buffer_places(plan).items(), key=lambda item: item[0])]
+    return [place for place in places if place[1].trainable or not trainable_only]
 
 
 def fits_shard(value: Any, buffer: BufferPlan, numel: int | None = None) -> bool:

@@ -5,6 +5,7 @@ The caller has the elements of tensors: ``replan`` in memory, ``restore`` in fil
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -23,7 +24,6 @@ from funcshard.checkpoint.resharding import (
     Source,
     as_leaf,
     leaf_sources,
-    old_position,
     read_run,
     run_in_shard,
     turn_of,
@@ -287,9 +287,13 @@ class _Unflattener:
             # Note: a leaf that lies in other ranks' shards alone needs no reads here.
             if target.numel:
                 own = own_axes(buffer.local, leaf.cuts)
+                own_index = rank_at(self.position, {axis: self.axes[axis] for axis in own})
+                old_sizes = {axis: self.old_axes[axis] for axis in own}
+                # Why modulo: a job on more ranks than before has to take some state twice.
+                old_index = own_index % math.prod(old_sizes.values())
                 start_position = {
                     **dict.fromkeys(self.old_axes, 0),
-                    **old_position(own, self.position, self.axes, self.old_axes),
+                    **position_of(old_index, old_sizes),
                 }
                 sources = leaf_sources(old_buffer, old_leaf, self.old_axes, start_position, target)
                 home.moves.append(_Move(in_shard, target, list(sources)))

@@ -13,11 +13,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from filelock import FileLock
 
 from funcshard.checkpoint.contents import read_contents, save_at, time_after, write_index
@@ -30,7 +28,7 @@ from funcshard.checkpoint.folders import (
     remove_unfinished,
 )
 from funcshard.checkpoint.rank_files import files_of, table_file, tensor_file, write_rank
-from funcshard.checkpoint.stored_state import FlatState, Plans
+from funcshard.checkpoint.stored_state import FlatState, Plans, Tensors
 from funcshard.comm import Mesh, find_lost_rank
 
 _log = logging.getLogger("funcshard.checkpoint")
@@ -58,7 +56,7 @@ class Writer(threading.Thread):
     save: str
     plans: Plans
     flat: FlatState
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Tensors
     mesh: Mesh
     keep: int | None
     timeout: float

@@ -145,7 +145,7 @@ CASES: dict[str, tuple[Harm, str]] = {
     "a tensor of too few facts": (put(INDEX, "stored", "whole", value=["whole"]), "must be a list of 6"),
     "a token that names another folder": (put(INDEX, "save", value="../12345"), "save must be 8 hexadecimal digits"),
     "a namedtuple with too few fields": (
-        put(INDEX, "outline", value=["namedtuple", [], "funcshard:TrainState", [["value", 1]]]), "cannot be made of",
+        put(INDEX, "outline", value=["namedtuple", [], "funcshard:TrainState", [["value", 1]]]), "it is not the index",
     ),
     "a turn of a text": (put(INDEX, "stored", "shards.float32", 5, value="1"), "must be a whole number"),
     # Tables.

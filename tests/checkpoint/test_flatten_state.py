@@ -13,7 +13,6 @@ import torchopt
 import funcshard as fs
 from funcshard._utils import tree
 from funcshard.checkpoint.flatten_state import flatten_state
-from funcshard.checkpoint.stored_state import check_agreement
 from tests.trees import Colour, Node
 
 PLAN = fs.make_plan({"a": {"w": torch.zeros(2, 3)}, "b": torch.zeros(3)}, 2, units=["a"])  # shards of 3 and 2 elements
@@ -107,6 +106,10 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
         {"x": Node({}, Colour.RED)}, TypeError, r"the tests\.trees:Node at 'x' of the state .* its metadata .*Colour\.RED",
     ),
     "a key of another kind": ({(1, 2): 3}, TypeError, r"must be str or int; found \(1, 2\)"),
+    "two tensors of one name": (
+        {"x": {"": {"float32": ROOT}, "a": {"float32": UNIT}}, "x.float32": UNIT}, ValueError,
+        r"two tensors of the state would be stored as 'x\.float32'; rename",
+    ),
     "buffers of another plan": ({"x": {"a": {"bfloat16": UNIT}}}, ValueError, r"at 'x' of the state do not match the plan"),
 }  # fmt: skip
 
@@ -132,20 +135,6 @@ def test_as_many_containers_as_a_tree_may_have_stand_inside_and_outside_of_a_val
     assert tree.leaves(again.value) == [7]
 
 
-def test_two_tensors_of_one_name_are_an_error() -> None:
-    state = {"x": {"": {"float32": ROOT}, "a": {"float32": UNIT}}, "x.float32": UNIT}
-    with pytest.raises(ValueError, match=r"two tensors of the state would be stored as 'x\.float32'; rename"):
-        flatten_state(state, PLAN, 0)
-
-
 def test_a_registered_container_comes_back_with_its_data() -> None:
     state = {"x": Node({"a": 1, "b": "y"}, (2.5, None))}
     assert fs.replan([state, state], PLAN, SINGLE)[1] == state
-
-
-def test_long_values_that_differ_are_shown_around_their_difference() -> None:
-    one, other = "a" * 5000 + "x" + "b" * 5000, "a" * 5000 + "y" + "b" * 5000
-    texts = [flatten_state({"config": value}, PLAN, 0).texts() for value in (one, other)]
-    with pytest.raises(ValueError, match=r"'config' of the state must .* has …a+xb+ and rank 1 has …a+yb+: pass") as caught:
-        check_agreement(texts)
-    assert len(str(caught.value)) < 450

@@ -1,4 +1,4 @@
-"""A state of one degree of tensor parallelism restores under any other, in files and in memory."""
+"""Leaves that ranks hold in slices are whole in state dicts, and restore under any degree of tensor parallelism."""
 
 import itertools
 import math
@@ -7,13 +7,148 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import funcshard as fs
 from funcshard._utils import tree
 from funcshard.checkpoint.resharding import Run, copy_run
 from funcshard.plan import Box
-from tests.checkpoint.test_resharding_pieces import MESHES, NAMES, PARAMS
-from tests.slices import plan_on, ranks, slices_at
+from tests.ranks import on_ranks, run_simulated
+from tests.slices import make_params, plan_on, ranks, slices_at
+from tests.states import equal
+
+MESHES: dict[str, dict[str, int]] = {
+    "shard 2, tensor 2": {"shard": 2, "tensor": 2},
+    "replicate 2, shard 2, tensor 2": {"replicate": 2, "shard": 2, "tensor": 2},
+    "tensor 4": {"tensor": 4},
+    "tensor before shard 3": {"tensor": 2, "shard": 3},
+    "expert 2, tensor 2": {"expert": 2, "shard": 1, "tensor": 2},
+    "one rank of tensor": {"shard": 2, "tensor": 1},
+    "no model axis": {"shard": 3},
+}
+meshes = pytest.mark.parametrize("world", MESHES.values(), ids=MESHES)
+PARAMS = make_params()
+NAMES = dict(zip(*tree.describe(PARAMS)[:0:-1], strict=True))  # every leaf by its path
+
+
+def at(mesh: fs.Mesh) -> dict[str, Any]:
+    return slices_at(PARAMS, mesh.position, mesh.shape)
+
+
+@pytest.mark.nightly(one_in=2)
+@meshes
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@on_ranks()
+def test_state_dicts_and_files_are_the_whole_models(
+    mesh: fs.Mesh, world: dict[str, int], strategy: str, tmp_path: Path
+) -> None:
+    plan = plan_on(mesh.shape, PARAMS, strategy=strategy)
+    shards = fs.shard(at(mesh), plan, mesh)
+    assert equal(fs.to_state_dict(shards, plan, mesh), NAMES)
+    first = fs.to_state_dict(shards, plan, mesh, rank0_only=True, offload=True)
+    assert equal(first, NAMES) if mesh.rank == 0 else first == {}
+    assert equal(fs.gather(shards, plan, mesh), at(mesh))
+    for src in (0, mesh.world_size - 1):
+        given = NAMES if mesh.rank == src else {}
+        own = fs.from_state_dict(fs.to_state_dict(shards, plan, mesh, sharded=True), plan, mesh)
+        for again in (fs.from_state_dict(NAMES, plan, mesh), fs.from_state_dict(given, plan, mesh, src=src), own):
+            assert equal(again, shards)
+    fs.export_safetensors(tmp_path / "model.safetensors", shards, plan, mesh)
+    assert equal(load_file(tmp_path / "model.safetensors"), NAMES)
+    assert equal(fs.to_state_dict(fs.import_safetensors(tmp_path, plan, mesh), plan, mesh), NAMES)
+
+
+@pytest.mark.nightly(one_in=2)
+@meshes
+def test_pieces_say_which_elements_of_the_whole_tensor_they_hold_and_load_on_another_mesh(world: dict[str, int]) -> None:
+    def cut(mesh: fs.Mesh) -> dict[str, fs.Piece]:
+        plan = plan_on(mesh.shape, PARAMS)
+        return fs.to_state_dict(fs.shard(at(mesh), plan, mesh), plan, mesh, sharded=True)
+
+    by_rank = ranks(cut, world)
+    pieces = {name: [own[name] for own in by_rank] for name in NAMES}
+    for name, whole in NAMES.items():
+        held = torch.zeros_like(whole)
+        for piece in pieces[name]:
+            assert piece.shape == whole.shape
+            run = whole[piece.slices].ravel()[piece.offset : piece.offset + len(piece.tensor)]
+            assert torch.equal(piece.tensor, run)
+            if piece.copy == 0:
+                index = torch.arange(whole.numel()).view(whole.shape)[piece.slices].ravel()
+                held.view(-1)[index[piece.offset : piece.offset + len(piece.tensor)]] += 1
+        assert held.eq(1).all(), f"copies 0 of {name} must hold every element once"
+
+    def load(mesh: fs.Mesh) -> dict[str, Any]:
+        plan = plan_on(mesh.shape, PARAMS)
+        return fs.to_state_dict(fs.from_state_dict(pieces, plan, mesh), plan, mesh)
+
+    others = [*MESHES.values()]
+    for number in (1, 3):
+        assert all(equal(found, NAMES) for found in ranks(load, others[(others.index(world) + number) % len(others)]))
+
+
+def test_a_slice_along_a_data_axis_is_joined_too() -> None:
+    """A leaf may be cut along ``shard`` itself, as an embedding that each rank looks up alone."""
+    whole = torch.arange(24.0).view(6, 4)
+
+    def main(mesh: fs.Mesh) -> None:
+        mine = {"w": whole.chunk(2)[mesh.shard.rank], "b": torch.ones(3)}
+        plan = fs.make_plan(mine, mesh, local={"w": {"shard": 0}})
+        shards = fs.shard(mine, plan, mesh)
+        found = fs.to_state_dict(shards, plan, mesh, rank0_only=True)
+        assert mesh.rank or torch.equal(found["w"], whole)
+        again = fs.from_state_dict({"w": whole, "b": torch.ones(3)} if mesh.rank == 1 else {}, plan, mesh, src=1)
+        assert torch.equal(fs.gather(again, plan, mesh)["w"], mine["w"])
+
+    run_simulated(main, 2)
+    ranks(main, {"replicate": 2, "shard": 2})
+
+
+@on_ranks({"shard": 2, "tensor": 2})
+def test_local_leaves_stay_each_ranks_own_beside_slices(mesh: fs.Mesh) -> None:
+    column, rank = mesh.position["tensor"], float(mesh.rank)
+    mine = {
+        "up": torch.arange(8.0).chunk(2)[column],
+        "own": torch.full((3,), rank),
+        "row": torch.full((5,), 1.0 * column),
+    }
+    plan = fs.make_plan(mine, mesh, local={"up": {"tensor": 0}, "own": ("shard", "tensor"), "row": "tensor"})
+    shards = fs.shard(mine, plan, mesh)
+    found, pieces = fs.to_state_dict(shards, plan, mesh), fs.to_state_dict(shards, plan, mesh, sharded=True)
+    assert equal(found, {**mine, "up": torch.arange(8.0)})
+    for form in (found, pieces):
+        assert equal(fs.gather(fs.from_state_dict(form, plan, mesh), plan, mesh), mine)
+    words = r"'own' is local to each rank, and a state dict or file of rank 0 .* with rank0_only=False or sharded=True"
+    with pytest.raises(ValueError, match=words):
+        fs.to_state_dict(shards, plan, mesh, rank0_only=True)
+    with pytest.raises(ValueError, match="leaf 'own' is local to each rank"):
+        fs.from_state_dict({}, plan, mesh, src=0)
+    with pytest.raises(ValueError, match="must hold this rank's own piece of it; found 2 pieces"):
+        fs.from_state_dict({**pieces, "own": [pieces["own"], pieces["own"]]}, plan, mesh)
+
+
+@on_ranks({"shard": 2, "tensor": 2})
+def test_wrong_shapes_are_said_with_the_function_that_takes_them(mesh: fs.Mesh) -> None:
+    whole = {"up": torch.zeros(8, 4)}
+    mine = {"up": whole["up"].chunk(2)[mesh.position["tensor"]]}
+    plan = fs.make_plan(mine, mesh, local={"up": {"tensor": 0}})
+    piece = fs.to_state_dict(fs.shard(mine, plan, mesh), plan, mesh, sharded=True)["up"]
+    load = lambda wrong: lambda: fs.from_state_dict({"up": wrong}, plan, mesh)  # noqa: E731
+    other_rows = ((4 - 4 * mesh.position["tensor"], 4), (0, 4))
+    for call, words in (
+        (load(mine["up"]), r"must have shape \(8, 4\), that of the whole tensor.*pass whole"),
+        (lambda: fs.shard(whole, plan, mesh), r"must have shape \(4, 4\), that of this rank's slice.*from_state_dict"),
+        (lambda: fs.init_shards(lambda unit: mine, plan, mesh), r"must have shape \(8, 4\), that of the whole"),
+        (load(piece._replace(shape=(4, 4))), r"must be 1-D, of shape \(8, 4\)"),
+        (load(piece._replace(within=((6, 4), (0, 4)))), "must lie inside its slice, and the slice"),
+        (load(piece._replace(offset=12)), "found 8 elements at offset 12 within"),
+        (load(piece._replace(within=other_rows)), r"of its slice at .* no piece holds"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+# --- other degrees of tensor parallelism --------------------------------------------------------
 
 # Every mesh once as the old one and once as the new one, and the degrees 2 -> none -> 4 -> 2.
 MOVES = [*itertools.pairwise([*MESHES, "shard 2, tensor 2", "tensor 4", "shard 2, tensor 2"])]

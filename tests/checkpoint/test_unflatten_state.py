@@ -10,9 +10,6 @@ import torch
 import funcshard as fs
 from tests.states import PARAMS, equal, make_plan
 
-FIRST = "4 ranks, every layer"
-
-
 GRIDS = ({"replicate": 2, "shard": 2}, {"replicate": 3, "shard": 2})
 # What leaves are local to, the meshes before and after, and of which rank's or index's leaf each rank has a copy then.
 LOCAL: dict[str, tuple[Any, Any, list[float]]] = {
@@ -59,7 +56,7 @@ def test_nothing_is_shared_with_the_old_states_and_they_stay_as_they_were() -> N
     assert equal(state, before)
 
 
-OLD, NEW = make_plan(FIRST), make_plan("3 ranks, one unit")
+OLD, NEW = make_plan("4 ranks, every layer"), make_plan("3 ranks, one unit")
 GOOD = fs.simulate(lambda mesh: fs.shard(PARAMS, OLD, mesh), 4)
 # a value that the state keeps once per buffer, and that differs from unit to unit
 BESIDE = {name: {key: {"seen": number} for key in unit} for number, (name, unit) in enumerate(GOOD[0].items())}
