@@ -91,7 +91,7 @@ def stored_leaves(contents: Contents) -> dict[str, StoredLeaf]:
             leaves[title] = whole_tensor
             continue
         buffer = buffers[name]
-        start_position = {**dict.fromkeys(axes, 0), **turn_of(stored_facts.turn, buffer, axes)}
+        turn_position = turn_of(stored_facts.turn, buffer, axes)
         for leaf in buffer.leaves:
             leaf_path = title.replace("*", leaf.path)
             if stored_facts.kind == "whole":  # such as a count of steps
@@ -101,7 +101,7 @@ def stored_leaves(contents: Contents) -> dict[str, StoredLeaf]:
             own_sizes = {axis: axes[axis] for axis in own_axes(buffer.local, leaf.cuts)}
             # Note: a local leaf has no whole tensor, so each rank's values get a name of their own.
             for local_index in range(math.prod(own_sizes.values())):
-                position = {**start_position, **position_of(local_index, own_sizes)}
+                position = {**turn_position, **position_of(local_index, own_sizes)}
                 sources = list(leaf_sources(buffer, leaf, axes, position, whole_leaf))
                 leaf_name = f"{leaf_path}@{local_index}" if own_sizes else leaf_path
                 packing = buffer.packing if dtype == torch.uint8 else None
@@ -199,7 +199,7 @@ def write_dcp(path: Path, folder: Path, watch: Watch = unwatched) -> Path:
         )
     # Why aliases: a state dict of torch has a tied parameter under each of its names.
     for planned_leaf in any_plan(contents.plan).leaves:
-        names = [f"model.{name}" for name in (planned_leaf.path, *planned_leaf.aliases)]
+        names = [f"model.{name}" for name in planned_leaf.names]
         leaves |= {name: leaves[names[0]] for name in names if names[0] in leaves}
     dcp_entries: dict[str, Any] = {}
     items_of_ranks: dict[int, list[WriteItem]] = {}

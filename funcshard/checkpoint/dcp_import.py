@@ -143,7 +143,7 @@ def _prefix(stored: Mapping[str, _Tensor], plan: Plan, key: str | None, folder: 
         starts = [f"{key}.".lstrip("."), f"{key}.module.".lstrip(".")]
     else:
         # Note: a prefix ends at any dot of a name, because paths of leaves have dots too.
-        first_names = [name for leaf in plan.leaves[:1] for name in (leaf.path, *leaf.aliases)]
+        first_names = [name for leaf in plan.leaves[:1] for name in leaf.names]
         starts = sorted(
             {
                 stored_name.removesuffix(name)
@@ -157,7 +157,7 @@ def _prefix(stored: Mapping[str, _Tensor], plan: Plan, key: str | None, folder: 
         missing_paths[start] = [
             leaf.path
             for leaf in plan.leaves
-            if not any(start + name in stored for name in (leaf.path, *leaf.aliases))
+            if not any(start + name in stored for name in leaf.names)
         ]
     # Note: of no whole tree, the error tells what the fullest one lacks.
     prefix = min(missing_paths, key=lambda start: len(missing_paths[start]))

@@ -40,8 +40,7 @@ def matrix_states_by_path(
     for matrix, place, prefix in _every_matrix(step):
         own = own_axes(matrix.buffer.local, matrix.holder.cuts)
         own_position = {axis: mesh.position[axis] for axis in own}
-        source_position = {**dict.fromkeys(mesh.shape, 0), **own_position, **place}
-        source = rank_at(source_position, mesh.shape)
+        source = rank_at({**own_position, **place}, mesh.shape)
         for name, value in rank_values[source][matrix.leaf.path].items():
             if isinstance(value, torch.Tensor) and value.is_meta:  # else the text has it
                 is_owner = place.items() <= mesh.position.items()

@@ -398,7 +398,7 @@ def _by_path(
 ) -> tuple[LeafStates, dict[str, Any]]:
     """Return the state of each trainable leaf, and the first parameter group's options."""
     leaves = [leaf for _, buffer, leaf in each_leaf(plan) if buffer.trainable]
-    names = dict.fromkeys(name for leaf in leaves for name in (leaf.path, *leaf.aliases))
+    names = dict.fromkeys(name for leaf in leaves for name in leaf.names)
     if not isinstance(state_dict, Mapping):
         raise TypeError(
             f"an optimizer's state dict must be a dictionary; found {type(state_dict).__name__}: "

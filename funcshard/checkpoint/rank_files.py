@@ -73,7 +73,7 @@ class Header(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def headers_of(tensors: Tensors) -> list[Header]:
+def headers_of(tensors: Mapping[str, torch.Tensor]) -> list[Header]:
     """Return the entries of tensors by name."""
     return [Header(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
 

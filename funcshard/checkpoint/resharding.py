@@ -91,8 +91,7 @@ def copy_axes(buffer: BufferPlan, axes: ByAxis) -> dict[str, int]:
 def turn_of(turn: int, buffer: BufferPlan, axes: ByAxis) -> dict[str, int]:
     """Return the position, along ``copy_axes``, of the rank that stores a shard for all copies."""
     # Why turns: ranks with copies share the writing, tensor after tensor.
-    copy_sizes = copy_axes(buffer, axes)
-    return position_of(turn % math.prod(copy_sizes.values()), copy_sizes)
+    return position_of(turn, copy_axes(buffer, axes))
 
 
 def leaf_sources(
@@ -106,7 +105,7 @@ def leaf_sources(
 
     Arguments:
         axes: size of each mesh axis of that plan.
-        position: the position along every axis that doesn't cut the leaf or its buffer.
+        position: the position along axes that don't cut the leaf or its buffer, 0 by default.
     """
     target_boxes = target.boxes()
     # Note: one turn of the loop for each slice that the old model axes cut the leaf into.

@@ -121,7 +121,7 @@ def to_state_dict(
             if flat_shard is None:
                 continue
             for leaf, value in delivery.leaves(flat_shard, unit, buffer):
-                named_tensors.update(dict.fromkeys((leaf.path, *leaf.aliases), value))
+                named_tensors.update(dict.fromkeys(leaf.names, value))
     if buffers is not None and not (rank0_only and mesh.rank):
         named_tensors.update((name, kept_copy(value, offload)) for name, value in buffers.items())
     # Note: units order the leaves by buffer, and the module by name.

@@ -173,7 +173,7 @@ def first_of(names: Sequence[Any]) -> str:
 
 def name_in(names: Container[str], leaf: LeafSpec) -> str | None:
     """Return the first name of a leaf that's in ``names``."""
-    return next((name for name in (leaf.path, *leaf.aliases) if name in names), None)
+    return next((name for name in leaf.names if name in names), None)
 
 
 def is_json(value: Any) -> bool:
@@ -206,7 +206,7 @@ LeafPlace = tuple[UnitPlan, BufferPlan, LeafSpec]
 
 def leaves_by_name(plan: Plan) -> dict[str, LeafPlace]:
     """Return every leaf with its unit and its buffer, under each of its names."""
-    return {name: place for place in each_leaf(plan) for name in (place[2].path, *place[2].aliases)}
+    return {name: place for place in each_leaf(plan) for name in place[2].names}
 
 
 def by_buffer(

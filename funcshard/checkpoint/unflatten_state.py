@@ -5,7 +5,6 @@ The caller has the elements of tensors: ``replan`` in memory, ``restore`` in fil
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -288,14 +287,10 @@ class _Unflattener:
             if target.numel:
                 own = own_axes(buffer.local, leaf.cuts)
                 own_index = rank_at(self.position, {axis: self.axes[axis] for axis in own})
-                old_sizes = {axis: self.old_axes[axis] for axis in own}
-                # Why modulo: a job on more ranks than before has to take some state twice.
-                old_index = own_index % math.prod(old_sizes.values())
-                start_position = {
-                    **dict.fromkeys(self.old_axes, 0),
-                    **position_of(old_index, old_sizes),
-                }
-                sources = leaf_sources(old_buffer, old_leaf, self.old_axes, start_position, target)
+                # Note: a job on more ranks than before has to take some state twice, and so counts
+                # modulo the old number.
+                own_position = position_of(own_index, {axis: self.old_axes[axis] for axis in own})
+                sources = leaf_sources(old_buffer, old_leaf, self.old_axes, own_position, target)
                 home.moves.append(_Move(in_shard, target, list(sources)))
         self.places[buffer_key] = _Place(unit, buffer, list(homes.values()))
         return self.places[buffer_key]
@@ -341,8 +336,7 @@ class _Unflattener:
         for name, home in zip(names, homes, strict=True):
             # Note: a turn picks one of the ranks with copies, which count from the first one.
             copy_position = turn_of(self.saved.stored[name].turn, home.buffer, self.old_axes)
-            no_move = dict.fromkeys(self.old_axes, 0)
-            ranks_on = rank_at({**no_move, **copy_position}, self.old_axes)
+            ranks_on = rank_at(copy_position, self.old_axes)
             for move in home.moves:
                 shard_part, read = shard[move.in_shard], self.saved.read
                 read_run(shard_part, move.target, move.sources, name, read, ranks_on)

@@ -169,7 +169,7 @@ def check_tie(spec: LeafSpec, by_path: Mapping[str, Any], where: str) -> None:
         where: a name for the tree that holds the leaves, for the error.
     """
     first_path, first = "", None  # type: tuple[str, torch.Tensor | None]
-    for path in (spec.path, *spec.aliases):
+    for path in spec.names:
         value = by_path.get(path)
         # Why hasattr: it tells a DTensor without importing torch.distributed.tensor.
         is_full = isinstance(value, torch.Tensor) and not hasattr(value, "full_tensor")

@@ -402,7 +402,7 @@ def _check_buffers_on_meta(buffers: NamedTensors, shards: Shards) -> None:
 
 def _check_plan(skeleton: Skeleton, plan: Plan, ignored: Mapping[str, Any]) -> None:
     """Raise unless the plan is for these parameters; warn if it trains all, also frozen ones."""
-    planned_names = {name for leaf in plan.leaves for name in (leaf.path, *leaf.aliases)}
+    planned_names = {name for leaf in plan.leaves for name in leaf.names}
     common_name = next((name for name in ignored if name in planned_names), None)
     if common_name is not None:
         raise ValueError(

@@ -328,7 +328,7 @@ def _locate(module: nn.Module, plan: Plan) -> dict[str, _Location]:
         for unit in plan.unit_list
         for buffer in unit.buffers
         for leaf in buffer.leaves
-        for name in (leaf.path, *leaf.aliases)
+        for name in leaf.names
     }
     parameters = dict(module.named_parameters(remove_duplicate=False))
     check_plan_names(parameters.keys(), locations.keys())

@@ -60,7 +60,7 @@ def mesh_axes_of(mesh: Any, name: str = "mesh") -> dict[str, int]:
 
 
 def position_of(rank: int, axes: Mapping[str, int]) -> dict[str, int]:
-    """Return the index of a rank along each axis; the inverse of ``rank_at``."""
+    """Return the index of a rank, modulo their number, along each axis; see ``rank_at``."""
     position = {}
     # The last axis is the innermost one, so its index is the remainder.
     for axis_name, axis_size in reversed(list(axes.items())):
@@ -69,10 +69,10 @@ def position_of(rank: int, axes: Mapping[str, int]) -> dict[str, int]:
 
 
 def rank_at(position: Mapping[str, int], axes: Mapping[str, int]) -> int:
-    """Return the rank at an index along each axis; the inverse of ``position_of``."""
+    """Return the rank at an index along each axis, 0 by default; the inverse of ``position_of``."""
     rank = 0
     for axis_name, axis_size in axes.items():
-        rank = rank * axis_size + position[axis_name]
+        rank = rank * axis_size + position.get(axis_name, 0)
     return rank
 
 

@@ -215,7 +215,7 @@ def _check_layout(plan: Plan) -> None:
     leaves = [
         Leaf(
             leaf_index=leaf.index,
-            paths=(leaf.path, *leaf.aliases),
+            paths=leaf.names,
             shape=leaf.shape if leaf.unpacked is None else leaf.unpacked,
             dtype=buffer.dtype if buffer.packing is None else buffer.packing.dtype,
             trainable=buffer.trainable,

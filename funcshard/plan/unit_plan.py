@@ -81,6 +81,11 @@ class LeafSpec:
         object.__setattr__(self, "numel", math.prod(self.shape))
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Its path and its aliases: every name of the parameter."""
+        return (self.path, *self.aliases)
+
+    @property
     def model_numel(self) -> int:
         """Number of elements that the model sees, packed or not."""
         return self.numel if self.unpacked is None else math.prod(self.unpacked)

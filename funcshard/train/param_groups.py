@@ -144,9 +144,7 @@ def leaves_under(plan: Plan, globs: Iterable[str], kind: str) -> list[str]:
 
     ``kind`` names the globs in errors. A tied leaf is there if any of its paths is.
     """
-    leaf_uses = [
-        (leaf.path, *leaf.aliases) for leaf in sorted(plan.leaves, key=lambda leaf: leaf.index)
-    ]
+    leaf_uses = [leaf.names for leaf in sorted(plan.leaves, key=lambda leaf: leaf.index)]
     nodes = {*match(globs, leaf_uses, kind)}
     return [
         uses[0]
