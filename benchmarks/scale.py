@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 import funcshard as fs
-from funcshard.comm import DONE, desync, native
+from funcshard.comm import DONE, desync, process_groups
 
 RANKS, UNITS = (8, 64, 512, 1024, 4096, 16384), (10, 100, 1000)
 PHASES = ("init_mesh", "make_plan", "shard", "fully_shard", "first step", "step")
@@ -63,7 +63,7 @@ def fake_job(ranks: int, rank: int = 1) -> Iterator[None]:
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         # Why: those of torch's fake group copy the part of each rank, in a loop.
-        with mock.patch.multiple(native, gather_single=_gather, scatter_single=_scatter):
+        with mock.patch.multiple(process_groups, gather_single=_gather, scatter_single=_scatter):
             yield
     finally:
         dist.destroy_process_group()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.dry.stream_order import StreamOrder
-from funcshard.comm import DONE, native
+from funcshard.comm import DONE, process_groups
 from funcshard.comm.torch_group import TorchGroup
 from funcshard.core import buffer_comm
 from funcshard.graph import tidying
@@ -77,7 +77,7 @@ def _read_on_another_stream(finish: Any, order: StreamOrder) -> Any:
     return changed
 
 
-_FINISH, _WAIT = (buffer_comm.AllGatherHandle, "finish"), (native._StreamWork, "wait")
+_FINISH, _WAIT = (buffer_comm.AllGatherHandle, "finish"), (process_groups._StreamWork, "wait")
 
 FAULTS: dict[str, Fault] = {
     "item() in forward": Fault("bfloat16", "item in core/", _patched(*_FINISH, _reads_a_value)),

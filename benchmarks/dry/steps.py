@@ -15,7 +15,7 @@ from torch import nn
 import funcshard as fs
 from benchmarks.dry.mode import is_dry
 from funcshard.comm import DeferredWork, DesyncDetector, Op, Work, WrappedGroup
-from funcshard.comm.native import Native
+from funcshard.comm.process_groups import Native
 from funcshard.comm.torch_group import TorchGroup
 
 BATCH, WIDTH, WORDS = 4, 8, 16

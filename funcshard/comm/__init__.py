@@ -15,8 +15,8 @@ Read ``group`` and ``mesh`` first. The other files are different ways to run a g
   ``fs.trace`` records.
 - ``simulation``: ``simulate``, which runs ranks as threads of one process. ``varying``: its
   ``check_vma``.
-- ``torch_group``: ``TorchGroup``, a group over a ``torch.distributed`` process group. ``gloo``: its
-  collectives over gloo. ``native``: those over NCCL and every other backend.
+- ``torch_group``: ``TorchGroup``, a group over a ``torch.distributed`` process group.
+  ``process_groups``: its collectives over gloo, and over NCCL and every other backend.
 - ``desync``: ``DesyncDetector``, which finds ranks that issue different collectives. ``watch``:
   ``Watch``, which finds out why a rank waits in vain.
 - ``shm``: a wing inside this one: collectives through shared memory, on the CPUs of one machine.
@@ -38,7 +38,6 @@ from funcshard.comm.attempts import AGREEMENT, UNDO, AttemptLog
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.group import (
     DONE,
-    AllGatherWork,
     DeferredWork,
     Group,
     Op,
@@ -61,7 +60,6 @@ __all__ = [
     "AGREEMENT",
     "UNDO",
     "DONE",
-    "AllGatherWork",
     "AttemptLog",
     "CommDtypes",
     "CustomGroup",

@@ -43,7 +43,6 @@ import torch
 import torch.distributed as dist
 
 from funcshard._utils.torch_groups import abort_group, has_ended
-from funcshard.comm.native import gather_single
 from funcshard.comm.watch import (
     LIMITS,
     MOST_READ,
@@ -194,10 +193,10 @@ class DesyncDetector:
             return [text] * len(self.ranks)
         padded_bytes = text_bytes.ljust(longest_text, _PADDING)
         own_row = torch.tensor([*padded_bytes], dtype=torch.uint8, device="cpu")
-        byte_rows = own_row.new_empty(len(self.ranks), longest_text)
-        gather_work = gather_single(byte_rows.view(-1), own_row, group=self.control, async_op=True)
+        byte_rows = [torch.empty_like(own_row) for _ in self.ranks]
+        gather_work = dist.all_gather(byte_rows, own_row, group=self.control, async_op=True)
         self.wait([gather_work], self.number)
-        return [bytes(byte_row).rstrip(_PADDING).decode() for byte_row in byte_rows.tolist()]
+        return [bytes(row.tolist()).rstrip(_PADDING).decode() for row in byte_rows]
 
     def wait(self, works: Sequence[Any], number: int) -> None:
         """Wait for every work of collective ``number``, and raise what ``wait_until`` raises."""

@@ -2,8 +2,8 @@
 
 Every collective returns a ``Work``, and its result is ready once ``wait`` has returned. All groups
 add in the order of ranks, and so give the same bits, except for backends that reduce by themselves,
-such as NCCL (``native.py``). A ``label``, the same on every rank, says in errors what a collective
-is for.
+such as NCCL (``process_groups.py``). A ``label``, the same on every rank, says in errors what a
+collective is for.
 """
 
 from __future__ import annotations
@@ -20,14 +20,7 @@ class Work(Protocol):
     """A collective that has been started."""
 
     def wait(self) -> Any:
-        """Return once the result is ready; return those of texts."""
-
-
-class AllGatherWork(Protocol):
-    """An all-gather that chooses the memory of its result."""
-
-    def wait(self) -> torch.Tensor:
-        """Return the gathered tensor once it is ready, always the same one."""
+        """Return once the result is ready; return it if it has no memory yet, always the same one."""
 
 
 class Op(NamedTuple):
@@ -105,7 +98,7 @@ class Group:
         """Concatenate every rank's contiguous ``shard`` into ``out``, along dim 0 in rank order."""
         return self.start(Op("all_gather", label, out, shard))
 
-    def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
+    def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> Work:
         """Concatenate every rank's contiguous ``shard``, along its last dim, in new memory.
 
         Ranks may share that memory, so none may write to it.
@@ -176,7 +169,7 @@ DONE = DeferredWork()
 
 @dataclass(frozen=True, slots=True)
 class PrivateAllGatherWork:
-    """An ``AllGatherWork`` whose result lies in this rank's own memory.
+    """An all-gather whose result lies in this rank's own memory.
 
     Attributes:
         out: the result.
@@ -203,7 +196,7 @@ def all_gather_private(
     return PrivateAllGatherWork(out, group.start(Op("all_gather", label, out, shard)))
 
 
-def all_gather_last(group: Group, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
+def all_gather_last(group: Group, shard: torch.Tensor, *, label: str = "") -> Work:
     """Start an all-gather along the last dim of ``shard`` into new memory of this rank."""
     gather_work = all_gather_private(group, shard, label=label)
     if shard.ndim == 1:

@@ -22,10 +22,9 @@ import torch.distributed as dist
 from funcshard._utils.torch_groups import default_store, group_timeout, new_group
 from funcshard.comm.attempts import AttemptLog
 from funcshard.comm.desync import DesyncDetector
-from funcshard.comm.gloo import Gloo
 from funcshard.comm.group import DONE, DeferredWork, Group, Op, Work, concatenate
 from funcshard.comm.meeting import name_of, watched
-from funcshard.comm.native import Native
+from funcshard.comm.process_groups import Gloo, Native
 from funcshard.comm.shm import Exchange, Pool, SharedMemoryBackend, connect, private_block
 from funcshard.comm.watch import LIMITS, Limits, LostError, Watch
 
@@ -76,7 +75,6 @@ class TorchGroup(Group):
         *,
         limits: Limits = LIMITS,
         shared_memory: bool = True,
-        separate_reductions: bool | None = None,
     ) -> TorchGroup:
         """Wrap a process group that contains this process; each of its processes has to call this.
 
@@ -86,8 +84,6 @@ class TorchGroup(Group):
             device: type of the tensors' device; it selects the backend if the group has several.
             limits: when a rank that waits looks at the others, and gives one up.
             shared_memory: as in ``init_mesh``.
-            separate_reductions: whether reductions get a separate process group; by default on
-                every backend but gloo.
         """
         backend_name = str(dist.get_backend(group)).lower()
         if ":" in backend_name:  # such as cpu:gloo,cuda:nccl
@@ -99,17 +95,15 @@ class TorchGroup(Group):
         if backend_name == "fake":  # torch's stand-in for a backend: the other ranks do not exist
             native_only = Native(group, group)
             return cls(group, rank, len(global_ranks), native_only, None, device, detector(group))
-        if separate_reductions is None:
-            separate_reductions = is_native
         timeout, axis_text = group_timeout(group), f"mesh axis {axis!r}"
         watch = watch_of_job()
         # Why a group for comparisons alone: they must not queue behind data, and go past a
         # collective that hangs.
         control = connected(global_ranks, "gloo", timeout, axis_text, limits)
-        reduction_group = group
-        if separate_reductions:
-            reduction_group = connected(global_ranks, backend_name, timeout, axis_text, limits)
-        gloo_groups = [control] if is_native else [group, reduction_group, control]
+        gloo_groups, native_groups = [group, control], list[Any]()
+        if is_native:
+            reductions = connected(global_ranks, backend_name, timeout, axis_text, limits)
+            gloo_groups, native_groups = [control], [group, reductions]
         detector = functools.partial(detector, control, watch, limits, gloo_groups)
         sockets = {}
         if not is_native and device == "cpu":
@@ -119,13 +113,10 @@ class TorchGroup(Group):
             sockets = connect(
                 rank, len(global_ranks), rendezvous.all_gather_text, wanted=shared_memory
             )
-        desync = detector(
-            connections=tuple(sockets.values()),
-            aborted=[group, reduction_group] if is_native else (),
+        desync = detector(connections=tuple(sockets.values()), aborted=native_groups)
+        backend: Gloo | Native = (
+            Native(*native_groups) if is_native else Gloo(rank, len(global_ranks), group, desync)
         )
-        backend: Gloo | Native = Native(group, reduction_group)
-        if not is_native:
-            backend = Gloo(rank, len(global_ranks), group, reduction_group, desync)
         shm, way_text = None, backend_name
         if sockets:
             shm = SharedMemoryBackend(Exchange(rank, sockets, desync, timeout.total_seconds()))
@@ -159,7 +150,6 @@ class TorchGroup(Group):
             self.device,
             limits=limits,
             shared_memory=self.shared_memory,
-            separate_reductions=self.backend.reductions is not self.group,
         )
         # Device meshes know nothing of this group, so the detector is its only user.
         give_back(sub_group.group, sub_group.desync)

@@ -12,7 +12,6 @@ import torch
 from funcshard._utils.torch_private import BasisLoop, is_legacy_batched, recording_graph
 from funcshard.comm import (
     DONE,
-    AllGatherWork,
     CommDtypes,
     CustomGroup,
     Group,
@@ -285,7 +284,7 @@ def start_gather(
     sent_data = sent_data.contiguous()
     is_own = comm.own and sent_data.ndim == 1
     if is_own and isinstance(group, CustomGroup) and "all_gather" in group.functions:
-        work: AllGatherWork = group.start_own(Op("all_gather", comm.label, None, sent_data))
+        work: Work = group.start_own(Op("all_gather", comm.label, None, sent_data))
     # One block of shared memory serves all ranks of a machine.
     # Why not with a user's pair: it may write to what it gets.
     elif read_only and (dtypes.cast is None or comm.plan.packing is not None):

@@ -115,7 +115,7 @@ def all_timeouts(mesh: fs.Mesh, port: int, seconds: float) -> dict[str, list[flo
     meshes = {"grid": grid, "reshaped": line.reshaped({"replicate": 2, "shard": 2}), "row": grid["shard"], "line": line}
     found = {}
     for name, axis, group in [(name, *axis) for name, mesh in meshes.items() for axis in mesh.axes]:
-        limits = [group_timeout(g).total_seconds() for g in (group.group, group.backend.reductions, group.desync.control)]
+        limits = [group_timeout(g).total_seconds() for g in (group.group, group.desync.control)]
         limits += [] if group.shm is None else [group.shm.exchange.timeout]
         found[f"{name}.{axis}"] = [*limits, group.desync.limits.patience]
     return found

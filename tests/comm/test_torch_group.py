@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 
 import funcshard as fs
-from funcshard.comm.torch_group import TorchGroup
 from tests.collective_oracle import line, results_of
 from tests.ranks import run_ranks, run_simulated
 from tests.storages import Alive
@@ -41,10 +40,6 @@ def drawn(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
 def run_collectives(mesh: fs.Mesh, backend: str) -> None:
     if backend == "gloo":
         mesh = fs.init_mesh(mesh.shape, device="cpu", shared_memory=False)
-    if backend == "gloo, reductions apart":
-        group = TorchGroup.of(dist.group.WORLD, separate_reductions=True, shared_memory=False)
-        assert group.backend.reductions is not group.group
-        mesh = fs.Mesh({"shard": group})
     for axis, dtype, n in itertools.product(("shard", "replicate"), DTYPES, SIZES):
         parts = [drawn(rank, n, dtype).clone() for rank in line(mesh.rank, dict(mesh.shape), axis)]
         for name, (out, meant) in results_of(getattr(mesh, axis), parts).items():
@@ -56,7 +51,6 @@ RUNS = {
     "simulated": (run_simulated, GRID),
     "shared memory": (run_ranks, GRID),
     "gloo": (run_ranks, {"shard": 3}),
-    "gloo, reductions apart": (run_ranks, {"shard": 2}),
 }
 
 

@@ -1,9 +1,11 @@
-"""Collectives over gloo, which sends data through sockets, also between machines.
+"""Collectives over process groups of torch: ``Gloo``, and ``Native`` for every other backend.
 
-gloo's own all-gather and reduce-scatter are rings, which take two to three times as long as the
-algorithms here, and add in an order that depends on the place of an element. Here every sum runs in
-the order of ranks. gloo never adds, so dtypes that it does not know (float8, int16) are sent as
-bytes.
+gloo sends data through sockets, also between machines. Its own all-gather and reduce-scatter are
+rings, which take two to three times as long as the algorithms here, and add in an order that
+depends on the place of an element. Here every sum runs in the order of ranks. gloo never adds, so
+dtypes that it does not know (float8, int16) are sent as bytes.
+
+Methods are as in ``Group``, with the number that the desync detector gave the collective.
 """
 
 from __future__ import annotations
@@ -18,6 +20,10 @@ import torch.distributed as dist
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.group import DeferredWork, Op, Work, sum_in_rank_order
 
+# torch 2.13 renames both functions; torch 2.11 has the old names only.
+gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 # Largest output of an all-gather, in bytes, that is gathered by one all-to-all. Up to this size,
 # starting one operation per rank costs more than copying the shard for every rank.
 _SMALL = 1 << 16
@@ -31,20 +37,16 @@ _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.in
 class Gloo:
     """The collectives of one rank in one group, over gloo.
 
-    Methods are as in ``Group``, with the number of the collective in ``desync``.
-
     Attributes:
         rank: position of this rank in the group.
         size: number of ranks.
         group: the process group.
-        reductions: the process group for reductions.
         desync: the group's detector, which does the waiting.
     """
 
     rank: int
     size: int
     group: Any
-    reductions: Any
     desync: DesyncDetector
 
     def all_gather(self, op: Op, number: int) -> Work:
@@ -52,14 +54,13 @@ class Gloo:
         if out.numel() * out.element_size() <= _SMALL:
             shard_copies = shard.detach().repeat(self.size, *[1] * (shard.dim() - 1))
             shard_sizes = [shard.numel()] * self.size
-            work = _start_exchange(out, shard_copies, shard_sizes, shard_sizes, self.group)
+            work = self._start_exchange(out, shard_copies, shard_sizes, shard_sizes)
             return self._work([work], number)
         rank_slices = out.chunk(self.size)
         # Each rank broadcasts its own slice from where it lies in the output.
         rank_slices[self.rank].copy_(shard)
         works = [
-            self._start_broadcast(rank_slice, src, self.group)
-            for src, rank_slice in enumerate(rank_slices)
+            self._start_broadcast(rank_slice, src) for src, rank_slice in enumerate(rank_slices)
         ]
         return self._work(works, number)
 
@@ -74,9 +75,7 @@ class Gloo:
         slice_sizes = [len(out)] * self.size
         slice_sizes[self.rank] -= len(full_tensor) - len(sent_slices)
         received_slices = torch.empty_like(sent_slices)
-        work = _start_exchange(
-            received_slices, sent_slices, slice_sizes, slice_sizes, self.reductions
-        )
+        work = self._start_exchange(received_slices, sent_slices, slice_sizes, slice_sizes)
 
         def finish() -> None:
             self.desync.wait([work], number)
@@ -98,7 +97,7 @@ class Gloo:
         received_parts = flat.new_empty(self.size * own_part.numel())
         part_sizes = [rank_part.numel() for rank_part in rank_parts]
         own_sizes = [own_part.numel()] * self.size
-        scatter_work = _start_exchange(received_parts, flat, own_sizes, part_sizes, self.reductions)
+        scatter_work = self._start_exchange(received_parts, flat, own_sizes, part_sizes)
 
         def finish() -> None:
             self.desync.wait([scatter_work], number)
@@ -106,7 +105,7 @@ class Gloo:
             if own_part.numel():
                 sum_in_rank_order(own_part, received_parts.chunk(self.size))
             works = [
-                self._start_broadcast(rank_part, src, self.reductions)
+                self._start_broadcast(rank_part, src)
                 for src, rank_part in enumerate(rank_parts)
                 if rank_part.numel()
             ]
@@ -115,40 +114,87 @@ class Gloo:
         return DeferredWork(finish)
 
     def broadcast(self, op: Op, number: int) -> Work:
-        return self._work([self._start_broadcast(op.out, op.src, self.group)], number)
+        return self._work([self._start_broadcast(op.out, op.src)], number)
 
     def all_to_all(self, op: Op, number: int) -> Work:
-        work = _start_exchange(op.out, op.data, op.out_sizes, op.sizes, self.group)
-        return self._work([work], number)
+        return self._work([self._start_exchange(op.out, op.data, op.out_sizes, op.sizes)], number)
 
     def _work(self, works: list[Any], number: int) -> Work:
         # Why deferred: torch's works keep what was sent, and a wait drops them.
         return DeferredWork(lambda: self.desync.wait(works, number))
 
-    def _start_broadcast(self, tensor: torch.Tensor, src: int, group: Any) -> Any:
-        return dist.broadcast(_as_known(tensor), group=group, group_src=src, async_op=True)
+    def _start_broadcast(self, tensor: torch.Tensor, src: int) -> Any:
+        return dist.broadcast(_as_known(tensor), group=self.group, group_src=src, async_op=True)
 
-
-def _start_exchange(
-    out: torch.Tensor,
-    full: torch.Tensor,
-    out_sizes: Sequence[int],
-    sizes: Sequence[int],
-    group: Any,
-) -> Any:
-    """Start to send each rank so many elements of ``full``, and to receive so many in ``out``."""
-    width = 1 if out.dtype in _DTYPES else out.element_size()
-    receive_sizes, send_sizes = ([width * size for size in part] for part in (out_sizes, sizes))
-    return dist.all_to_all_single(
-        _as_known(out.view(-1)),
-        _as_known(full.view(-1)),
-        receive_sizes,
-        send_sizes,
-        group=group,
-        async_op=True,
-    )
+    def _start_exchange(
+        self,
+        out: torch.Tensor,
+        full: torch.Tensor,
+        out_sizes: Sequence[int],
+        sizes: Sequence[int],
+    ) -> Any:
+        """Start to send each rank elements of ``full``, and to receive others in ``out``."""
+        width = 1 if out.dtype in _DTYPES else out.element_size()
+        receive_sizes, send_sizes = ([width * size for size in part] for part in (out_sizes, sizes))
+        return dist.all_to_all_single(
+            _as_known(out.view(-1)),
+            _as_known(full.view(-1)),
+            receive_sizes,
+            send_sizes,
+            group=self.group,
+            async_op=True,
+        )
 
 
 def _as_known(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor itself if gloo knows its dtype, else a view of its bytes."""
     return tensor if tensor.dtype in _DTYPES else tensor.view(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """The collectives of one rank in one group, as the backend itself has them, such as NCCL.
+
+    Reductions have a separate communicator, so that an all-gather that starts after a reduction
+    does not queue behind it. The host waits for none of these collectives.
+
+    Attributes:
+        group: the process group.
+        reductions: the process group for reductions.
+    """
+
+    group: Any
+    reductions: Any
+
+    def all_gather(self, op: Op, number: int) -> Work:
+        return _StreamWork(gather_single(op.out, op.data, group=self.group, async_op=True))
+
+    def reduce_scatter(self, op: Op, number: int) -> Work:
+        return _StreamWork(
+            scatter_single(op.out.view(-1), op.data[0], group=self.reductions, async_op=True)
+        )
+
+    def all_reduce(self, op: Op, number: int) -> Work:
+        return _StreamWork(dist.all_reduce(op.out, group=self.reductions, async_op=True))
+
+    def broadcast(self, op: Op, number: int) -> Work:
+        return _StreamWork(
+            dist.broadcast(op.out, group=self.group, group_src=op.src, async_op=True)
+        )
+
+    def all_to_all(self, op: Op, number: int) -> Work:
+        sizes = [*op.out_sizes], [*op.sizes]
+        return _StreamWork(
+            dist.all_to_all_single(op.out, op.data, *sizes, group=self.group, async_op=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _StreamWork:
+    """A collective on a stream, for which the current stream waits, and not the host."""
+
+    work: Any
+
+    def wait(self) -> None:
+        # Note: torch's work keeps the tensors alive until here, so ``record_stream`` is not needed.
+        self.work.wait()
