@@ -4,12 +4,12 @@ Read ``group`` and ``mesh`` first. The other files are different ways to run a g
 
 - ``group``: ``Group``, the ranks along a mesh axis and their collectives; ``LocalGroup``, one rank;
   ``WrappedGroup``, to change single collectives of another group.
-- ``mesh``: ``Mesh``, the ranks as a grid with named axes, and ``init_mesh``.
-- ``job``: the process's start under torchrun, and the process groups of a mesh.
+- ``mesh``: ``Mesh``, the ranks as a grid with named axes, and ``init_mesh``; the axes along which
+  a buffer is cut or repeated, and its dtypes on the way.
+- ``job``: the process's start under torchrun, and the process groups of a mesh, whose ranks check
+  together that they make the same one.
 - ``attempts``: how a rank whose step has failed catches up with the others.
-- ``agreement``: checks that all ranks pass the same arguments. ``meeting``: the same before a mesh
-  is made, and a look for lost ranks while torch connects the others.
-- ``topology``: the mesh axes along which a buffer is cut or repeated, and its dtypes on the way.
+- ``agreement``: checks that all ranks pass the same arguments.
 - ``user_collectives``: ``with_collectives``, the user's own functions for the data of units.
 - ``recorded_group``: collectives, and the rank's position, as operations of the graph that
   ``fs.trace`` records.
@@ -50,10 +50,18 @@ from funcshard.comm.group import (
     slice_parts,
     sum_in_rank_order,
 )
-from funcshard.comm.mesh import Mesh, find_lost_rank, init_mesh, neighbours, ranks_of_job, remade
+from funcshard.comm.mesh import (
+    CommDtypes,
+    Mesh,
+    Topology,
+    find_lost_rank,
+    init_mesh,
+    neighbours,
+    ranks_of_job,
+    remade,
+)
 from funcshard.comm.recorded_group import RecordedGroup, at_own_rank, in_graph, own_row
 from funcshard.comm.simulation import simulate
-from funcshard.comm.topology import CommDtypes, Topology
 from funcshard.comm.user_collectives import CustomGroup, with_collectives, without_collectives
 
 __all__ = [

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from funcshard._utils.tensors import dtype_name
-from funcshard.comm.group import DeferredWork, Op, Work
+from funcshard.comm.group import DeferredWork, Op, Work, exchange_part
 from funcshard.comm.watch import LostError, SilentStoreError, Wait, Watch, write_text
 
 Result = TypeVar("Result")
@@ -163,7 +163,7 @@ class AttemptLog:
             self._give_up(why)
             raise RuntimeError(why) from error
 
-    def join_rest(self, device: torch.device) -> None:
+    def join_rest(self) -> None:
         """Issue what the other ranks issue after the end of this log, up to the agreement.
 
         Raises:
@@ -179,7 +179,7 @@ class AttemptLog:
                     self._finish(entry.group, entry.op.src)
                     continue
                 group = self._watch.groups[entry.group]
-                work = group.start(self._op_of(entry, index, group, device))
+                work = group.start(self._op_of(entry, index, group))
                 # Why now: no rank needs more of this one to begin the same collective. Only the
                 # second phase of an all-reduce comes later.
                 if entry.op.kind != "all_reduce":
@@ -191,25 +191,16 @@ class AttemptLog:
             self._give_up(f"a rank could not catch up after its step had failed: {error}")
             raise
 
-    def _op_of(self, entry: Entry, index: int, group: Any, device: torch.device) -> Op:
-        """Return a collective of other ranks with this rank's part, which is zeros."""
-        op, dtype = entry.op, getattr(torch, entry.dtype, None)
-        if op.kind == "all_to_all":
+    def _op_of(self, entry: Entry, index: int, group: Any) -> Op:
+        """Return this rank's part of a collective of other ranks, which is zeros."""
+        if entry.op.kind != "all_to_all":
+            return entry.op
+        parts = {}
+        for position, rank in enumerate(group.ranks):
             # Why of each rank: what it expects of this one, and sends to it.
-            rank_entries = [
-                None if rank == self._watch.rank else self._entry(index, rank)
-                for rank in group.ranks
-            ]
-            sent_sizes = [0 if x is None else x.op.out_sizes[group.rank] for x in rank_entries]
-            received_sizes = [0 if x is None else x.op.sizes[group.rank] for x in rank_entries]
-            shapes = [sum(received_sizes)], [sum(sent_sizes)]
-            op = Op(op.kind, op.label, *shapes, 0, received_sizes, sent_sizes)
-        # Why a text stays: a text of this rank's own would be a difference.
-        out, data = (
-            torch.zeros(shape, dtype=dtype, device=device) if isinstance(shape, list) else shape
-            for shape in (op.out, op.data)
-        )
-        return op._replace(out=out, data=[data] if op.kind == "reduce_scatter" else data)
+            if rank != self._watch.rank and (rank_entry := self._entry(index, rank)):
+                parts[position] = rank_entry.op
+        return exchange_part(group.rank, parts)
 
     # --- the job's store --------------------------------------------------------------------------
 
@@ -278,7 +269,7 @@ class AttemptLog:
                 entry_text = watch.get(self._key(name))
                 if entry_text is not None:
                     group, dtype, op = json.loads(entry_text)
-                    return Entry(group, dtype, Op(*op))
+                    return Entry(group, dtype, self._zeros(group, dtype, Op(*op)))
                 if all_failed:
                     return None
             if time.monotonic() > next_look:
@@ -286,6 +277,17 @@ class AttemptLog:
                     raise LostError(why)
                 next_look = time.monotonic() + _LOST
             time.sleep(_NEXT_LOOK)
+
+    def _zeros(self, group: int, dtype: str, op: Op) -> Op:
+        """Return a collective with zeros in place of shapes."""
+        # Why a text stays: a text of this rank's own would be a difference.
+        out, data = (
+            torch.zeros(shape, dtype=getattr(torch, dtype), device=self._watch.groups[group].device)
+            if isinstance(shape, list)
+            else shape
+            for shape in (op.out, op.data)
+        )
+        return op._replace(out=out, data=[data] if op.kind == "reduce_scatter" else data)
 
     def _give_up(self, why: str) -> None:
         """End the communication of this rank, so that all others raise."""

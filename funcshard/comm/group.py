@@ -8,8 +8,7 @@ collective is for.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -20,7 +19,7 @@ class Work(Protocol):
     """A collective that has been started."""
 
     def wait(self) -> Any:
-        """Return once the result is ready; return it if it has no memory yet, always the same one."""
+        """Return once the result is ready; return it, always the same, if it had no memory."""
 
 
 class Op(NamedTuple):
@@ -45,6 +44,21 @@ class Op(NamedTuple):
     sizes: Sequence[int] = ()
 
 
+def exchange_part(position: int, parts: Mapping[int, Op]) -> Op:
+    """Return the part of a rank in an all-to-all that others have issued, with zeros.
+
+    Arguments:
+        position: of the rank in the group.
+        parts: those of other ranks, by position; ranks without a part neither send nor receive.
+    """
+    op = next(iter(parts.values()))
+    ranks = range(len(op.sizes))
+    sent_sizes = [parts[i].out_sizes[position] if i in parts else 0 for i in ranks]
+    received_sizes = [parts[i].sizes[position] if i in parts else 0 for i in ranks]
+    out, data = op.out.new_zeros(sum(received_sizes)), op.data.new_zeros(sum(sent_sizes))
+    return op._replace(out=out, data=data, out_sizes=received_sizes, sizes=sent_sizes)
+
+
 class Group:
     """Ranks that communicate: a process group, an axis of a simulation, or one local rank.
 
@@ -62,22 +76,17 @@ class Group:
     if TYPE_CHECKING:
 
         @property
-        @abstractmethod
         def rank(self) -> int: ...
 
         @property
-        @abstractmethod
         def size(self) -> int: ...
 
         @property
-        @abstractmethod
         def global_rank(self) -> int: ...
 
-        @abstractmethod
         def start(self, op: Op) -> Work:
             """Start a collective."""
 
-        @abstractmethod
         def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
             """Return the group of these ranks; they, and no other ranks, have to call this."""
 
@@ -242,17 +251,8 @@ class WrappedGroup(Group):
 
     inner: Group
 
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
-
-    @property
-    def global_rank(self) -> int:
-        return self.inner.global_rank
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)  # what ``Group`` has for type checkers alone
 
     @property
     def plain(self) -> Group:
@@ -260,12 +260,6 @@ class WrappedGroup(Group):
 
     def around(self, group: Group) -> Group:
         return self.inner.around(group)
-
-    def start(self, op: Op) -> Work:
-        return self.inner.start(op)
-
-    def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
-        return self.inner.subgroup(global_ranks, axis)
 
     def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         return self.inner.empty(numel, like)

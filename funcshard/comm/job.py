@@ -1,22 +1,44 @@
-"""The job of this process: torchrun's environment, torch's default group, and groups for a mesh."""
+"""The job of this process: torchrun's environment, torch's default group, and groups for a mesh.
+
+torch.distributed makes a process group without a look at the other ranks: one that makes another
+mesh than the rest would wait until a timeout. So the ranks of a mesh first ``meet`` in the job's
+store. Each writes the facts of its mesh; the first compares all, and writes the answer.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import json
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from funcshard._utils.options import some
 from funcshard._utils.torch_groups import group_timeout
-from funcshard.comm.meeting import meet
+from funcshard.comm.agreement import first_difference
 from funcshard.comm.torch_group import connected, start_job, watch_of_job
-from funcshard.comm.watch import Limits, LostError
+from funcshard.comm.watch import (
+    LIMITS,
+    Limits,
+    LostError,
+    SilentStoreError,
+    Wait,
+    Watch,
+    name_of,
+    write_text,
+)
 from funcshard.plan import axes_text, position_of, rank_at
+
+# Seconds between two looks into the store by ranks that meet: the first ones are short, because
+# ranks of one program come at about the same time; the last ones spare the one store that all ask.
+_SHORTEST, _LONGEST = 0.001, 0.1
 
 
 def is_started() -> bool:
@@ -110,6 +132,113 @@ def meet_for_mesh(
     meet(watch_of_job(), sorted(ranks), call_title, mesh_facts, timeout=seconds, limits=limits)
 
 
+def meet(
+    watch: Watch,
+    ranks: Sequence[int],
+    call: str,
+    facts: Mapping[str, str],
+    *,
+    timeout: float,
+    limits: Limits = LIMITS,
+) -> None:
+    """Return once all ranks have called this with equal ``facts``.
+
+    Arguments:
+        watch: that of this process.
+        ranks: the global ranks that meet; each has to call this with the same ranks.
+        call: the action that they are about to begin, for errors.
+        facts: texts by name, which are compared in this order.
+        timeout: seconds after which a rank that has not come is an error.
+        limits: when this rank looks at the others, and gives one up.
+
+    Raises:
+        ValueError: the facts of two ranks differ, on every rank.
+        RuntimeError: a rank has not come in time, ranks wait for each other elsewhere, or the store
+            of the job cannot be reached.
+    """
+    group_name, own_rank, first_rank = name_of("meeting", ranks), watch.rank, ranks[0]
+    number, is_told = watch.count(group_name), False
+
+    def key(whose: object, before: int = 0) -> str:
+        return f"funcshard/{group_name}/{number - before}/{whose}"
+
+    def answer(store: Any) -> str | None:
+        """Write this rank's facts, and return the answer; ``None`` if ranks have not come yet."""
+        nonlocal is_told
+        if not is_told:
+            write_text(store, key(own_rank), json.dumps(dict(facts)))
+            is_told = True
+        # The first rank finds its answer here too if that came too late.
+        if store.check([key("answer")]):
+            return str(store.get(key("answer")).decode())
+        fact_keys = [*map(key, ranks)]
+        # Why the first rank alone: each of a thousand would read a thousand texts.
+        if own_rank != first_rank or not store.check(fact_keys):
+            return None
+        difference = first_difference([json.loads(store.get(key)) for key in fact_keys], ranks)
+        write_text(store, key("answer"), difference)
+        return difference
+
+    def is_away(rank: int) -> bool:
+        """Return whether a rank has not come, or not told what it found out."""
+        return not watch.check([key(rank), *[key("answer")] * (rank == first_rank)])
+
+    def look() -> None:
+        """Raise ``LostError`` if this rank waits in vain."""
+        call_title = f"{call}, number {number} of these ranks"
+        wait = Wait(group_name, number, call_title, [rank for rank in ranks if rank != own_rank])
+        if why := watch.why(wait, limits.give_up, is_away=is_away):
+            watch.close_connections()
+            raise LostError(why)
+
+    def raise_late() -> None:
+        missing_ranks = list[int]()
+        with contextlib.suppress(SilentStoreError):
+            missing_ranks += [rank for rank in ranks if not watch.check([key(rank)])]
+        raise LostError(
+            f"rank {own_rank} waited {timeout:g} s in {call}, which is number {number} of these "
+            f"ranks, and rank {some(missing_ranks) or first_rank} has not come: every rank has to "
+            "make the same meshes in the same order; read the log of the rank that is missing, or "
+            "pass a larger timeout if it is slow"
+        )
+
+    def forget_previous(store: Any) -> None:
+        for whose in (own_rank, "answer")[: 1 + (own_rank == first_rank)] if number > 1 else ():
+            store.delete_key(key(whose, before=1))
+
+    # Why no wait of the store: that of a file asks once a second.
+    begin_time = current_time = time.monotonic()
+    next_look, sleep_seconds, difference = begin_time + limits.patience, _SHORTEST, None
+    try:
+        while True:
+            # Why suppressed: the store may answer later, and a look says if it does not.
+            with contextlib.suppress(SilentStoreError):
+                difference = watch.ask(answer)
+                if difference is not None:
+                    break
+            if current_time >= begin_time + timeout:
+                raise_late()
+            if current_time >= next_look:
+                look()
+                next_look = current_time + limits.patience / 8
+            # Ranks of one program come soon, and others spare the store.
+            time.sleep(sleep_seconds)
+            sleep_seconds, current_time = min(1.5 * sleep_seconds, _LONGEST), time.monotonic()
+        # All ranks have come here, so all have read the answer of the meeting before.
+        with contextlib.suppress(RuntimeError):
+            watch.ask(forget_previous)
+    except LostError as late:
+        raise RuntimeError(str(late)) from None
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {own_rank} cannot reach the store of the job in {call}: the process that holds "
+            "it, rank 0 or the launcher, has ended; read its log first. Communication ended with: "
+            f"{error}"
+        ) from error
+    if difference:
+        raise ValueError(difference)
+
+
 def device_mesh_of(kind: str, sizes: Mapping[str, int], limits: Limits) -> DeviceMesh:
     """Return the device mesh over all processes."""
     axis_names, shape, world = tuple(sizes), tuple(sizes.values()), dist.get_world_size()
@@ -119,11 +248,7 @@ def device_mesh_of(kind: str, sizes: Mapping[str, int], limits: Limits) -> Devic
     if backend == "fake" or getattr(job_group, "bound_device_id", None) is not None:
         return init_device_mesh(kind, shape, mesh_dim_names=axis_names)
     if kind == "cuda" and not torch.cuda.is_initialized():
-        _choose_gpu(
-            _number("LOCAL_RANK", 0)
-            if "LOCAL_RANK" in os.environ
-            else dist.get_rank() % torch.cuda.device_count()
-        )
+        _choose_gpu(_local_rank(lambda: dist.get_rank() % torch.cuda.device_count()))
     # Why not ``init_device_mesh``: its groups have another timeout, half an hour.
     rank_grid = torch.arange(world, device="cpu").view(shape)
     axis_groups = []
@@ -162,10 +287,11 @@ def device_of(kind: str) -> torch.device:
     """Return the device of this process; of GPUs that of its number on the machine."""
     if kind != "cuda":
         return torch.device(kind)
-    return torch.device(
-        "cuda",
-        _number("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else torch.cuda.current_device(),
-    )
+    return torch.device("cuda", _local_rank(torch.cuda.current_device))
+
+
+def _local_rank(default: Callable[[], int]) -> int:
+    return _number("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else default()
 
 
 def _choose_gpu(number: int) -> None:

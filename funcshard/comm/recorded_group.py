@@ -119,25 +119,27 @@ class RecordedGroup(WrappedGroup):
             # Why: ranks that trace one step exchange nothing. Each compares with itself, and a run
             # of the graph compares the ranks again.
             return DeferredWork(result=[op.data] * self.size)
-        operations, where, out = torch.ops.funcshard, self._where(op.label), op.out
-        if op.kind == "all_gather":
-            pending = operations.all_gather(op.data, False, *where)
-        elif op.kind == "reduce_scatter":
-            pending = operations.reduce_scatter(list(op.data), out.dtype, *where)
-        elif op.kind == "all_reduce":
-            pending = operations.all_reduce(out, *where)
-        elif op.kind == "broadcast":
-            pending = operations.broadcast(out, op.src, *where)
-        elif op.kind == "all_gather_shared":
+        kind, out, arguments = op.kind.removesuffix("_shared"), op.out, [op.data]
+        if kind == "all_gather":
             # Whether memory is shared is decided when the graph runs.
-            pending = operations.all_gather(op.data, True, *where)
-            return DeferredWork(lambda: operations.wait(pending))
+            arguments += [out is None]
+        elif kind == "reduce_scatter":
+            arguments = [list(op.data), out.dtype]
+        elif kind == "all_to_all":
+            arguments += [list(op.out_sizes), list(op.sizes)]
+        elif kind == "broadcast":
+            arguments = [out, op.src]
         else:
-            pending = operations.all_to_all(op.data, list(op.out_sizes), list(op.sizes), *where)
+            arguments = [out]
+        operations = torch.ops.funcshard
+        pending = getattr(operations, kind)(*arguments, *self._where(op.label))
 
-        def finish() -> None:
+        def finish() -> torch.Tensor:
             with torch.no_grad():
-                out.copy_(operations.wait(pending).view(out.shape))
+                waited_tensor: torch.Tensor = operations.wait(pending)
+                if out is not None:
+                    out.copy_(waited_tensor.view(out.shape))
+            return waited_tensor
 
         return DeferredWork(finish)
 

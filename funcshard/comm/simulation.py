@@ -30,6 +30,7 @@ from funcshard.comm.group import (
     Op,
     Work,
     concatenate,
+    exchange_part,
     sum_in_rank_order,
 )
 from funcshard.comm.job import lines_through
@@ -486,7 +487,7 @@ class _Attempt:
         if self.world.broken:
             raise error
 
-    def join_rest(self, device: torch.device) -> None:
+    def join_rest(self) -> None:
         self.world.fail_attempt(self.rank)
 
     def close(self) -> None:
@@ -503,11 +504,7 @@ def _zero_part(position: int, parts: Mapping[int, Op]) -> Op:
         # Why the text of another rank: a text of its own would be a difference.
         return op._replace(out=[])
     if op.kind == "all_to_all":
-        ranks = range(len(op.sizes))
-        sent_sizes = [parts[i].out_sizes[position] if i in parts else 0 for i in ranks]
-        received_sizes = [parts[i].sizes[position] if i in parts else 0 for i in ranks]
-        out, data = op.out.new_zeros(sum(received_sizes)), op.data.new_zeros(sum(sent_sizes))
-        return op._replace(out=out, data=data, out_sizes=received_sizes, sizes=sent_sizes)
+        return exchange_part(position, parts)
     data = None if op.data is None else torch.zeros_like(op.data)
     return op._replace(out=torch.zeros_like(op.out), data=data)
 

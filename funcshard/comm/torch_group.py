@@ -23,10 +23,9 @@ from funcshard._utils.torch_groups import default_store, group_timeout, new_grou
 from funcshard.comm.attempts import AttemptLog
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.group import DONE, DeferredWork, Group, Op, Work, concatenate
-from funcshard.comm.meeting import name_of, watched
 from funcshard.comm.process_groups import Gloo, Native
 from funcshard.comm.shm import Exchange, Pool, SharedMemoryBackend, connect, private_block
-from funcshard.comm.watch import LIMITS, Limits, LostError, Watch
+from funcshard.comm.watch import LIMITS, Limits, LostError, Watch, name_of, watched
 
 _log = logging.getLogger("funcshard.comm")
 

@@ -6,6 +6,7 @@ recorded. So whether a value varies along an axis is a fact, and your code needs
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import linecache
@@ -187,22 +188,21 @@ def _check_losses(
     axis: str, reports: Sequence[_Report], nodes: Mapping[Any, tuple[_Operation, int]]
 ) -> None:
     """Raise ``ValueError`` if a loss varies along a model axis through parts of leaves alone."""
-    for losses in zip(*(other.losses for other in reports), strict=False):
+    operations = [report.operations for report in reports]
+    for losses in zip(*(report.losses for report in reports), strict=False):
         numbers = [number for _, number in losses]
         # Why finite: nothing tells where a NaN comes from.
         is_same = all(math.isclose(number, numbers[0], rel_tol=1e-6) for number in numbers)
         if is_same or not all(map(math.isfinite, numbers)):
             continue
-        walk = _Walk(axis, [other.operations for other in reports], nodes)
-        try:
-            is_partial = walk.run([value for value, _ in losses])
-        except _OtherCauseError:
-            continue
-        if is_partial:
+        places = ""
+        with contextlib.suppress(_OtherCauseError):
+            places = _missing_sum(axis, tuple(value for value, _ in losses), operations, nodes)
+        if places:
             raise ValueError(
                 f"the loss varies along {axis!r}, where all ranks have the same data: a psum along "
                 f"{axis!r} is missing. Each rank has a term of the sum; it meets a value that "
-                f"doesn't vary in {walk.places()}"
+                f"doesn't vary in {places}"
             )
 
 
@@ -210,47 +210,35 @@ class _OtherCauseError(Exception):
     """A loss varies with the data of ranks, or for a cause that was not recorded."""
 
 
-class _Walk:
-    """A walk from a loss back to what makes it vary along an axis."""
+def _missing_sum(
+    axis: str,
+    losses: tuple[_Value, ...],
+    operations: Sequence[Sequence[_Operation]],
+    nodes: Mapping[Any, tuple[_Operation, int]],
+) -> str:
+    """Walk from a loss back to what makes it vary along an axis.
 
-    def __init__(
-        self,
-        axis: str,
-        operations: Sequence[Sequence[_Operation]],
-        nodes: Mapping[Any, tuple[_Operation, int]],
-    ) -> None:
-        self._axis, self._operations, self._nodes = axis, operations, nodes
-        self._waiting: list[Sequence[_Value]] = []
-        self._seen: set[int] = set()
-        self._meetings: set[int] = set()
+    Arguments:
+        axis: name of the axis.
+        losses: the loss on each rank along it.
+        operations: what each of these ranks has recorded.
+        nodes: the operation of each node of this rank's autograd graph.
 
-    def places(self) -> str:
-        """Return the first lines where what varies meets what doesn't."""
-        meetings = [self._operations[0][number].place for number in sorted(self._meetings)]
-        return ", or in ".join(list(dict.fromkeys(meetings))[:3]) or "no recorded operation"
+    Returns:
+        The first lines where what varies meets what doesn't; ``""`` if the loss depends on no parts
+        of leaves that ranks hold.
+    """
+    # What varies: the values of all ranks, or a node of this rank.
+    waiting: list[Any] = [losses]
+    seen, meetings, reaches_part = set[int](), set[int](), False
 
-    def run(self, losses: Sequence[_Value]) -> bool:
-        """Return whether the loss depends on parts of leaves that ranks hold."""
-        self._waiting, reaches_part = [losses], False
-        while self._waiting:
-            values = self._waiting.pop()
-            value = values[0]
-            if value.source is not None:
-                is_chosen = len({other.position for other in values}) > 1
-                self._visit(value.source.number, trained=value.trained, is_chosen=is_chosen)
-            elif value.node is None:
-                raise _OtherCauseError
-            else:
-                reaches_part |= self._cross(value.node)
-        return reaches_part
-
-    def _visit(self, number: int, *, trained: bool, is_chosen: bool) -> None:
+    def visit(number: int, *, trained: bool, is_chosen: bool) -> None:
         """Continue at the inputs of an operation that vary."""
-        if number in self._seen:
+        if number in seen:
             return
-        self._seen.add(number)
-        calls = [operations[number] for operations in self._operations if number < len(operations)]
-        if len(calls) < len(self._operations) or len({call.name for call in calls}) > 1:
+        seen.add(number)
+        calls = [of_rank[number] for of_rank in operations if number < len(of_rank)]
+        if len(calls) < len(operations) or len({call.name for call in calls}) > 1:
             raise _OtherCauseError
         inputs = list(zip(*(call.inputs for call in calls), strict=False))
         varying = [values for values in inputs if _varies(values)]
@@ -258,23 +246,26 @@ class _Walk:
         if not varying and not trained and (is_chosen or calls[0].name in _PARTS):
             raise _OtherCauseError
         if len(varying) < len(inputs) and not all(_is_weight(values[0]) for values in varying):
-            self._meetings.add(number)
-        self._waiting += varying
+            meetings.add(number)
+        waiting.extend(varying)
 
-    def _cross(self, node: Any) -> bool:
-        """Continue before an autograd Function; return whether it gathers a part of leaves."""
-        waiting, reaches_part = [node], False
-        while waiting:
-            node = waiting.pop()
-            if node in self._nodes:
-                self._visit(self._nodes[node][0].number, trained=True, is_chosen=False)
-            elif _is_gather(node):
-                reaches_part |= self._axis in node.comm.topology.local
-            elif node.next_functions:
-                waiting += [before for before, _ in node.next_functions if before is not None]
-            else:  # a tensor of the program
-                raise _OtherCauseError
-        return reaches_part
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, tuple) and (source := item[0].source) is not None:
+            is_chosen = len({value.position for value in item}) > 1
+            visit(source.number, trained=item[0].trained, is_chosen=is_chosen)
+        elif isinstance(item, tuple) and item[0].node is not None:
+            waiting.append(item[0].node)  # of an autograd Function
+        elif item in nodes:
+            visit(nodes[item][0].number, trained=True, is_chosen=False)
+        elif _is_gather(item):
+            reaches_part |= axis in item.comm.topology.local
+        elif edges := getattr(item, "next_functions", ()):
+            waiting += [node for node, _ in edges if node is not None]
+        else:  # a tensor of the program
+            raise _OtherCauseError
+    lines = dict.fromkeys(operations[0][number].place for number in sorted(meetings))
+    return (", or in ".join([*lines][:3]) or "no recorded operation") if reaches_part else ""
 
 
 def _varies(values: Sequence[_Value]) -> bool:

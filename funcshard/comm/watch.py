@@ -15,8 +15,8 @@ axis. Then it reads the records of the ranks that it waits for, and looks for fo
 - Ranks wait for each other. A rank waits for another one if that one has issued fewer collectives
   on the axis. If these waits form a circle, no rank of it can continue, however long the others
   take; a rank that is merely slow is in no circle. To make a mesh counts as a collective
-  (``meeting``). No circle is found if a rank waits for the second part of a large all-reduce, which
-  another one begins only when it waits for the first.
+  (``job.meet``). No circle is found if a rank waits for the second part of a large all-reduce,
+  which another one begins only when it waits for the first.
 - A rank is lost: its beat has stayed the same for ``give_up`` seconds; or it runs on the same
   machine, and its process has ended without a farewell, which a process that ends by itself writes
   as its last beat. After a farewell a rank is lost only if ranks wait for it to make a mesh: in a
@@ -32,6 +32,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import hashlib
 import json
 import math
 import os
@@ -544,6 +545,45 @@ class Watch:
                 and time.monotonic() < end_time
             ):
                 time.sleep(0.001)
+
+
+# Why: torch's calls that connect ranks return when all have connected, or after their timeout, of
+# which gloo takes five if a rank is killed meanwhile.
+def watched(connect: Callable[[], T], watch: Watch, ranks: Sequence[int], limits: Limits) -> T:
+    """Return ``connect()``, called on a thread, while this rank looks at the others.
+
+    Arguments:
+        connect: connects this rank to others, without the store of the watch, which may be locked
+            while it waits.
+        watch: that of this process.
+        ranks: the global ranks that connect.
+        limits: when this rank looks at the others, and gives one up.
+
+    Raises:
+        LostError: a rank is lost.
+        Exception: ``connect`` raised it.
+    """
+    connected = concurrent.futures.Future[T]()
+
+    def call() -> None:
+        try:
+            connected.set_result(connect())
+        except BaseException as error:
+            connected.set_exception(error)
+
+    # Why a daemon: a call that waits in vain must not keep the process from ending.
+    threading.Thread(target=call, name="funcshard connecting", daemon=True).start()
+    look_seconds = limits.patience
+    while not concurrent.futures.wait([connected], look_seconds).done:
+        if why := watch.why(Wait("", 0, "", ranks), limits.give_up):
+            raise LostError(why)
+        look_seconds = limits.patience / 8
+    return connected.result()
+
+
+def name_of(purpose: str, ranks: Sequence[int]) -> str:
+    """Return a short name for an action of some ranks, the same on each."""
+    return f"{purpose} {hashlib.sha256(repr([*ranks]).encode()).hexdigest()[:16]}"
 
 
 def some_of(ranks: Sequence[int], look: int, first: Sequence[int] = ()) -> Sequence[int]:

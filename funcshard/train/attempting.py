@@ -106,7 +106,7 @@ def _run_together(
         own_row = None
         if fault is not None:
             own_row = log.position, mesh.rank, fault
-            log.join_rest(mesh.device)
+            log.join_rest()
         rank_rows = map(json.loads, all_gather_texts(mesh, json.dumps(own_row), AGREEMENT))
     finally:
         log.close()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from funcshard.comm.group import DeferredWork, LocalGroup
-from funcshard.comm.mesh import Mesh
-from funcshard.comm.topology import Topology
+from funcshard.comm.mesh import Mesh, Topology
 from funcshard.core.buffer_comm import BufferComm
 from funcshard.core.grad_reducer import GradReducer, activate
 

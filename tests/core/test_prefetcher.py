@@ -15,7 +15,7 @@ from torch import nn
 
 import funcshard as fs
 from funcshard._utils import tree
-from funcshard.comm.topology import CommDtypes, Topology
+from funcshard.comm.mesh import CommDtypes, Topology
 from funcshard.core.buffer_comm import AllGatherHandle, BufferComm
 from funcshard.core.prefetcher import Prefetcher, ScheduleLearner, Use
 from tests.core.units import of_module, recorded, requiring_grad, same_bits
