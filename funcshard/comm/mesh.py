@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -455,7 +454,7 @@ def init_mesh(
     check_number(
         "timeout", timeout, above=0, below=1e9, remedy="pass a number of seconds, such as 600.0"
     )
-    simulated_mesh = _simulated.get()
+    simulated_mesh = SIMULATED.get()
     if simulated_mesh is not None:
         return simulated_mesh if shape is None else simulated_mesh.reshaped(shape)
     if device is None:
@@ -514,19 +513,9 @@ def _over(
 
 
 # The mesh of the simulated rank that runs in this context.
-_simulated: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar(
+SIMULATED: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar(
     "funcshard_simulated", default=None
 )
-
-
-@contextlib.contextmanager
-def in_simulation(mesh: Mesh) -> Iterator[None]:
-    """Make ``mesh`` the mesh of ``init_mesh`` in the ``with`` block."""
-    token = _simulated.set(mesh)
-    try:
-        yield
-    finally:
-        _simulated.reset(token)
 
 
 def find_lost_rank(mesh: Mesh) -> str:
@@ -543,7 +532,7 @@ def find_lost_rank(mesh: Mesh) -> str:
 
 def ranks_of_job() -> int:
     """Return the number of ranks that run this code, simulated ones or processes."""
-    simulated_mesh = _simulated.get()
+    simulated_mesh = SIMULATED.get()
     if simulated_mesh is not None:
         return simulated_mesh.world_size
     return dist.get_world_size() if is_started() else 1

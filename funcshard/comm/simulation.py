@@ -34,8 +34,9 @@ from funcshard.comm.group import (
     sum_in_rank_order,
 )
 from funcshard.comm.job import lines_through
-from funcshard.comm.mesh import Mesh, in_simulation
+from funcshard.comm.mesh import SIMULATED, Mesh
 from funcshard.comm.varying import Reports, VaryingCheck
+from funcshard.comm.watch import SAME_ORDER
 from funcshard.plan import mesh_axes_of
 
 Result = TypeVar("Result")
@@ -139,7 +140,8 @@ def simulate(
             # Why single-threaded: autograd has one thread for a GPU, which all ranks share. A
             # backward that waited there for another rank would keep that rank's backward out.
             check = VaryingCheck(mesh, reports) if check_vma else contextlib.nullcontext()
-            with in_simulation(mesh), torch.autograd.set_multithreading_enabled(False), check:
+            with torch.autograd.set_multithreading_enabled(False), check:
+                SIMULATED.set(mesh)
                 _running.set((world, rank))
                 results[rank] = fn(mesh)
         except _EndedError:
@@ -270,8 +272,7 @@ class _World:
             )
             raise RuntimeError(
                 f"ranks issue different collectives: number {number} on mesh axis {joined.axis!r} "
-                f"is {low_title} on rank {low} and {high_title} on rank {high}; every rank has to "
-                "issue the same ones in the same order"
+                f"is {low_title} on rank {low} and {high_title} on rank {high}; {SAME_ORDER}"
             )
         collective.number = number
         collective.arguments |= joined.arguments
@@ -338,22 +339,20 @@ class _World:
 
     def _pass_turn(self, rank: int) -> None:
         """Give the turn to the next rank after ``rank`` that can continue; fail if none can."""
-        turn_order = [(rank + i) % self.size for i in range(1, self.size + 1)]
-        present_ranks = [other_rank for other_rank in turn_order if other_rank not in self._left]
-        ready_ranks = [
-            other_rank
-            for other_rank in present_ranks
-            if other_rank not in self._waits
-            or self._waits[other_rank].done
-            or self.failure is not None
-        ]
-        if present_ranks and not ready_ranks:
-            self.fail(None, RuntimeError(self._deadlock()))
-            ready_ranks = present_ranks
         # Note: the order is the same in every run, as it depends on the program alone.
-        for next_rank in ready_ranks[:1]:
-            self._waits.pop(next_rank, None)
-            self._gates[next_rank].release()
+        turn_order = [*range(rank + 1, self.size), *range(rank + 1)]
+        present_ranks = [next_rank for next_rank in turn_order if next_rank not in self._left]
+        for next_rank in present_ranks:
+            collective = self._waits.get(next_rank)
+            if collective is None or collective.done or self.failure is not None:
+                break
+        else:
+            if not present_ranks:
+                return
+            self.fail(None, RuntimeError(self._deadlock()))
+            next_rank = present_ranks[0]
+        self._waits.pop(next_rank, None)
+        self._gates[next_rank].release()
 
     def _deadlock(self) -> str:
         rank_lines = [

@@ -48,6 +48,7 @@ import struct
 import time
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -86,6 +87,7 @@ class Message(NamedTuple):
     also_released: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class Peer:
     """Another rank, with the messages and blocks received from it.
 
@@ -98,13 +100,12 @@ class Peer:
         latest: the highest number of a collective in its messages.
     """
 
-    def __init__(self, rank: int, connection: socket.socket) -> None:
-        self.rank = rank
-        self.connection = connection
-        self.open = True
-        self.blocks: dict[int, torch.Tensor] = {}
-        self.received: dict[int, Message] = {}
-        self.latest = 0
+    rank: int
+    connection: socket.socket
+    open: bool = True
+    blocks: dict[int, torch.Tensor] = field(default_factory=dict)
+    received: dict[int, Message] = field(default_factory=dict)
+    latest: int = 0
 
 
 class Exchange:
