@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from funcshard._utils.options import some
 from funcshard._utils.torch_groups import group_timeout
 from funcshard.comm.agreement import first_difference
-from funcshard.comm.torch_group import connected, start_job, watch_of_job
+from funcshard.comm.torch_group import WATCHES, connected, watch_of_job
 from funcshard.comm.watch import (
     LIMITS,
     Limits,
@@ -32,6 +32,7 @@ from funcshard.comm.watch import (
     Wait,
     Watch,
     name_of,
+    watched,
     write_text,
 )
 from funcshard.plan import axes_text, position_of, rank_at
@@ -92,7 +93,9 @@ def start(kind: str, world: int, timeout: float, limits: Limits) -> None:
         if kind == "cuda":  # the current GPU is one of the thread
             connect()
         else:
-            start_job(connect, store, rank, world, limits)
+            watch = Watch(rank, store)
+            watched(connect, watch, range(world), limits)
+            WATCHES[dist.group.WORLD] = watch
     except LostError as lost:
         raise RuntimeError(str(lost)) from None
     except (RuntimeError, OSError) as error:

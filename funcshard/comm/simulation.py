@@ -434,7 +434,7 @@ class _SimulatedGroup(Group):
         # Why asked first: without attempts, a step makes no further call for them.
         if self.world.attempts and (attempt := self.world.attempts.get(self.global_rank)):
             attempt.position += 1
-        title, tensors, texts = op.kind, [op.out, op.data], None
+        title, texts = op.kind, None
         # A rank's part may be empty here, and it takes part all the same.
         if op.kind == "all_gather_text":
             title, texts = "all_gather_text of text", list[str]()
@@ -445,13 +445,12 @@ class _SimulatedGroup(Group):
             return DONE
         else:
             if op.kind == "reduce_scatter":
-                full_tensor = concatenate(op.data).to(op.out.dtype)
-                op, tensors = op._replace(data=full_tensor), [op.out, full_tensor]
+                op = op._replace(data=concatenate(op.data).to(op.out.dtype))
             elif op.kind == "broadcast":
                 title = f"broadcast from rank {op.src}"
             tensor_shapes = [
                 f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
-                for tensor in tensors
+                for tensor in (op.out, op.data)
                 if tensor is not None
             ]
             title = f"{title} of {', '.join(tensor_shapes)}"

@@ -220,41 +220,21 @@ class TorchGroup(Group):
 
 # Why this dictionary: torch's groups take no attributes. It holds one watch for the default group
 # of the process, and loses it with that group.
-_watches: weakref.WeakKeyDictionary[Any, Watch] = weakref.WeakKeyDictionary()
+WATCHES: weakref.WeakKeyDictionary[Any, Watch] = weakref.WeakKeyDictionary()
 
 
 @atexit.register
 def _finish() -> None:
-    for watch in [*_watches.values()]:
+    for watch in [*WATCHES.values()]:
         watch.finish(_LAST)
 
 
 def watch_of_job() -> Watch:
     """Return the watch of this process, which all of its meshes share."""
     job = dist.group.WORLD
-    if job not in _watches:
-        _watches[job] = Watch(dist.get_rank(), default_store())
-    return _watches[job]
-
-
-def start_job(
-    connect: Callable[[], object], store: dist.Store, rank: int, world: int, limits: Limits
-) -> None:
-    """Make the default group of this process by ``connect``, and the watch of this process.
-
-    Arguments:
-        connect: makes the default group over ``store``.
-        store: the store of the job.
-        rank, world: number of this process, and number of processes.
-        limits: see ``watched``.
-
-    Raises:
-        LostError: a rank is lost.
-        Exception: ``connect`` raised it.
-    """
-    watch = Watch(rank, store)
-    watched(connect, watch, range(world), limits)
-    _watches[dist.group.WORLD] = watch
+    if job not in WATCHES:
+        WATCHES[job] = Watch(dist.get_rank(), default_store())
+    return WATCHES[job]
 
 
 def give_back(group: Any, *users: Any) -> None:

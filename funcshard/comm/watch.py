@@ -189,10 +189,6 @@ class Record(NamedTuple):
         count = self.counts.get(wait.group, unknown)
         return count is not None and count < wait.number
 
-    def lasts(self, before: Record) -> bool:
-        """Return whether this rank was in the same wait before, and has looked again."""
-        return self.wait == before.wait and self.look > before.look
-
 
 class Comparison(NamedTuple):
     """A comparison of histories that has been started.
@@ -449,11 +445,12 @@ class Watch:
         self._suspects = _blocked_by(self.rank, waiting)
         # Why a second look: a rank may read old records. But ranks write again at each look, so a
         # circle whose records are all new the second time was one at the moment of the first look.
-        lasting = {
-            rank: record
-            for rank, record in waiting.items()
-            if rank in self._seen and record.lasts(self._seen[rank][0])
-        }
+        lasting = {}
+        for rank, record in waiting.items():
+            before, _ = self._seen.get(rank, (record, 0.0))
+            # The same wait as before, and another look.
+            if record.wait == before.wait and record.look > before.look:
+                lasting[rank] = record
         rank_lines = []
         for rank, blocker in _blocked_by(self.rank, lasting).items():
             wait = lasting[rank].wait
