@@ -53,6 +53,7 @@ from funcshard.comm.watch import (
     Wait,
     Watch,
     check_process,
+    some_lines,
     title_of,
 )
 
@@ -352,11 +353,10 @@ class DesyncDetector:
                     "never seen" if last_number is None else f"last seen at number {last_number}"
                 )
                 ranks_behind.append(f"{self._title(rank)} ({last_seen})")
-        if len(ranks_behind) > MOST_READ:
-            ranks_behind[MOST_READ:] = [f"and {len(ranks_behind) - MOST_READ} more ranks"]
         where_text = "all ranks have reached it"
         if ranks_behind:
-            where_text = f"not known to have reached it: {', '.join(ranks_behind)}"
+            behind_text = ", ".join(some_lines(ranks_behind, "more ranks", MOST_READ))
+            where_text = f"not known to have reached it: {behind_text}"
         raise RuntimeError(
             f"{self._title(self.rank)} waited for {self._describe(number)}, collective number "
             f"{number} on mesh axis {self.axis!r}, which failed; {where_text}. Communication ended "

@@ -64,7 +64,7 @@ _LONGEST, _BEATS = 5.0, 8
 
 # Number of ranks that a rank reads about in one look, that an error describes, and whose waits a
 # rank follows in one look.
-MOST_READ, MOST_NAMED, _MOST_FOLLOWED = 64, 8, 200
+MOST_READ, _MOST_NAMED, _MOST_FOLLOWED = 64, 8, 200
 
 # Seconds that the store may take for one answer before it counts as silent.
 _ANSWER = 1.0
@@ -460,7 +460,7 @@ class Watch:
             )
         if not rank_lines:
             return ""
-        return f"{_CIRCLE}{'; '.join(_some_lines(rank_lines, 'more ranks'))}; {SAME_ORDER}"
+        return f"{_CIRCLE}{'; '.join(some_lines(rank_lines, 'more ranks'))}; {SAME_ORDER}"
 
     def _lost(
         self,
@@ -478,7 +478,7 @@ class Watch:
                 reasons.append(reason)
         if not reasons:
             return ""
-        reasons_text = "; ".join(_some_lines(reasons, "more"))
+        reasons_text = "; ".join(some_lines(reasons, "more"))
         if all(_LEFT in reason for reason in reasons):
             return (
                 f"{reasons_text}: rank {self.rank} waited for it to make a mesh; every rank has to "
@@ -644,10 +644,9 @@ def _blocked_by(own_rank: int, records: Mapping[int, Record]) -> dict[int, int]:
     return path
 
 
-def _some_lines(lines: list[str], rest: str) -> list[str]:
-    if len(lines) <= MOST_NAMED:
-        return lines
-    return [*lines[:MOST_NAMED], f"and {len(lines) - MOST_NAMED} {rest}"]
+def some_lines(lines: list[str], rest: str, most: int = _MOST_NAMED) -> list[str]:
+    """Return the lines; of many, the first ones and how many the ``rest`` are."""
+    return lines if len(lines) <= most else [*lines[:most], f"and {len(lines) - most} {rest}"]
 
 
 # --- the thread -----------------------------------------------------------------------------------

@@ -24,24 +24,25 @@ from funcshard.comm.watch import Limits, Watch
 from funcshard.core import raise_on_every_rank
 from tests.ranks import run_simulated
 
-DIFFER = "ranks issue different collectives: number "
+
+def gather(mesh: fs.Mesh) -> None:
+    mesh.shard.all_gather(torch.empty(2), torch.empty(1), label="unit 'b'" if mesh.rank else "unit 'a'").wait()
 
 
-def test_simulated_ranks_compare_labels_too() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        mesh.shard.all_gather(torch.empty(2), torch.empty(1), label="unit 'b'" if mesh.rank else "unit 'a'").wait()
-
-    words = r"all_gather of float32\[2\], float32\[1\] of unit 'a' on rank 0 and all_gather .* of unit 'b' on rank 1"
-    with pytest.raises(RuntimeError, match=words):
-        fs.simulate(main, 2)
+def exchange(mesh: fs.Mesh) -> None:
+    raise_on_every_rank(mesh, None) if mesh.rank else check_same(mesh, "text", "the plan")
 
 
-def test_simulated_ranks_that_exchange_texts_for_different_purposes_say_which() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        raise_on_every_rank(mesh, None) if mesh.rank else check_same(mesh, "text", "the plan")
+LABELS = {
+    r"all_gather of float32\[2\], float32\[1\] of unit 'a' on rank 0 and all_gather .* of unit 'b' on rank 1": gather,
+    "a comparison of the plan on rank 0 .* report of faults on rank 1": exchange,
+}
 
-    with pytest.raises(RuntimeError, match=f"{DIFFER}.* a comparison of the plan on rank 0 .* report of faults on rank 1"):
-        run_simulated(main, 2)
+
+@pytest.mark.parametrize("words", LABELS)
+def test_simulated_ranks_compare_labels_and_purposes_of_texts_too(words: str) -> None:
+    with pytest.raises(RuntimeError, match=f"ranks issue different collectives: number .*{words}"):
+        run_simulated(LABELS[words], 2)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

@@ -142,14 +142,8 @@ class Pool:
         self._takes = 0
         self.made = 0
         # Why weak: a tensor that outlives the pool must not keep the pool's other blocks.
-        pool = weakref.ref(self)
-
-        def give_back(block: Block) -> None:
-            own_pool = pool()
-            if own_pool is not None:
-                own_pool.give_back(block)
-
-        self._on_free = give_back
+        give_back = weakref.WeakMethod(self.give_back)
+        self._on_free = lambda block: (method := give_back()) and method(block)
 
     def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a new 1-D tensor in a block, which comes back when the tensor is gone."""
