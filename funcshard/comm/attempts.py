@@ -273,7 +273,7 @@ class AttemptLog:
                 if all_failed:
                     return None
             if time.monotonic() > next_look:
-                if why := watch.why(Wait("", 0, "", self._ranks), self._give_up_after):
+                if why := watch.why(Wait(ranks=self._ranks), self._give_up_after):
                     raise LostError(why)
                 next_look = time.monotonic() + _LOST
             time.sleep(_NEXT_LOOK)

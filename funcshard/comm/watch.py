@@ -119,15 +119,15 @@ class Wait(NamedTuple):
 
     Attributes:
         group: name of the group, the same on all of its ranks.
-        number: of the collective on the axis.
+        number: of the collective on the axis; 0 outside of collectives.
         what: the collective and its axis as text.
         ranks: the global ranks without whose part the collective cannot end.
     """
 
-    group: str
-    number: int
-    what: str
-    ranks: Sequence[int]
+    group: str = ""
+    number: int = 0
+    what: str = ""
+    ranks: Sequence[int] = ()
 
 
 class Detector(Protocol):
@@ -169,7 +169,7 @@ class Record(NamedTuple):
     latest: str = "no collective yet"
     left: bool = False
     look: int = 0
-    wait: Wait | None = None
+    wait: Wait = Wait()
     counts: Mapping[str, int | None] = {}
     titles: Mapping[str, str] = {}
     why: str = ""
@@ -177,11 +177,11 @@ class Record(NamedTuple):
     @classmethod
     def of(cls, text: bytes) -> Record:
         record = cls(*json.loads(text))
-        return record if record.wait is None else record._replace(wait=Wait(*record.wait))
+        return record._replace(wait=Wait(*record.wait))
 
     def lacks(self, wait: Wait) -> bool:
         """Return whether this rank is known not to have issued the collective of another's wait."""
-        if self.wait is None:
+        if not self.wait.number:  # it does not wait, and may issue it yet
             return False
         # A rank that has not made the group yet, or has it no more, has issued nothing on it. But
         # another of its threads, if there is one, may still make it.
@@ -420,7 +420,6 @@ class Watch:
             )
         records, followed = {self.rank: own_record}, [own_record]
         for record in followed:  # which grows meanwhile
-            assert record.wait is not None, "a rank that lacks a collective waits for another"
             waited_ranks = record.wait.ranks
             # Why suspects first: a circle counts if a second look finds it again.
             suspects = [rank for rank in self._suspects if rank in waited_ranks]
@@ -441,22 +440,20 @@ class Watch:
 
     def _circle(self, records: Mapping[int, Record]) -> str:
         """Return an error message if ranks wait for each other."""
-        waiting = {rank: record for rank, record in records.items() if record.wait is not None}
-        self._suspects = _blocked_by(self.rank, waiting)
+        self._suspects = _blocked_by(self.rank, records)
         # Why a second look: a rank may read old records. But ranks write again at each look, so a
         # circle whose records are all new the second time was one at the moment of the first look.
         lasting = {}
-        for rank, record in waiting.items():
+        for rank, record in records.items():
             before, _ = self._seen.get(rank, (record, 0.0))
             # The same wait as before, and another look.
             if record.wait == before.wait and record.look > before.look:
                 lasting[rank] = record
         rank_lines = []
         for rank, blocker in _blocked_by(self.rank, lasting).items():
-            wait = lasting[rank].wait
-            assert wait is not None, "only ranks that wait are blocked"
+            title = lasting[rank].wait.what
             rank_lines.append(
-                f"rank {rank} waits for {wait.what}, which rank {blocker} has not reached"
+                f"rank {rank} waits for {title}, which rank {blocker} has not reached"
             )
         if not rank_lines:
             return ""
@@ -572,7 +569,7 @@ def watched(connect: Callable[[], T], watch: Watch, ranks: Sequence[int], limits
     threading.Thread(target=call, name="funcshard connecting", daemon=True).start()
     look_seconds = limits.patience
     while not concurrent.futures.wait([connected], look_seconds).done:
-        if why := watch.why(Wait("", 0, "", ranks), limits.give_up):
+        if why := watch.why(Wait(ranks=ranks), limits.give_up):
             raise LostError(why)
         look_seconds = limits.patience / 8
     return connected.result()
@@ -610,9 +607,8 @@ def check_process(process: int, rank: int) -> None:
 def _difference(own_rank: int, records: Mapping[int, Record], axis: str) -> str:
     """Return an error message about the first difference between ranks, or ``""``."""
     own_record = records[own_rank]
-    assert own_record.wait is not None, "this rank has just written its wait"
     for rank, record in sorted(records.items()):
-        if record.wait is None or record.wait.group != own_record.wait.group:
+        if record.wait.group != own_record.wait.group:
             continue
         for number, own_title in own_record.titles.items():
             other_title = record.titles.get(number, own_title)
@@ -631,7 +627,7 @@ def _blocked_by(own_rank: int, records: Mapping[int, Record]) -> dict[int, int]:
     while len(blockers) != number_before:  # else each of them waits for another one
         number_before, blocked_ranks, blockers = len(blockers), [*blockers], {}
         for rank in blocked_ranks:
-            wait = records[rank].wait or Wait("", 0, "", ())
+            wait = records[rank].wait
             for other_rank in blocked_ranks:
                 is_waited_for = other_rank != rank and records[other_rank].lacks(wait)
                 if is_waited_for and other_rank in wait.ranks:

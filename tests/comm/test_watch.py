@@ -28,7 +28,7 @@ from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.watch import Limits, Record, Wait, Watch
 from tests.comm.stores import FailingStore, SuspendedStore, until
 
-BETWEEN = Wait("", 0, "", [0, 1])  # a wait outside of collectives
+BETWEEN = Wait(ranks=[0, 1])  # a wait outside of collectives
 
 
 class Detector:
@@ -229,7 +229,7 @@ def test_a_rank_that_beats_or_has_said_farewell_is_not_given_up() -> None:
     others = [watching(1, failing, 1.0), stopped(2, store, place=ELSEWHERE, every=60.0), stopped(3, store)]
     failing.failures = 5
     assert until(lambda: not failing.failures)
-    assert told_within(own, 1.5, 1.0, Wait("", 0, "", range(4))) == ""
+    assert told_within(own, 1.5, 1.0, Wait(ranks=range(4))) == ""
     del others
 
 
