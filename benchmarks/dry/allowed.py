@@ -34,7 +34,7 @@ ALLOWED: dict[str, Allowed] = {
     ),
     "core/checksum.py:compare": Allowed(_TO_CUDA + _ITEM, "ranks compare checksums of their leaves, before the first step"),
     "graph/traced.py:__call__": Allowed(_TO_CPU + _TO_CUDA + _ITEM, "the waits of the recorded step", answer=1.0),
-    "graph/compiling/binding.py:__call__": Allowed(_TO_CPU + _TO_CUDA, "the waits of the recorded step"),
+    "graph/compiling.py:__call__": Allowed(_TO_CPU + _TO_CUDA, "the waits of the recorded step"),
     "_utils/torch_compilers.py:boxed": Allowed(_TO_CPU + _TO_CUDA, "the waits of the recorded step"),
     "checkpoint/unflatten_state.py:_tensor": Allowed(("equal",), "leaves must agree on a value of their buffer", answer=1.0),
     "checkpoint/flatten_state.py:_checksum": Allowed(_TO_CPU, "ranks compare checksums of a state, before they save it"),

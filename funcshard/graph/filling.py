@@ -7,7 +7,7 @@ runs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,22 +38,21 @@ def input_memory(placeholders: Iterable[fx.Node]) -> InputMemory:
 def filled(step_graph: StepGraph, sizes: Mapping[str, int]) -> StepGraph:
     """Return a graph for any size with the forms of results for some sizes."""
     filled_graph = step_graph.copy()
-    new_graph = filled_graph.graph
-    input_leaves = [step_graph.signature.leaves[i] for i in step_graph.inputs]
     fill_in(
-        new_graph,
-        [leaf for leaf in input_leaves if leaf is not int],
+        filled_graph.graph,
+        [step_graph.signature.leaves[i] for i in step_graph.inputs],
         sizes,
-        input_memory(new_graph.find_nodes(op="placeholder")),
+        input_memory(filled_graph.graph.find_nodes(op="placeholder")),
         step_graph.constants,
-        {node for node in new_graph.nodes if is_number_item(node)},
     )
     return dataclasses.replace(filled_graph, sizes=dict(sizes))
 
 
 def is_number_item(node: fx.Node) -> bool:
     """Return whether a node is the number of a schedule, and no tensor of it."""
-    return collective_of(node) == "number" and not isinstance(node.meta["val"], torch.Tensor)
+    return collective_of(node) == "number" and isinstance(
+        node.meta.get("val"), float | torch.SymFloat
+    )
 
 
 def fill_in(
@@ -62,27 +61,26 @@ def fill_in(
     sizes: Mapping[str, int],
     memory: InputMemory,
     constants: Mapping[str, torch.Tensor],
-    number_items: Collection[fx.Node],
 ) -> None:
     """Set ``meta["val"]`` of each node.
 
     Arguments:
         graph: the graph; its placeholders are tensors, then counters.
-        leaves: the leaf of the signature for each tensor.
+        leaves: the leaf of the signature for each of them.
         memory: see ``input_memory``.
-        number_items: see ``is_number_item``.
 
     Raises:
         ValueError: an operation can't take its arguments.
     """
     with recording_tensors() as mode, torch.no_grad():
-        input_tensors = iter(list(_inputs(leaves, sizes, memory)))
+        tensor_leaves = [leaf for leaf in leaves if leaf is not int]
+        input_tensors = iter(list(_inputs(tensor_leaves, sizes, memory)))
         for node in graph.nodes:
             if node.op == "output":
                 break
             try:
                 node_result = _result(node, input_tensors, constants, mode)
-                if node in number_items:
+                if is_number_item(node):
                     node_result = node_result.item()
                 # Why a view: an operation that changes a tensor's shape leaves the view as it is.
                 node.meta["val"] = tree.map(_view_of, node_result)

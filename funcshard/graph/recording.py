@@ -177,7 +177,7 @@ def _fill(
     counter_facts = torch.Size(), torch.int64, torch.device("cpu"), (), False
     tensor_leaves = [counter_facts if leaf is int else leaf for leaf in leaves]
     input_places = input_memory(graph.find_nodes(op="placeholder"))
-    fill_in(graph, tensor_leaves, sizes, input_places, constants, ())
+    fill_in(graph, tensor_leaves, sizes, input_places, constants)
 
 
 def _check_after(state: Any, sizes: Mapping[str, int]) -> None:

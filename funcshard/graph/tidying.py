@@ -74,7 +74,9 @@ def _drop_copies(graph: fx.Graph) -> None:
         waited_node = source_node
         while operator_name(waited_node.target) in _VIEWS:
             (waited_node,) = waited_node.all_input_nodes
-        if collective_of(waited_node) != "wait" or _layout(target_value) != _layout(source_value):
+        if collective_of(waited_node) != "wait" or layout_of(target_value) != layout_of(
+            source_value
+        ):
             continue
         # Note: an argument is written to for the caller, who reads it.
         if storages.made[target_storage].op == "placeholder":
@@ -93,7 +95,7 @@ def _drop_copies(graph: fx.Graph) -> None:
             graph.erase_node(copy)
 
 
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return the device of a tensor, and all else that a view of it depends on."""
     return tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 

@@ -23,7 +23,7 @@ from funcshard.graph.filling import filled
 from funcshard.graph.memory import StepCost, StepMemory, cost_of, memory_of
 from funcshard.graph.recording import record
 from funcshard.graph.replay import bind
-from funcshard.graph.saving import graph_to, recordings_text, save_together, text_digest
+from funcshard.graph.saving import graphs_text, save_together, text_digest
 from funcshard.graph.show import StepDifference, graph_html, graph_text
 from funcshard.graph.signatures import (
     NamedSizes,
@@ -446,10 +446,8 @@ class Traced:
         return text_digest(self._text())[:16]
 
     def _text(self) -> str:
-        step_graphs = [
-            graph_to(entry.step_graph, self.step.schedules) for entry in self._entries.values()
-        ]
-        return recordings_text(step_graphs)
+        step_graphs = (entry.step_graph for entry in self._entries.values())
+        return graphs_text(step_graphs, self.step.schedules)
 
     @property
     def plan(self) -> Plan:

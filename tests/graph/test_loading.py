@@ -176,7 +176,7 @@ def forged(file: Path, path: Path, change: Callable[[str], str]) -> Path:
     text = file.read_text().partition("\n")[2]
     new = change(text)
     assert new != text, "the change must change something"
-    head = json.dumps({"format": "funcshard.graph/2", "sha256": hashlib.sha256(new.encode()).hexdigest()})
+    head = json.dumps({"format": "funcshard.graph/3", "sha256": hashlib.sha256(new.encode()).hexdigest()})
     path.write_text(f"{head}\n{new}")
     return path
 

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import funcshard as fs
 from funcshard._utils.torch_operators import operator_name
 from funcshard.graph import StepGraph, Traced
-from funcshard.graph.compiling.regions import Cut, Region, region_text
+from funcshard.graph.compiling import Cut, Region, region_text
 from funcshard.graph.step_graph import collective_of, starts_and_waits
 from tests.graph.test_memory import residual
 from tests.graph.test_traced import CASES, batch_of, made, same, steps
