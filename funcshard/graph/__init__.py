@@ -3,10 +3,10 @@
 In reading order:
 
 - ``step_graph``: the graph, as data. ``recording`` makes it on tensors without data.
-- ``storages``, ``memory``: which operations share memory, the sections, and what a run takes.
+- ``memory``: which operations share memory, what a run takes, and the sections.
 - ``tidying``, ``show``: simplify, print and compare graphs.
 - ``replay``: runs a graph on the groups of a mesh.
-- ``signatures``: the arguments that a graph serves. ``filling``: forms of results.
+- ``signatures``: the arguments that a graph serves.
 - ``effects``: the order that operations need, and whether a changed graph has it.
 - ``traced``: ``trace``, and the recordings of a step. ``saving``, ``loading``: graphs in files.
 - ``passes``: functions from a traced step to a traced step. ``compiling``: compiled regions.

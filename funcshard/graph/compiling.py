@@ -30,11 +30,10 @@ from funcshard._utils.torch_operators import operator_name
 from funcshard._utils.torch_symbols import put_number
 from funcshard.comm import Mesh
 from funcshard.graph.effects import is_view, written_by
-from funcshard.graph.filling import filled
+from funcshard.graph.memory import GraphStorages, sections_of
 from funcshard.graph.replay import lower
 from funcshard.graph.signatures import Conditions
-from funcshard.graph.step_graph import StepGraph, collective_of
-from funcshard.graph.storages import GraphStorages, sections_of
+from funcshard.graph.step_graph import StepGraph, collective_of, filled
 from funcshard.graph.tidying import layout_of
 
 _log = logging.getLogger("funcshard.graph")

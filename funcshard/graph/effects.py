@@ -16,8 +16,8 @@ from funcshard._utils.torch_operators import (
     writes_inputs,
     written_arguments,
 )
+from funcshard.graph.memory import GraphStorages, held_until
 from funcshard.graph.step_graph import STARTS, collective_of, starts_and_waits
-from funcshard.graph.storages import GraphStorages, held_until
 
 
 def communicates(node: fx.Node) -> bool:

@@ -30,9 +30,15 @@ from funcshard._utils.torch_private import (
     record_graph,
 )
 from funcshard._utils.torch_symbols import record_sized_graph
-from funcshard.graph.filling import fill_in, input_memory
 from funcshard.graph.signatures import Conditions, signature_of, sizes_of
-from funcshard.graph.step_graph import Constant, Place, StepGraph, starts_and_waits
+from funcshard.graph.step_graph import (
+    Constant,
+    Place,
+    StepGraph,
+    fill_in,
+    input_memory,
+    starts_and_waits,
+)
 from funcshard.graph.tidying import tidy
 from funcshard.plan import StepRecording, record_step
 from funcshard.train import DONATED_STATE, is_donated

@@ -11,8 +11,8 @@ from torch import fx
 from funcshard._utils.random_state import RandomState
 from funcshard._utils.torch_operators import operator_arguments
 from funcshard.comm import Group, Mesh, all_gather_private, neighbours
+from funcshard.graph.memory import GraphStorages
 from funcshard.graph.step_graph import StepGraph, collective_of
-from funcshard.graph.storages import GraphStorages
 from funcshard.plan import emit, has_recorders
 
 

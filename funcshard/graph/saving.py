@@ -34,9 +34,15 @@ from funcshard._utils.regular_files import read_regular
 from funcshard._utils.tensors import byte_memory, byte_view
 from funcshard._utils.torch_operators import operator_by_name, operator_full_name
 from funcshard.comm import Mesh, all_gather_texts
-from funcshard.graph.filling import fill_in, input_memory, is_number_item
 from funcshard.graph.signatures import Conditions, Signature
-from funcshard.graph.step_graph import Constant, Place, StepGraph
+from funcshard.graph.step_graph import (
+    Constant,
+    Place,
+    StepGraph,
+    fill_in,
+    input_memory,
+    is_number_item,
+)
 from funcshard.plan import Event, dtype_name, dtype_of
 
 FORMAT = "funcshard.graph/3"

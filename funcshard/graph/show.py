@@ -15,10 +15,9 @@ from torch import fx
 from funcshard._utils import table, tree
 from funcshard._utils.table import Bullets, Part, Shown, Table
 from funcshard._utils.torch_operators import operator_name
-from funcshard.graph.memory import memory_of
+from funcshard.graph.memory import Section, memory_of, sections_of
 from funcshard.graph.signatures import sizes_text
 from funcshard.graph.step_graph import STARTS, StepGraph, collective_of
-from funcshard.graph.storages import Section, sections_of
 from funcshard.plan import dtype_name
 
 _VERBS = {

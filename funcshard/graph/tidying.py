@@ -10,8 +10,8 @@ from torch import fx
 from funcshard._utils.tensors import tensors_in
 from funcshard._utils.torch_operators import is_random, operator_name, writes_inputs
 from funcshard._utils.torch_private import storage_id
+from funcshard.graph.memory import GraphStorages
 from funcshard.graph.step_graph import collective_of
-from funcshard.graph.storages import GraphStorages
 
 _VIEWS = ("aten::view", "aten::_unsafe_view", "aten::reshape")
 

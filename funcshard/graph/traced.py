@@ -19,7 +19,6 @@ from funcshard._utils.torch_private import untraced_with_warning
 from funcshard.comm import UNDO, Mesh
 from funcshard.graph.compiling import Backend, CompilingBind
 from funcshard.graph.effects import check_graph, check_order
-from funcshard.graph.filling import filled
 from funcshard.graph.memory import StepCost, StepMemory, cost_of, memory_of
 from funcshard.graph.recording import record
 from funcshard.graph.replay import bind
@@ -33,7 +32,7 @@ from funcshard.graph.signatures import (
     sizes_of,
     sizes_text,
 )
-from funcshard.graph.step_graph import Place, StepGraph, collective_of, starts_and_waits
+from funcshard.graph.step_graph import Place, StepGraph, collective_of, filled, starts_and_waits
 from funcshard.graph.tidying import drop_unused_nodes
 from funcshard.plan import Event, Plan
 from funcshard.train import DONATED_STATE, TrainStep, copy, donate

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import funcshard as fs
-from funcshard.graph.storages import sections_of
+from funcshard.graph.memory import sections_of
 from tests.graph import linear as linear_step
 from tests.graph import test_traced
 from tests.graph.linear import same

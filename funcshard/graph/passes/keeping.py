@@ -12,6 +12,7 @@ from torch import fx
 
 from funcshard._utils.options import check_bytes
 from funcshard.graph.effects import is_pure, writers_of
+from funcshard.graph.memory import GraphStorages
 from funcshard.graph.step_graph import (
     STARTS,
     StepGraph,
@@ -19,7 +20,6 @@ from funcshard.graph.step_graph import (
     is_unit_gather,
     starts_and_waits,
 )
-from funcshard.graph.storages import GraphStorages
 from funcshard.graph.tidying import replace_node
 from funcshard.graph.traced import Traced, applied
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from torch import fx
 
 from funcshard._utils.options import check_bytes, check_count
 from funcshard.graph.effects import communicates, dependencies, is_pure, is_view
-from funcshard.graph.memory import memory_of
+from funcshard.graph.memory import GraphStorages, Timeline, held_until, memory_of
 from funcshard.graph.step_graph import StepGraph, collective_of, is_unit_gather, starts_and_waits
-from funcshard.graph.storages import GraphStorages, held_until
 from funcshard.graph.traced import Traced, applied
 
 
@@ -58,9 +56,8 @@ def gather_earlier(
     """
     if by is not None:
         check_count("by", by, of="units")
-    limit = None if budget is None else check_bytes("budget", budget, example="1GiB")
     return applied(
-        traced, lambda step_graph: _gather_earlier(step_graph, by, limit), "gather_earlier"
+        traced, lambda step_graph: _gather_earlier(step_graph, by, budget), "gather_earlier"
     )
 
 
@@ -100,15 +97,24 @@ def wait_later(traced: Traced, *, budget: int | str | None = None) -> Traced:
 
     Source: the overlap of reductions with backward in DistributedDataParallel.
     """
-    limit = None if budget is None else check_bytes("budget", budget, example="1GiB")
-    return applied(traced, lambda step_graph: _wait_later(step_graph, limit), "wait_later")
+    return applied(traced, lambda step_graph: _wait_later(step_graph, budget), "wait_later")
+
+
+def _timeline(step_graph: StepGraph, budget: int | str | None) -> tuple[Timeline, int]:
+    """Return the timeline of a graph, and the most bytes that it may hold besides arguments."""
+    memory = memory_of(step_graph)
+    most_bytes = memory.temporary
+    if budget is not None:
+        # Note: the caller holds the arguments all the time, so they come off the budget.
+        most_bytes = check_bytes("budget", budget, example="1GiB") - memory.arguments
+    return Timeline(GraphStorages.find(step_graph.graph)), most_bytes
 
 
 # --- gathers --------------------------------------------------------------------------------------
 
 
-def _gather_earlier(step_graph: StepGraph, by: int | None, budget: int | None) -> None:
-    timeline = Timeline(step_graph, budget)
+def _gather_earlier(step_graph: StepGraph, by: int | None, budget: int | str | None) -> None:
+    timeline, most_bytes = _timeline(step_graph, budget)
     needed_before = dependencies(step_graph.graph, timeline.storages)
     freed_after: dict[str, fx.Node] = {}  # by unit
     for start, (wait,) in list(starts_and_waits(step_graph.graph)):
@@ -120,12 +126,16 @@ def _gather_earlier(step_graph: StepGraph, by: int | None, budget: int | None) -
             # Why: a unit that is gathered again while it is still gathered takes memory twice.
             if unit in freed_after:
                 move_bounds.add(freed_after[unit])
-            _move_start(timeline, moved_nodes, move_bounds, by)
+            _move_start(timeline, most_bytes, moved_nodes, move_bounds, by)
             freed_after[unit] = timeline.last[timeline.storages.of[wait][0]]
 
 
 def _move_start(
-    timeline: Timeline, moved: list[fx.Node], bounds: Iterable[fx.Node], by: int | None
+    timeline: Timeline,
+    most: int,
+    moved: list[fx.Node],
+    bounds: Iterable[fx.Node],
+    by: int | None,
 ) -> None:
     """Move the start of a gather, with its own inputs, to its earliest place."""
     order, position = timeline.order, timeline.position
@@ -140,7 +150,7 @@ def _move_start(
             break
         # Note: a wait stands for a unit whose computation the gather overtakes.
         overtaken += collective_of(node) == "wait" and is_unit_gather(node.all_input_nodes[0])
-        if timeline.live[node] + held_bytes > timeline.limit or (by is not None and overtaken > by):
+        if timeline.live[node] + held_bytes > most or (by is not None and overtaken > by):
             break
         if node in moved:
             held_bytes += timeline.taken[node]
@@ -166,14 +176,14 @@ def _own_inputs(node: fx.Node) -> set[fx.Node]:
 # --- waits ----------------------------------------------------------------------------------------
 
 
-def _wait_later(step_graph: StepGraph, budget: int | None) -> None:
-    timeline = Timeline(step_graph, budget)
+def _wait_later(step_graph: StepGraph, budget: int | str | None) -> None:
+    timeline, most_bytes = _timeline(step_graph, budget)
     # Why the last first: a wait that stays behind would stop those before it.
     for start, (wait,) in reversed(list(starts_and_waits(step_graph.graph))):
-        _move_wait(timeline, start, wait)
+        _move_wait(timeline, most_bytes, start, wait)
 
 
-def _move_wait(timeline: Timeline, start: fx.Node, wait: fx.Node) -> None:
+def _move_wait(timeline: Timeline, most: int, start: fx.Node, wait: fx.Node) -> None:
     """Move a wait, and the views of its result, to their latest place."""
     position, storages = timeline.position, timeline.storages
     moved_nodes = [wait]
@@ -193,7 +203,7 @@ def _move_wait(timeline: Timeline, start: fx.Node, wait: fx.Node) -> None:
         ended_storages = [s for s in sent_data if position[timeline.last[s]] < node_index]
         # Note: data whose last use is over lives on until the wait.
         held_bytes = sum(storages.bytes[storage] for storage in ended_storages)
-        if timeline.live[node] + held_bytes > timeline.limit:
+        if timeline.live[node] + held_bytes > most:
             break
         new_place = node_index + 1
     moved_nodes.sort(key=position.__getitem__)
@@ -202,73 +212,3 @@ def _move_wait(timeline: Timeline, start: fx.Node, wait: fx.Node) -> None:
         if position[timeline.last[storage]] < position[wait]:
             # Note: later moves have to count this data until the new place of the wait.
             timeline.set_last(storage, wait)
-
-
-# --- memory ---------------------------------------------------------------------------------------
-
-
-class Timeline:
-    """The nodes of a graph in an order that ``move`` changes, and the bytes held.
-
-    Arguments:
-        budget: the most bytes that the step may hold; by default its peak.
-
-    Attributes:
-        limit: the most bytes besides the arguments.
-        last: the node after which each storage is free, but for arguments.
-        live: the bytes besides the arguments while each node runs.
-    """
-
-    def __init__(self, step_graph: StepGraph, budget: int | None) -> None:
-        memory = memory_of(step_graph)
-        self.storages = GraphStorages.find(step_graph.graph)
-        self.order = list(step_graph.graph.nodes)
-        self.position = {node: node_index for node_index, node in enumerate(self.order)}
-        # Note: the caller holds the arguments all the time, so they come off the budget.
-        self.limit = memory.temporary if budget is None else budget - memory.arguments
-        self.made = self.storages.taken_by()
-        self.taken: dict[fx.Node, int] = defaultdict(int)
-        self.last: dict[int, fx.Node] = {}
-        self.live: dict[fx.Node, int] = {}
-        self._freed: dict[fx.Node, int] = defaultdict(int)
-        for storage, node in self.storages.made.items():
-            if node.op != "placeholder":
-                self.taken[node] += self.storages.bytes[storage]
-                self.last[storage] = self.storages.last(storage)
-                self._freed[self.last[storage]] += self.storages.bytes[storage]
-        self._count(0, len(self.order))
-
-    def move(self, nodes: Sequence[fx.Node], place: int) -> None:
-        """Move nodes, in their given order, before the node at ``place``."""
-        old_positions = [self.position[node] for node in nodes]
-        first, end = min(place, *old_positions), max(place, max(old_positions) + 1)
-        moved_nodes = set(nodes)
-        early_nodes = [node for node in self.order[first:place] if node not in moved_nodes]
-        late_nodes = [node for node in self.order[place:end] if node not in moved_nodes]
-        # Note: fx has no move of several nodes; each goes before what follows them.
-        anchor_node = (*late_nodes, self.order[end])[0]
-        for node in nodes:
-            anchor_node.prepend(node)
-        self.order[first:end] = [*early_nodes, *nodes, *late_nodes]
-        for node_index in range(first, end):
-            self.position[self.order[node_index]] = node_index
-        # Note: outside of this range the same bytes are held as before.
-        self._count(first, end)
-
-    def set_last(self, storage: int, node: fx.Node) -> None:
-        last_before = self.last[storage]
-        self._freed[last_before] -= self.storages.bytes[storage]
-        self._freed[node] += self.storages.bytes[storage]
-        self.last[storage] = node
-        self._count(self.position[last_before], self.position[node] + 1)
-
-    def _count(self, first: int, end: int) -> None:
-        """Count the held bytes again, from operation ``first`` to ``end``."""
-        held_bytes = 0
-        if first:
-            node_before = self.order[first - 1]
-            held_bytes = self.live[node_before] - self._freed[node_before]
-        for node in self.order[first:end]:
-            held_bytes += self.taken[node]
-            self.live[node] = held_bytes
-            held_bytes -= self._freed[node]

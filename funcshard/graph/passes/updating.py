@@ -11,8 +11,8 @@ from torch import fx
 from funcshard._utils import tree
 from funcshard._utils.torch_operators import list_arguments, operator_arguments, operator_name
 from funcshard.graph.effects import communicates, dependencies, written_storages
+from funcshard.graph.memory import GraphStorages
 from funcshard.graph.step_graph import Place, StepGraph, starts_and_waits
-from funcshard.graph.storages import GraphStorages
 from funcshard.graph.tidying import add_node, replace_node
 from funcshard.graph.traced import Traced, applied
 

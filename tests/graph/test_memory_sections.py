@@ -8,7 +8,7 @@ import pytest
 
 import funcshard as fs
 from benchmarks.fake_ranks import fake_mesh
-from funcshard.graph.storages import sections_of
+from funcshard.graph.memory import sections_of
 from tests.graph.test_traced import CASES, PLAIN, batch_of, made
 
 ONCE = [
