@@ -145,9 +145,9 @@ def check_plain(tensor: torch.Tensor, title: str) -> None:
     ):
         return
     raise TypeError(
-        f"{title} is a {cls.__name__}, a tensor class with operations of its own ({class_name}); "
-        "shards hold plain tensors, which would lose what the class adds: convert it to a plain "
-        "tensor first, or hold the plain tensors of which it consists as parameters of their own"
+        f"{title} is a {cls.__name__} ({class_name}), a tensor class whose operations shards would "
+        "lose: they hold plain tensors. Convert it to a plain tensor, or make the tensors that it "
+        "consists of your parameters"
     )
 
 

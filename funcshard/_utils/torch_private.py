@@ -318,10 +318,9 @@ def _check_loop(name: str) -> None:
     # Note: torch may run the function again; the first run counts.
     if seen_loops[:1] != [[(0, name, [2] * (name == _JACFWD))]]:
         raise RuntimeError(
-            f"over shards, {name} and functions made of it need to know how torch runs them, and "
-            f"torch {torch.__version__} runs them in a way unknown to this library: call "
-            "torch.func.jvp or vjp along vectors of your own, or use a release of torch that the "
-            "documentation lists"
+            f"over shards, {name} needs to know how torch runs it, and torch {torch.__version__} "
+            "runs it in an unknown way: call torch.func.jvp or vjp along vectors of your own, or "
+            "use a release of torch that the documentation lists"
         )
     _known_loops.add(name)
 

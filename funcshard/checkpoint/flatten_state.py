@@ -106,9 +106,8 @@ def _described(
         if not is_storable:
             raise TypeError(
                 f"leaf {path!r} of the state cannot be stored; it must be a number, a str, or a "
-                "tensor with a value for each element, in whole bytes, not nested and not "
-                f"quantized; found {leaf_text}: convert it, hold its bytes, "
-                "tensor.view(torch.uint8), or leave it out of the state"
+                f"dense tensor of whole bytes, not nested and not quantized; found {leaf_text}: "
+                "convert it, store tensor.view(torch.uint8), or leave it out"
             )
     return structure, leaves
 
@@ -298,10 +297,9 @@ class _Flattener:
             if not is_counter and (value.ndim == 1 or buffer.shards > 1):
                 raise ValueError(
                     f"shard {buffer.key!r} of unit {unit.title!r} at {top!r} of the state must have "
-                    f"the shape ({buffer.shard_numel},) under the plan; found "
-                    f"{tuple(value.shape)}: pass the plan that made it; save a stack of the shards "
-                    "of several models as a list of trees, and a state of muon or per_matrix by "
-                    "name, as optimizer_to_state_dict(opt_state, optimizer, plan, mesh) returns it"
+                    f"the shape ({buffer.shard_numel},); found {tuple(value.shape)}: pass the plan "
+                    "that made it. Save several models as a list of trees, and muon or per_matrix "
+                    "by optimizer_to_state_dict"
                 )
         name = join(top, unit.name, buffer.key)
         spec = self.node(structure, name, join(top, "*"), (unit, buffer))

@@ -207,7 +207,7 @@ _REWRITE = (
 # Names that a library writes, as patterns, and how to read its folder. The first one counts.
 _FOLDERS = {
     "adapter_config.json": (
-        "an adapter of peft, and not the model under it: to go on training the adapter, give "
+        "an adapter of peft, without its model: to train on, give "
         "peft.PeftModel.from_pretrained(model, folder, is_trainable=True) to make_functional; for "
         "one model, call its merge_and_unload().save_pretrained(another_folder)"
     ),

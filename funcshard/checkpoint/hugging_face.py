@@ -86,10 +86,9 @@ def build_on_meta(folder: Path, model: Any, dtype: torch.dtype | None) -> nn.Mod
     # Note: shards are flat, and a quantized tensor has scales beside its elements.
     if getattr(config, "quantization_config", None):
         raise ValueError(
-            f"the weights in {folder} are quantized, and shards hold no quantized tensors: load "
-            "the model with transformers under a quantization_config with dequantize=True (fp8, "
-            "mxfp4), or call model.dequantize() (bitsandbytes), and write it with "
-            "model.save_pretrained(another_folder)"
+            f"the weights in {folder} are quantized, and shards hold plain tensors: load the model "
+            "with dequantize=True in its quantization_config, or call model.dequantize(), and "
+            "write it with model.save_pretrained(another_folder)"
         )
     module = _of_config(file, config, model)
     return _in_dtype(module, dtype or getattr(config, "dtype", None)).eval()

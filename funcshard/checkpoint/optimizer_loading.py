@@ -339,8 +339,8 @@ def _check_names(states: LeafStates, node: StateNode) -> None:
 def _foreign(path: str, needed: Iterable[str], names: Iterable[str]) -> ValueError:
     return ValueError(
         f"the optimizer's state dict must hold {sorted(needed) or 'nothing'} of leaf {path!r}, as "
-        f"this optimizer keeps; found {sorted(names)}: it is of another optimizer, or of other "
-        "options; make the optimizer as it was made then, or begin with its init"
+        f"this optimizer keeps; found {sorted(names)}: pass the optimizer and the options that it "
+        "was saved with, or begin with its init"
     )
 
 
@@ -353,10 +353,9 @@ def _check_groups(
     for path in new_paths:
         if (begun_path := begun_groups.get(group_of.get(path))) is not None:
             raise ValueError(
-                f"leaf {path!r} has no state, but it shares a flat buffer and a parameter group "
-                f"with {begun_path!r}, which has state: they would share one count of steps, and "
-                "dampening would apply to both: give it a separate unit in make_plan, or, without "
-                f'dampening, a separate group, as in groups=[{{"paths": [{path!r}]}}]'
+                f"leaf {path!r} has no state, but it shares a flat buffer and a count of steps with "
+                f"{begun_path!r}, which has state: give it a separate unit in make_plan, or, "
+                f"without dampening, a separate group, as in groups=[{{'paths': [{path!r}]}}]"
             )
 
 

@@ -250,9 +250,9 @@ def nodes_of(
     if node_facts.keys() != per_shard.keys():
         error_type = ValueError if isinstance(opt_state, Mapping) else TypeError
         raise error_type(
-            f"opt_state must be the optimizer's own state, with a value for each shard of the plan "
-            f"at {sorted(node_facts)}; found {sorted(per_shard)}: pass state.opt_state of a "
-            "TrainState, or what optimizer.init returned, and the plan that the state was made with"
+            "opt_state must be the optimizer's own state, with a value for each shard at "
+            f"{sorted(node_facts)}; found {sorted(per_shard)}: pass state.opt_state, or what "
+            "optimizer.init returned, and the plan that it was made with"
         )
     nodes = {path: StateNode._make((*facts, per_shard[path])) for path, facts in node_facts.items()}
     return nodes, other_leaves

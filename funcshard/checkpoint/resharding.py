@@ -317,11 +317,10 @@ def check_pieces(
         is_inside = len(ends) == len(piece.shape) and all(map(operator.le, ends, piece.shape))
         if not is_inside or not 0 <= piece.offset <= piece.box.numel - piece.tensor.numel():
             raise ValueError(
-                f"a piece of leaf {leaf.path!r} of {where} must lie inside its slice, and the slice "
-                f"inside the whole leaf of shape {leaf.whole_shape}; found {piece.tensor.numel()} "
-                f"elements at offset {piece.offset} within {piece.within or 'the whole leaf'}: "
-                "pass the first index and the length of each dimension, and count offset in the "
-                "raveled slice"
+                f"a piece of leaf {leaf.path!r} of {where} must lie inside its slice of shape "
+                f"{leaf.whole_shape}; found {piece.tensor.numel()} elements at offset "
+                f"{piece.offset} within {piece.within or 'the whole leaf'}: pass index and length "
+                "of each dimension, and count offset in the raveled slice"
             )
     # Why one: pieces of a local leaf on several ranks have the same offsets, and other values.
     if "shard" in own_axes(buffer.local, leaf.cuts) and len(pieces) != 1:

@@ -276,9 +276,9 @@ class _Unflattener:
             if facts != old_facts:
                 raise ValueError(
                     f"leaf {leaf.path!r} has {old_facts} in {self.saved.title}, and {facts} in the "
-                    "plan: it is of another model; or make the plan with the same local=, which says "
-                    f"the dimension of slices, as in local={{{leaf.path!r}: {{'tensor': 0}}}}; or, of "
-                    "other storage=, take to_state_dict and from_state_dict, which encode it again"
+                    "plan: pass the same model and local=, as in "
+                    f"local={{{leaf.path!r}: {{'tensor': 0}}}}. If storage= differs, to_state_dict "
+                    "and from_state_dict encode it again"
                 )
             old_key = (old_unit.name, old_buffer.key)
             home = homes.setdefault(old_key, _Home(old_key, old_buffer, leaf.path, []))

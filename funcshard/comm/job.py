@@ -101,9 +101,9 @@ def start(kind: str, world: int, timeout: float, limits: Limits) -> None:
     except (RuntimeError, OSError) as error:
         raise RuntimeError(
             f"rank {rank} of {world} cannot join the job at {master_address}:{master_port} within "
-            f"{timeout:g} s: every process has to call init_mesh, and the address of rank 0 must be reachable; "
-            "read the logs of the other ranks, and see MASTER_ADDR and MASTER_PORT. Communication "
-            f"ended with: {error}"
+            f"{timeout:g} s: every process has to call init_mesh and reach that address. Read the "
+            "logs of the other ranks, and see MASTER_ADDR and MASTER_PORT. Communication ended "
+            f"with: {error}"
         ) from error
 
 
@@ -201,8 +201,7 @@ def meet(
         raise LostError(
             f"rank {own_rank} waited {timeout:g} s in {call}, which is number {number} of these "
             f"ranks, and rank {some(missing_ranks) or first_rank} has not come: every rank has to "
-            "make the same meshes in the same order; read the log of the rank that is missing, or "
-            "pass a larger timeout if it is slow"
+            "make the same meshes in the same order. Read its log, or pass a larger timeout"
         )
 
     def forget_previous(store: Any) -> None:

@@ -285,7 +285,7 @@ def connected(
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {watch.rank} cannot connect to the ranks {[*ranks]} of {where} over {backend} "
-            f"within {timeout.total_seconds():g} s: one of them has ended, or its address cannot "
-            "be reached; read the log of the rank that failed first, and set GLOO_SOCKET_IFNAME "
-            f"on machines with several networks. Communication ended with: {error}"
+            f"within {timeout.total_seconds():g} s: one of them has ended, or cannot be reached. "
+            "Read the log of the rank that failed first, or set GLOO_SOCKET_IFNAME. Communication "
+            f"ended with: {error}"
         ) from error

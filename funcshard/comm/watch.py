@@ -379,9 +379,8 @@ class Watch:
                 return ""
             return (
                 f"the store of the job has not answered rank {self.rank} for {self._silence:.0f} s "
-                f"(give_up={give_up:g}): the process that holds it, which is rank 0 or the "
-                "launcher, is suspended, or its machine hangs; look at that process, then start "
-                "the job again from its last checkpoint"
+                f"(give_up={give_up:g}): its process, rank 0 or the launcher, is suspended, or its "
+                "machine hangs. Look at that process, then restart the job from its last checkpoint"
             )
         # The process that holds the store has ended, or a record is cut short.
         except (RuntimeError, ValueError):
@@ -482,10 +481,9 @@ class Watch:
                 "make the same meshes in the same order, so read the log of that rank first"
             )
         return (
-            f"{reasons_text}: rank {self.rank} waited for it and gives it up (give_up={give_up:g}); "
-            "read the log of that rank and the system's log of its machine first: it was killed or "
-            "suspended, or its machine or disk hangs; then start the job again from its last "
-            "checkpoint, or pass a larger give_up to init_mesh if such a pause is to be waited for"
+            f"{reasons_text}: rank {self.rank} waited for it and gives it up (give_up={give_up:g}). "
+            "It was killed or suspended, or its machine hangs: read its log and the system's. "
+            "Restart the job from its last checkpoint, or pass a larger give_up to init_mesh"
         )
 
     def _why_lost(

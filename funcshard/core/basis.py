@@ -106,9 +106,8 @@ def refuse_cut(comm: BufferComm, loop: BasisLoop | None, vector: str) -> None:
         place, vector_index = f"the gradient of {place}", "i"
     raise RuntimeError(
         f"{_caller(loop)} would mix {vector}s at {place}, cut over {comm.mesh.shard.size} ranks: "
-        f"every rank takes the unit vectors of its own slice at the same time, so {vector} "
-        f"{vector_index} would be the sum of {vector} {vector_index} of every rank's slice; "
-        f"{_REMEDY}"
+        f"every rank takes unit vectors of its own slice, so {vector} {vector_index} would be the "
+        f"sum over all slices; {_REMEDY}"
     )
 
 
@@ -125,9 +124,9 @@ def refuse_mixed_sum(comm: BufferComm, loop: BasisLoop | None) -> None:
     if comm.topology.cut or any(rank_text != rank_digests[0] for rank_text in rank_digests):
         raise RuntimeError(
             f"{_caller(loop)} would mix columns at the gradient of {_unit(comm)}: the "
-            f"{comm.mesh.world_size} ranks differentiate by tensors of their own at the same time, "
-            "and the reduction would add column k of every rank; call torch.func.jvp along a "
-            "tangent of your own, which is zero on all ranks but one"
+            f"{comm.mesh.world_size} ranks differentiate by tensors of their own, and the reduction "
+            "would add column k of every rank. Call torch.func.jvp along a tangent that is zero on "
+            "all ranks but one"
         )
 
 
@@ -139,11 +138,9 @@ def refuse_mixed_ranks(comm: Any, loop: BasisLoop | None) -> None:
     if loop.arguments:
         vector_kind, vector_source, product_name = "columns", "arguments", "jvp"
     raise RuntimeError(
-        f"{_caller(loop)} would mix {vector_kind} at {comm.title} on {comm.ranks} ranks: every "
-        f"rank takes the unit vectors of its own {vector_source} at the same time, and the "
-        "collective would mix the derivatives along them; take the collective of the transform's "
-        "result, call torch.func.grad if the function returns one number, or "
-        f"torch.func.{product_name} with vectors of your own"
+        f"{_caller(loop)} would mix {vector_kind} at {comm.title} on {comm.ranks} ranks: every rank "
+        f"takes unit vectors of its own {vector_source}. Take the collective of the result, "
+        f"torch.func.grad of one number, or torch.func.{product_name} with vectors of your own"
     )
 
 

@@ -424,7 +424,7 @@ def recorded_group(kind: str, comm: Any, axis: str, tensor: torch.Tensor, numel:
         raise RuntimeError(
             "is_grads_batched=True, which torch.autograd.functional uses for vectorize=True, "
             f"cannot batch {comm.title} on {comm.mesh.world_size} ranks: use torch.vmap over the "
-            "cotangents of torch.func.vjp; docs/transforms.md, 'Columns', says which make a matrix"
+            "cotangents of torch.func.vjp; see docs/transforms.md, 'Columns'"
         )
     # An empty buffer sends nothing.
     if numel and has_recorders():

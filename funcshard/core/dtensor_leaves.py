@@ -108,11 +108,10 @@ def part_as_planned(leaf: LeafSpec, value: Any, mesh: Mesh, where: str) -> Any:
     planned_placement = planned_form.device_mesh, planned_form.placements, planned_form.shape
     if (value.device_mesh, value.placements, value.shape) != planned_placement:
         raise ValueError(
-            f"leaf {leaf.path!r} of {where} must be a DTensor of shape "
-            f"{tuple(planned_form.shape)}, placed by {planned_form.placements} on "
-            f"{planned_form.device_mesh}, as planned; found {tuple(value.shape)}, "
-            f"{value.placements} on {value.device_mesh}: pass the params that the plan was made "
-            "for, and make the mesh from their DeviceMesh"
+            f"leaf {leaf.path!r} of {where} must be a DTensor of shape {tuple(planned_form.shape)}, "
+            f"placed by {planned_form.placements} on {planned_form.device_mesh}, as planned; found "
+            f"{tuple(value.shape)}, {value.placements} on {value.device_mesh}: pass the plan's "
+            "params and the mesh of their DeviceMesh"
         )
     return local_part(value.detach())
 

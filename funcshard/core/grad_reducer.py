@@ -226,10 +226,10 @@ class GradReducer:
         has_grad = shard.requires_grad or (self._hook and unwrapped(shard).requires_grad)
         if feature_name and comm.plan.trainable and has_grad and torch.is_grad_enabled():
             raise ValueError(
-                f"{feature_name} needs shards that are gathered as they are; the shard "
-                f"{comm.buffer!r} of unit {unit_name or '(root)'!r} was computed from others, by "
-                "arithmetic or by a torch.func transform inside loss_fn or by remat under one: "
-                "leave this out, or compute the shard before"
+                f"{feature_name} needs shards that are gathered as they are; loss_fn computed the "
+                f"shard {comm.buffer!r} of unit {unit_name or '(root)'!r}, by arithmetic, a "
+                "torch.func transform or remat under one: leave this out, or compute the shard "
+                "before"
             )
 
     def find_kept(self, comms: Sequence[BufferComm], shard: UnitShard) -> Handles | None:
@@ -293,9 +293,8 @@ class GradReducer:
             raise ValueError(
                 f"{self._hook} sees the gradients that the backward of value_and_grad computes; "
                 "found a backward inside it that reduces gradients of shards, as in "
-                "torchdiffeq.odeint_adjoint or an autograd Function that calls "
-                f"torch.autograd.grad: leave {self._hook} out, and change the gradients that "
-                "value_and_grad returns"
+                f"torchdiffeq.odeint_adjoint: leave {self._hook} out, and change the gradients that "
+                "you get"
             )
 
     def enter_backward(self, _: torch.Tensor) -> None:

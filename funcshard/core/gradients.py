@@ -319,10 +319,9 @@ class GradientFunction:
     micro_batches: int | None = None
 
     @untraced_with_warning(
-        "torch.compile compiles nothing of a function of value_and_grad or accumulate, which "
-        "calls backward and starts collectives between graphs: compile units with "
-        "fully_shard(compiler=torch.compile), or whole steps with fs.trace(step, state, "
-        "batch).compile()"
+        "torch.compile compiles nothing of a function of value_and_grad or accumulate, which calls "
+        "backward: compile units with fully_shard(compiler=torch.compile), or whole steps with "
+        "fs.trace(step, state, batch).compile()"
     )
     def __call__(self, shards: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
         options = self.options
@@ -590,10 +589,9 @@ def _backward(loss: torch.Tensor, local: Sequence[torch.Tensor], reducer: GradRe
 
 
 CONSTANT = (
-    "loss_fn must return a loss that depends on a trainable shard of its argument; found a loss "
-    "that no gradient leaves: it was computed under no_grad, from detached tensors, from frozen "
-    "leaves only, or from a module or shards that are not in the argument; compute it from the "
-    "shards that loss_fn is called with"
+    "loss_fn must return a loss that depends on a trainable shard of its argument; found one "
+    "without a gradient, e.g. under no_grad, of detached tensors, frozen leaves or other shards: "
+    "compute it from the shards that loss_fn is called with"
 )
 
 
@@ -635,10 +633,9 @@ def world_of(use: ShardUse, caller: str = "value_and_grad") -> Mesh:
         mesh_text = "units of other meshes than mesh=,"
     if len(world_sizes) > 1:
         raise ValueError(
-            f"{caller} takes the mean over one mesh, to which the units inside loss_fn "
-            f"belong; found {mesh_text} of {sorted(world_sizes)} ranks: run the units of another "
-            "mesh outside loss_fn and pass their results in, or, if only psum or pmean runs over "
-            "a part of the ranks, pass mesh="
+            f"{caller} takes the mean over one mesh, that of the units inside loss_fn; found "
+            f"{mesh_text} of {sorted(world_sizes)} ranks: run the units of another mesh outside "
+            "loss_fn, or pass mesh= if only psum or pmean runs over a part of the ranks"
         )
     if mesh is not None:
         return mesh
@@ -646,10 +643,10 @@ def world_of(use: ShardUse, caller: str = "value_and_grad") -> Mesh:
     job_ranks = ranks_of_job()
     if not world_sizes and job_ranks > 1:
         raise ValueError(
-            f"{caller} takes the mean over a mesh, but loss_fn ran no unit and no collective "
-            f"that tells which, and this is a job of {job_ranks} ranks: if these are copies of one "
-            "model, shard them, with strategy='no_shard' for copies; pass mesh=mesh if each "
-            "rank's tensors are variables of their own, mesh=fs.Mesh() for this rank alone"
+            f"{caller} takes the mean over a mesh, but loss_fn ran no unit and no collective that "
+            f"tells which of the {job_ranks} ranks: shard copies of one model, with "
+            "strategy='no_shard'. For each rank's own variables pass mesh=mesh, for this rank "
+            "alone mesh=fs.Mesh()"
         )
     return next(iter(use.worlds.values()), Mesh())
 

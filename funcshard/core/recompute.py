@@ -369,8 +369,8 @@ class _AmbientState:
 
 _CHANGED = (
     "a tensor in the arguments of a function under fs.remat was modified in place, or got other "
-    "data, between forward and backward, which computes the function again and would use other "
-    "values than forward did; modify a copy, and update shards after backward"
+    "data, before backward, which computes the function again and needs the values of forward: "
+    "modify a copy, and update shards after backward"
 )
 
 # --- captured tensors, which _Remat cannot differentiate ------------------------------------------

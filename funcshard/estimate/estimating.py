@@ -209,11 +209,10 @@ def _check_model_axes(plan: Plan) -> None:
     cut_axes = {axis for unit in plan.unit_list for buffer in unit.buffers for axis in buffer.local}
     if model_axes and cut_axes.isdisjoint(model_axes):
         raise ValueError(
-            "estimate needs a plan that cuts leaves along its model axes; found mesh axes "
-            f"{dict(plan.mesh_axes)}, and no leaf that is local along "
-            f"{' or '.join(map(repr, model_axes))}: trace one rank's part of the model, and pass "
-            f"make_plan(..., local={{'path': {{{model_axes[0]!r}: 0}}}}). If these ranks hold whole "
-            "leaves and split the batch or sequence, plan them as ranks of the 'replicate' axis"
+            "estimate needs a plan that cuts leaves along its model axes; found no leaf that is local "
+            f"along {' or '.join(map(repr, model_axes))}: trace one rank's part of the model, and "
+            f"pass make_plan(..., local={{'path': {{{model_axes[0]!r}: 0}}}}). If ranks hold whole "
+            "leaves, plan them as 'replicate'"
         )
 
 

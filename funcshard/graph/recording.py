@@ -118,8 +118,7 @@ def record(step: Step, state: Any, batch: Any, names: Mapping[int, Any]) -> tupl
             raise RuntimeError(
                 "trace records an optimizer that keeps its state in opt_state; found one that "
                 f"changed its variable {name[1]!r}, of {name[0]}, which a graph cannot see: use "
-                "fs.torch_optimizer, or take a step before trace if the optimizer does something "
-                "else in its first step only"
+                "fs.torch_optimizer, or take a step before trace if only its first step does that"
             )
     # Note: the group counted its collectives as it recorded them, so both are in one order.
     for (start, _), event in zip(starts_and_waits(graph), recording.started, strict=True):
@@ -314,8 +313,7 @@ def _refuse(tensor: torch.Tensor, func: Any) -> NoReturn:
             "torch.func.vjp"
         )
     raise ValueError(
-        "trace records a step whose tensors all come from its arguments; found a "
-        f"tensor of shape {tuple(tensor.shape)} and {tensor.dtype} in {func}, which "
-        "the step took from elsewhere and which would be a constant of the graph: "
-        "pass it in the state's buffers or in the batch"
+        "trace records a step whose tensors all come from its arguments; found a tensor of shape "
+        f"{tuple(tensor.shape)} and {tensor.dtype} in {func}, which would be a constant of the "
+        "graph: pass it in the state's buffers or in the batch"
     )

@@ -30,9 +30,9 @@ def check_module(modules: Modules, parameters: NamedTensors, buffers: NamedTenso
             weight_name = f"{path}.weight".removeprefix(".")
             raise ValueError(
                 f"module {path or '(root)'!r} ({type(m).__name__}) has max_norm={m.max_norm}, so "
-                f"its forward writes to its parameter {weight_name!r}, and a pure function cannot "
-                "keep that change: set the module's max_norm to None, and rescale the weight "
-                "between steps, or in forward by torch.nn.utils.parametrize"
+                f"its forward writes to its parameter {weight_name!r}, which no pure function does: "
+                "set max_norm to None, and rescale the weight between steps or by "
+                "torch.nn.utils.parametrize"
             )
     for noun, tensors in (("parameter", parameters), ("buffer", buffers)):
         for name, tensor in tensors.items():

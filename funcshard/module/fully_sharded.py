@@ -346,9 +346,8 @@ class FullyShard:
     def __reduce__(self) -> Any:
         raise TypeError(
             "a function that fully_shard returned cannot be pickled, because it holds the "
-            "connections of its mesh: to keep the training state call fs.save(path, state, plan, "
-            "mesh); for another process pickle the function of make_functional and the plan, and "
-            "call fully_shard there"
+            "connections of its mesh: save training state with fs.save, or pickle the function of "
+            "make_functional and the plan, and call fully_shard in the other process"
         )
 
 
@@ -437,9 +436,8 @@ def _check_plan(skeleton: Skeleton, plan: Plan, ignored: Mapping[str, Any]) -> N
     if frozen_names and trained_names == skeleton.shapes.keys():
         warnings.warn(
             f"the plan trains every parameter, but {len(frozen_names)} of them, such as "
-            f"{frozen_names[0]!r}, required no gradient when make_functional copied the module; "
-            ".to(dtype) and .detach() make tensors that do not say so: cast the module before "
-            "make_functional and give make_plan its params, or call module.requires_grad_() before "
-            "it to train all",
+            f"{frozen_names[0]!r}, required no gradient in make_functional, and .to(dtype) and "
+            ".detach() lose that: cast the module before make_functional, or call "
+            "module.requires_grad_() to train all",
             stacklevel=callers_level(),
         )

@@ -441,9 +441,8 @@ class DiscardedChanges:
             self.watches_attributes = False
             self._warn(
                 f"set attributes of the module ({some(set_attributes)}), and the call threw them "
-                "away: the next call begins with the attributes that the module had in "
-                "make_functional. Run what shares them in one call, with apply.method(function), "
-                "or keep them in buffers, with mutable=True"
+                "away: every call begins with those of make_functional. Run what shares them in "
+                "one call, with apply.method(function), or keep them in buffers, with mutable=True"
             )
 
     def _warn(self, change: str) -> None:
@@ -515,8 +514,8 @@ class LateChanges:
             warnings.warn(
                 f"{type(module).__name__} was changed after make_functional had copied it: "
                 f"{', and '.join(change_titles)}. Neither apply nor params see that: change the "
-                "module first, or call make_functional again; for values alone call "
-                "from_state_dict, for another mode pass apply.eval() or apply.train()",
+                "module first, or call from_state_dict for values, apply.eval() or apply.train() "
+                "for modes",
                 stacklevel=callers_level(),
             )
 

@@ -358,8 +358,7 @@ def _check_copies(
         ):
             raise TypeError(
                 f"attribute {key!r} of module {specs[index].path or '(root)'!r} refers to a module "
-                "or parameter of the model in a way that copying does not follow (a global "
-                "variable, a weak reference), so calls would always use that module's own "
-                "parameters; store the module itself, or bind a method, as in "
+                "or parameter of the model in a way that copying does not follow, e.g. a global "
+                "variable or a weak reference: store the module itself, or bind "
                 "types.MethodType(function, module)"
             )

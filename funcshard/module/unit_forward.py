@@ -511,13 +511,12 @@ class _Placeholder(torch.Tensor):
             raise ValueError(
                 f"parameter {tensor.leaf!r} was read (by {func}) outside the forward of unit "
                 f"{tensor.unit!r}, in backward: torch.utils.checkpoint inside a unit works with "
-                "use_reentrant=False and outside of torch.func transforms; let fully_shard(..., "
-                "remat=True) compute the unit again"
+                "use_reentrant=False, outside of torch.func transforms. Or pass fully_shard(..., "
+                "remat=True)"
             )
         raise ValueError(
             f"parameter {tensor.leaf!r} was read (by {func}) outside the forward of unit "
-            f"{tensor.unit!r}, which owns it, and is gathered only during that forward (hooks of "
-            "the unit's own module run before or after it); call the unit's module, choose units "
-            "so that one unit contains every use of the parameter, or, if another method of the "
-            f"unit's module read it, name that in fully_shard(..., methods={{unit: [name]}})"
+            f"{tensor.unit!r}, which owns it; hooks run outside too. Call the unit's module, make a "
+            "unit that contains every use, or name the method in fully_shard(..., "
+            f"methods={{unit: [name]}})"
         )

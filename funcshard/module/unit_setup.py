@@ -317,8 +317,8 @@ def _check_uncast(path: str, plan: Plan, apply: Functional) -> None:
                     raise ValueError(
                         f"module {path!r} is of ignored_classes, which are in full precision, but "
                         f"its parameter {leaf_name!r} is in unit {unit.title!r}, of lower "
-                        "precision: pass make_plan the params of make_functional unchanged, or "
-                        "name the module among the units, with a precision of None"
+                        "precision: pass the params of make_functional unchanged, or make the "
+                        "module a unit with a precision of None"
                     )
 
 

@@ -349,8 +349,8 @@ def decided_options(name: str, options: Mapping[str, Any], shards: int) -> dict[
     if freed_after and not options["reshard_after_backward"]:
         raise ValueError(
             "reshard_after_backward=False keeps a unit gathered until the next micro-batch, so it "
-            f"must stay gathered after forward too; found that {unit_title} is freed after "
-            "forward: pass strategy='shard_grad_op' or reshard_after_forward=False, or override "
-            "the option for single units only"
+            f"must stay gathered after forward too; found that {unit_title} is freed after forward: "
+            "pass strategy='shard_grad_op' or reshard_after_forward=False, or give the "
+            "option to single units"
         )
     return {**options, "reshard_after_forward": freed_after}

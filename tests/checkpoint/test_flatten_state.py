@@ -95,12 +95,12 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
             ("on meta", torch.empty(2, device="meta"), "x", "float32 and torch.strided on meta"),
             ("quantized, of a rank's own", fs.PerRank([QUANTIZED]), r"x\.0", "qint8"),
             ("quantized, a shard", {"": {"float32": QUANTIZED}}, r"x\.\.float32", "qint8"),
-            ("of numbers below a byte", torch.empty(2, dtype=torch.uint4), "x", r"uint4 .* hold its bytes, tensor\.view\("),
+            ("of numbers below a byte", torch.empty(2, dtype=torch.uint4), "x", r"uint4 .* store tensor\.view\("),
             ("spread over ranks, as a DTensor", SPREAD, "x", "float32"),
         )
     },
     "Muon's state": (
-        {"x": {"a": {"float32": UNIT[:-1]}}}, ValueError, r"of unit 'a' at 'x' .* as optimizer_to_state_dict\(opt",
+        {"x": {"a": {"float32": UNIT[:-1]}}}, ValueError, r"of unit 'a' at 'x' .* muon or per_matrix by optimizer_to_state_dict",
     ),
     "a container whose data a file cannot hold": (
         {"x": Node({}, Colour.RED)}, TypeError, r"the tests\.trees:Node at 'x' of the state .* its metadata .*Colour\.RED",

@@ -122,8 +122,8 @@ def test_state_of_leaves_that_are_frozen_now_is_left_out(mesh: fs.Mesh) -> None:
 
 
 BESIDE = {
-    "AdamW, a unit": r"leaf '1\.bias' has no state, but it shares .* with '1\.weight', .* groups=\[\{\"paths\": \[.1\.",
-    "SGD with dampening, a unit": r"leaf '1\.bias' has no state, .* dampening would apply to both",
+    "AdamW, a unit": r"leaf '1\.bias' has no state, but it shares .* with '1\.weight', .* groups=\[\{'paths': \[.1\.",
+    "SGD with dampening, a unit": r"leaf '1\.bias' has no state, .* without dampening, a separate group",
 }
 
 

@@ -212,11 +212,11 @@ UNFIT: dict[str, tuple[Any, Any, str]] = {  # a change of AdamW's state, which o
     ),
     "of another class": (
         lambda s: s, lambda plan, mesh: pair_of("Rprop", plan, mesh),
-        r"must hold .* of leaf '.*', (which|as) this optimizer keeps; found .*exp_avg_sq.*: it is of another",
+        r"must hold .* of leaf '.*', (which|as) this optimizer keeps; found .*exp_avg_sq.*: pass the optimizer",
     ),
     "of a class, for a pair": (
         lambda s: s, lambda plan, mesh: optax_momentum(0.1),
-        r"must hold \['mu'\] of leaf .*; found \['exp_avg', 'exp_avg_sq', 'step'\]: it is of another",
+        r"must hold \['mu'\] of leaf .*; found \['exp_avg', 'exp_avg_sq', 'step'\]: pass the optimizer",
     ),
 }  # fmt: skip
 

@@ -425,7 +425,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     ),
     "an adapter": (
         of_files("adapter_config.json", "adapter_model.safetensors", rest=without_config), FileNotFoundError,
-        r"adapter of peft, and .*is_trainable=True\) to make_functional; .*merge_and_unload",
+        r"adapter of peft, without its model: .*is_trainable=True\) to make_functional; .*merge_and_unload",
     ),
     "files of torch": (
         of_files("pytorch_model-00001-of-00002.bin", "training_args.bin"), FileNotFoundError,

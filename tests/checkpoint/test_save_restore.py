@@ -293,7 +293,7 @@ def test_a_stack_of_models_is_saved_as_a_list_and_says_so(mesh: fs.Mesh, tmp_pat
     plan = fs.make_plan(params, mesh)
     models = [fs.shard({"w": params["w"] * k}, plan, mesh) for k in (1, 2)]
     stack = {"": {"float32": torch.stack([model[""]["float32"] for model in models])}}
-    with pytest.raises(ValueError, match=r"found \(2, 3\): .* save a stack of the shards of several models as a list"):
+    with pytest.raises(ValueError, match=r"found \(2, 3\): .* Save several models as a list of trees"):
         fs.save(tmp_path / "stack", {"shards": stack}, plan, mesh)
     rows = [{"": {"float32": row}} for row in stack[""]["float32"]]
     fs.save(tmp_path / "list", {"shards": rows}, plan, mesh)

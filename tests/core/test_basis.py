@@ -87,11 +87,11 @@ def test_errors_say_what_would_have_come_out_and_what_to_do():
         return said
 
     columns, rows, mean = run_simulated(main, 2)[0]
-    mixed = "would be the sum of {} of every rank's slice; take torch.func.jvp(torch.func.grad(loss)"
-    assert "so column k " + mixed.format("column k") in columns
-    assert "so row i " + mixed.format("row i") in rows
+    mixed = "would be the sum over all slices; take torch.func.jvp(torch.func.grad(loss)"
+    assert "so column k " + mixed in columns
+    assert "so row i " + mixed in rows
     assert "along a basis of the whole parameters, as docs/transforms.md, 'Columns', does" in columns
-    assert "the collective would mix the derivatives along them; take the collective of the transform's result" in mean
+    assert "every rank takes unit vectors of its own outputs. Take the collective of the result" in mean
 
 
 @on_ranks(2)

@@ -257,7 +257,7 @@ def test_a_loop_over_unit_vectors_is_refused_where_it_would_mix_ranks(mesh: fs.M
     alone = lambda x: curved(OPERATIONS[name].run(x, mesh, "expert"))  # noqa: E731
     x = whole_number_tensor(mesh.rank, OPERATIONS[name].sizes(2))
     title = "psum or pmean" if name in ("psum", "pmean") else f"{'pmax' if name == 'pmax' else name} along 'tensor'"
-    words = rf"would mix (rows|columns) at {title} on 2 ranks: .* of the transform's result"
+    words = rf"would mix (rows|columns) at {title} on 2 ranks: .* Take the collective of the result"
     with pytest.raises(RuntimeError, match=words):
         LOOPS[loop](f)(x)
     x = whole_number_tensor(mesh.rank, OPERATIONS[name].sizes(1))

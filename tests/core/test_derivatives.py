@@ -225,7 +225,7 @@ def test_trees_may_lack_leaves_and_have_their_keys_in_any_order(mesh):
 
 ERRORS = {
     "no units": (lambda s: fs.grad(lambda s: s["w"].sum())(s), "takes the mean over a mesh, but loss_fn ran no unit"),
-    "a constant": (lambda s: fs.grad(lambda _: torch.zeros(()))(s), "found a loss that no gradient leaves"),
+    "a constant": (lambda s: fs.grad(lambda _: torch.zeros(()))(s), "found one without a gradient"),
     "no tuple": (lambda s: fs.jvp(torch.sum, s, s), r"pass \(shards,\) for one tree"),
     "another tree": (
         lambda s: fs.jvp(lambda s: s["w"].sum(), (s,), ({"b": s["w"]},)),

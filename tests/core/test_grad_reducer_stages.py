@@ -219,7 +219,9 @@ def test_a_hook_that_cannot_work_is_an_error(hook: Any, kind: Any, words: str) -
 def test_shards_computed_inside_the_loss_are_refused(option: str, value: Any) -> None:
     _, _, shards, loss_fn, _ = setup(fs.Mesh())
     half = lambda shards, x: loss_fn({**shards, "2": tree.map(lambda s: s / 2, shards["2"])}, x)  # noqa: E731
-    with pytest.raises(ValueError, match=rf"{option} needs shards that are gathered as they are; the shard .* of unit '2'"):
+    with pytest.raises(
+        ValueError, match=rf"{option} needs shards that are gathered as they are; loss_fn computed the shard .* of unit '2'"
+    ):
         fs.accumulate(half, 2, **{option.partition("=")[0]: value})(shards, rows())
 
 

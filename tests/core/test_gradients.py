@@ -284,7 +284,7 @@ def test_a_hook_that_a_transform_of_shards_would_miss_is_an_error(hook):
     assert fs.value_and_grad(slope)(shards[""])[1]["float32"].tolist() == [4.0, 4.0, 4.0]
     constant = lambda shards: f(shards) + slope({"float32": shards["float32"].detach()})  # noqa: E731
     fs.value_and_grad(constant, **{hook: double})(shards[""])  # its own gradient alone
-    with pytest.raises(ValueError, match=f"{hook} needs .* a torch.func transform inside loss_fn .*: leave this out"):
+    with pytest.raises(ValueError, match=f"{hook} needs .* a torch.func transform or remat under one: leave this out"):
         fs.value_and_grad(slope, **{hook: double})(shards[""])
 
 

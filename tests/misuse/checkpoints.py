@@ -123,7 +123,7 @@ CASES += [
      lambda s: by_name(s, state=lambda opt_state: fs.TrainState(s.shards, BUFFERS, opt_state, 1))),
     ("optimizer_to_state_dict", "the class of the optimizer", TypeError("must be a pair (init, update)"),
      lambda s: by_name(s, given_to=torch.optim.AdamW)),
-    ("optimizer_to_state_dict", "a plan of other units", ValueError("the plan that the state was made with"),
+    ("optimizer_to_state_dict", "a plan of other units", ValueError("the plan that it was made with"),
      lambda s: by_name(s, plan=other_plan(s))),
     ("optimizer_from_state_dict", "torch's numbers instead of names", ValueError("must name parameters; found numbers"),
      lambda s: loaded(s, {"state": {0: {"step": torch.ones(())}}, "param_groups": []})),

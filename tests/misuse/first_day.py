@@ -16,7 +16,7 @@ CASES += [
     ("value_and_grad psum", "a loss of psum terms alone", right(lambda: 2 * ONES),
      lambda mesh: fs.value_and_grad(lambda w: fs.psum(w**2, mesh).sum())(ONES)[1]),
     ("accumulate", "parameters that nothing sharded, in micro-batches",
-     ValueError("pass mesh=mesh if each rank's tensors are variables of their own"),
+     ValueError("For each rank's own variables pass mesh=mesh"),
      lambda mesh: fs.accumulate(lambda w, x: (w * x).sum(), 2)(ONES, torch.ones(2, 3))),
     ("value_and_grad", "copies of one model that nothing sharded, with a mesh",
      untold("docs/gradients.md", "and the copies drift apart", lambda: ONES * 2),
@@ -53,7 +53,7 @@ def frozen_plan(mesh):
 CASES += [
     ("make_train_step", "a module that is frozen as a whole", ValueError("a training step needs a trainable leaf"),
      lambda mesh: fs.make_train_step(lambda s, b, x: x, fs.torch_optimizer(torch.optim.SGD), frozen_plan(mesh), mesh)),
-    ("value_and_grad", "a loss under no_grad", ValueError("it was computed under no_grad"),
+    ("value_and_grad", "a loss under no_grad", ValueError("found one without a gradient, e.g. under no_grad"),
      lambda s: fs.value_and_grad(torch.no_grad()(s.loss))(s.shards, s.x)),
     ("from_state_dict", "another file on each rank", ValueError("must have the same values on every rank"),
      lambda mesh: fs.from_state_dict({"w": ONES + mesh.rank}, fs.make_plan({"w": ONES}, mesh), mesh), EVERYWHERE),

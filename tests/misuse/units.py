@@ -51,15 +51,15 @@ def with_tensor(**tensors):
 TWO = TwoTensor(torch.ones(3, 3), torch.zeros(3, 3))
 CASES += [
     ("make_functional", "a parameter of a tensor subclass",
-     TypeError("parameter '0.weight' is a TwoTensor,…(torch.testing.…); shards hold…: convert it to a plain tensor"),
+     TypeError("parameter '0.weight' is a TwoTensor (torch.testing.…), a tensor class…: they hold plain tensors. Convert it to a plain tensor"),
      lambda: fs.make_functional(with_tensor(weight=nn.Parameter(TWO)))),
-    ("make_functional", "a buffer of a tensor subclass", TypeError("buffer '0.seen' is a TwoTensor,…: convert it"),
+    ("make_functional", "a buffer of a tensor subclass", TypeError("buffer '0.seen' is a TwoTensor…Convert it"),
      lambda: fs.make_functional(with_tensor(seen=TWO))),
     ("make_functional", "a module of torch.jit",
      TypeError("module '0' was made by torch.jit,…: use the module from which it was made, and pass compiler=torch.compile"),
      lambda: fs.make_functional(nn.Sequential(torch.jit.script(nn.Linear(3, 3))))),
     ("make_functional", "an embedding with max_norm",
-     ValueError("module '(root)' (EmbeddingBag) has max_norm=2.0,…parameter 'weight',…: set the module's max_norm to None"),
+     ValueError("module '(root)' (EmbeddingBag) has max_norm=2.0,…parameter 'weight',…: set max_norm to None"),
      lambda: fs.make_functional(nn.EmbeddingBag(5, 3, max_norm=2.0))),
 ]  # fmt: skip
 

@@ -81,7 +81,7 @@ WAYS: dict[str, tuple[Callable, Callable]] = {
 def test_a_reference_to_a_module_leads_to_the_calls_own_module_or_is_refused(way: str) -> None:
     if way in ("weak reference", "global variable"):
         words = (
-            r"attribute 'way' of module '\(root\)' refers to a module .* \(a global variable, a weak reference\), .*"
+            r"attribute 'way' of module '\(root\)' refers to a module .* a global variable or a weak reference: .*"
             r"types\.MethodType\(function, module\)"
         )
         with pytest.raises(TypeError, match=words):

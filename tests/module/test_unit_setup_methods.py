@@ -103,7 +103,7 @@ def test_each_call_of_a_method_from_outside_gathers_the_unit_once(way):
 
 
 def test_without_its_name_a_method_that_reads_a_leaf_is_an_error_that_says_so():
-    with pytest.raises(ValueError, match=r"'coder\.inner\.weight' was read .* name that in fully_shard\(.*, methods="):
+    with pytest.raises(ValueError, match=r"'coder\.inner\.weight' was read .* name the method in fully_shard\(.*, methods="):
         check_equal(made("one method"), batch, ["coder"])
 
 

@@ -45,7 +45,7 @@ def local(**axes: Any) -> fs.Plan:
 
 MESH = ValueError('mesh must be a number of ranks, a shape such as {"replicate": R, "shard": S}, or a funcshard.Mesh')
 AXES = ValueError("must be local along one or several axes of the mesh, ['replicate', 'shard', 'tensor']")
-OWN_OPERATIONS = TypeError("leaf 'a.w' is a …, a tensor class with operations … convert it to a plain tensor first")
+OWN_OPERATIONS = TypeError("leaf 'a.w' is a …, a tensor class whose operations … Convert it to a plain tensor")
 RANKS = ValueError("must be a number of ranks that divides the 4 ranks of the shard axis; found 3 for unit 'head'")
 STAYS = {"reshard_after_backward": False}
 

@@ -164,7 +164,7 @@ def test_other_storage_is_refused_and_not_encoded_again(tmp_path: Path) -> None:
     shards = run_simulated(written, 2, tmp_path)
     alike = fs.Storage(lambda x: (x[:, :32].byte(), x[:, :1]), lambda low, one: torch.cat([low, low], 1) * one)
     for storage in (None, fs.int8(), fs.nf4(32), alike):  # the last makes records of the same parts
-        with pytest.raises(ValueError, match=r"'storage': \('nf4', .* of other storage=, take to_state_dict and"):
+        with pytest.raises(ValueError, match=r"'storage': \('nf4', .* If storage= differs, to_state_dict and"):
             fs.replan(shards, planned(2), planned(1, storage))
     plain = planned(1, None)
     fs.save(tmp_path / "plain", {"shards": fs.shard(fs.make_functional(net())[1], plain, fs.Mesh())}, plain, fs.Mesh())

@@ -392,9 +392,8 @@ def _map_received(peer: Peer, files: list[int]) -> torch.Tensor:
     except (OSError, RuntimeError) as error:
         raise OSError(
             f"the shared memory of rank {peer.rank}{size_text} cannot be mapped; the system says: "
-            f"{error}: raise the limits of open files (ulimit -n), of address space (ulimit -v) "
-            "and of mappings (sysctl vm.max_map_count), mount /proc in the container, or pass "
-            "shared_memory=False to init_mesh"
+            f"{error}. Raise ulimit -n, ulimit -v or sysctl vm.max_map_count, mount /proc in the "
+            "container, or pass shared_memory=False to init_mesh"
         ) from error
     finally:
         for received_file in files:

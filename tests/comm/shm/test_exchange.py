@@ -45,7 +45,7 @@ def test_the_error_says_why_a_block_cannot_be_mapped(name) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limit)
     assert words in str(caught.value)
-    assert "(ulimit -n), of address space (ulimit -v)" in str(caught.value)
+    assert "Raise ulimit -n, ulimit -v or" in str(caught.value)
     assert "pass shared_memory=False to init_mesh" in str(caught.value)
     for file in files:  # they are closed
         with pytest.raises(OSError, match="Bad file descriptor"):
