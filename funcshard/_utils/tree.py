@@ -96,7 +96,7 @@ def leaves_up_to(tree: Any, deeper: Any) -> list[Any]:
 
 
 def map(function: Callable[..., Any], tree: Any, *rest: Any, of_none: bool = False) -> Any:
-    """Return a tree of ``function(*leaves)`` for trees of one structure; ``None`` is no leaf.
+    """Return a tree of ``function(*leaves)`` for trees of one structure; ``None`` isn't a leaf.
 
     With ``of_none``, the function is called where trees hold ``None`` too.
     """

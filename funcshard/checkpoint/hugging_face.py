@@ -106,7 +106,7 @@ def module_of_config(path: Path) -> nn.Module:
     Raises:
         FileNotFoundError: there is no such file.
         ImportError: transformers isn't installed.
-        ValueError: the file is no configuration that transformers takes, or needs code of its
+        ValueError: the file isn't a configuration that transformers takes, or needs code of its
             folder.
     """
     file = path / "config.json" if path.is_dir() else path

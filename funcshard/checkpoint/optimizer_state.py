@@ -228,7 +228,7 @@ def nodes_of(
     """Return a state's nodes with a value for each shard, and all other leaves, both by path.
 
     Raises:
-        TypeError: ``opt_state`` is no dictionary, as the optimizer's state is.
+        TypeError: ``opt_state`` isn't a dictionary, as the optimizer's state is.
         ValueError: it has other nodes than the optimizer's state.
     """
     per_shard: dict[str, ByBuffer] = {}

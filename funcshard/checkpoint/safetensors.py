@@ -89,7 +89,8 @@ def export_safetensors(
     Raises:
         TypeError: ``max_shard_size`` is neither a number nor text, or ``dtype`` isn't
             floating-point.
-        ValueError: ``max_shard_size`` is no size; the shards don't match the plan; a leaf is local
+        ValueError: ``max_shard_size`` isn't a size; the shards don't match the plan; a leaf is
+            local
             to each rank; or the format lacks a dtype.
         OSError: rank 0 can't write the files, or another export to ``path`` is running. Every rank
             raises it.
@@ -209,7 +210,7 @@ def import_safetensors(path: StrPath, plan: Plan, mesh: Mesh, *, cast: bool = Fa
     Each rank reads the bytes of its shards, and the first 64 KiB of each leaf, which ranks compare.
 
     Arguments:
-        path: a safetensors file, or a folder as ``save_pretrained`` writes it. Names that are no
+        path: a safetensors file, or a folder as ``save_pretrained`` writes it. Names that aren't
             leaves are ignored. A tied parameter may be under any of its names.
         plan: your plan, to cut the shards by.
         mesh: the ranks.

@@ -146,7 +146,7 @@ def from_state_dict(
             - DTensors, as a module sharded by FSDP2 has; each is gathered by itself;
             - pieces: one ``Piece`` per name, or a list of the pieces of several ranks.
 
-            Names that are no leaves are ignored. A tied parameter may be under any of its names.
+            Names that aren't leaves are ignored. A tied parameter may be under any of its names.
         plan: your plan, to cut the shards by.
         mesh: the ranks.
         src: the rank that has the state dict, with full tensors, and broadcasts one flat buffer

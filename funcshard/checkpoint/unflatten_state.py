@@ -429,7 +429,7 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
         Each new rank's state, in order of ranks, with new memory.
 
     Raises:
-        TypeError: a leaf can't be stored, ``states`` is no list, or a plan no plan.
+        TypeError: a leaf can't be stored, ``states`` isn't a list, or a plan isn't a ``Plan``.
         ValueError: the number of states isn't the old number of ranks, a plan is of another model,
             or ranks differ in a value.
 

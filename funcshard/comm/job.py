@@ -64,7 +64,7 @@ def start(kind: str, world: int, timeout: float, limits: Limits) -> None:
     """Make the default group of a process that torchrun has started.
 
     Raises:
-        ValueError: torchrun's variables are missing in the environment, or are no numbers.
+        ValueError: torchrun's variables are missing in the environment, or aren't numbers.
         RuntimeError: the other ranks have not come in time, or one is lost.
     """
     rank = _number("RANK", 0)

@@ -84,7 +84,7 @@ def simulate(
         RuntimeError: the ranks are in a deadlock, or issue different collectives; you call
             ``simulate`` inside a transform of ``torch.func``, or use the mesh of another rank or
             simulation.
-        TypeError: ``fn`` is no function, or ``threads`` is no number.
+        TypeError: ``fn`` isn't a function, or ``threads`` isn't a number.
         ValueError: ``world_size`` is neither a positive number nor a shape, or ``threads`` is not
             positive.
 

@@ -131,7 +131,7 @@ class BufferComm:
 
     @property
     def plain(self) -> BufferComm:
-        """The same without functions of the user's: for tangents, which are no parameters."""
+        """The same without functions of the user's: for tangents, which aren't parameters."""
         # The usual case keeps the object, and so costs nothing.
         if self.dtypes.cast is None and not self.own:
             return self

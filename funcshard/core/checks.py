@@ -217,7 +217,7 @@ def check_leaf(
 
 
 def other_leaves(by_path: Mapping[str, Any], plan: Plan) -> str:
-    """Return as text which leaves of the plan are missing, and which paths are no leaf."""
+    """Return as text which leaves of the plan are missing, and which paths aren't leaves."""
     aliases = {alias for leaf in plan.leaves for alias in leaf.aliases}
     return other_names([leaf.path for leaf in plan.leaves], by_path.keys() - aliases)
 

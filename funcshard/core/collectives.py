@@ -306,7 +306,7 @@ def ppermute(x: T, mesh: Mesh, perm: Iterable[tuple[int, int]], *, axis: Axis = 
 
     Raises:
         TypeError: a leaf of ``x`` is not a tensor.
-        ValueError: the mesh has no such axis, or ``perm`` is no list of such pairs.
+        ValueError: the mesh has no such axis, or ``perm`` isn't a list of such pairs.
 
     Example:
         >>> import torch, funcshard as fs

@@ -119,7 +119,7 @@ def jvp(f: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool = F
         ``(outputs, tangents of the outputs)``, and ``aux`` with ``has_aux``.
 
     Raises:
-        ValueError: the tangents are no trees like the primals.
+        ValueError: the tangents aren't trees like the primals.
 
     Example:
         >>> import torch, funcshard as fs
@@ -171,7 +171,7 @@ def vjp(
 
     Raises:
         ValueError: nothing says over which ranks the mean runs; see ``value_and_grad``. Cotangents
-            are no tree like the outputs.
+            aren't a tree like the outputs.
 
     Example:
         >>> import torch, funcshard as fs
@@ -364,7 +364,7 @@ def jacobian(f: Callable[[Any], Any], inputs: Any, *, chunk_size: int | None = N
         have the shape ``[*shape of the output, *shape of the input]``. Integers have ``None``.
 
     Raises:
-        TypeError: the outputs are no tensors, or nothing in ``inputs`` is differentiable.
+        TypeError: the outputs aren't tensors, or nothing in ``inputs`` is differentiable.
         ValueError: ``inputs`` has shards, whose Jacobian no rank could hold: call ``jvp`` or
             ``vjp``.
 
@@ -460,7 +460,7 @@ class _Leaves:
         return out, aux_tensors
 
     def arguments(self, leaves: Sequence[Any]) -> Any:
-        """Return trees like the arguments, with ``None`` for what is no leaf."""
+        """Return trees like the arguments, with ``None`` for what isn't a leaf."""
         return self._build(leaves, [None] * len(self.values))
 
     def aligned(self, trees: Any) -> list[torch.Tensor]:

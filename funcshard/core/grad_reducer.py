@@ -159,7 +159,7 @@ class GradReducer:
         leaves: the leaves, and their gradients.
         leaf_by_id: the same by the identity of the tensor.
         use: what the loss function communicates over, and the shards that units gathered and that
-            are no leaves, such as leaves that a transform inside the loss has wrapped.
+            aren't leaves, such as leaves that a transform inside the loss has wrapped.
         accumulating: whether another micro-batch follows the one that runs.
         zero_weight: whether the micro-batch that runs counts nothing, infinities and NaN included.
         received: whether a gradient of the micro-batch that runs has arrived.

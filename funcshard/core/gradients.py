@@ -82,7 +82,7 @@ def value_and_grad(
         has_aux: whether ``loss_fn`` also returns an ``aux``, which may be anything.
         mesh: the ranks that the mean runs over, which check that their options are the same. By
             default, those of the collectives inside ``loss_fn``; pass ``fs.Mesh()`` for a loss of
-            this rank alone, without collectives. A tensor that is no shard is a separate variable
+            this rank alone, without collectives. A tensor that isn't a shard is a separate variable
             on each rank.
         weighted: whether ``loss_fn`` also returns the weight of this rank's loss in the mean,
             usually the number of samples or tokens: finite and not negative. If a rank has no data,

@@ -33,7 +33,7 @@ def broadcast_object(value: Any, mesh: Mesh, src: int = 0) -> Any:
 
     Raises:
         TypeError: JSON can't hold the value exactly, such as a tuple. Every rank raises.
-        ValueError: ``src`` is no rank of the mesh.
+        ValueError: ``src`` isn't a rank of the mesh.
 
     Example:
         >>> import funcshard as fs
@@ -77,7 +77,7 @@ def agree(value: Any, mesh: Mesh) -> Any:
         numbers, NaN if one is NaN. For the smallest, or for any, negate before and after.
 
     Raises:
-        TypeError: ``value`` is no bool, no real number and no tensor of one.
+        TypeError: ``value`` isn't a bool, a real number or a tensor of one.
 
     Example:
         >>> import torch, funcshard as fs

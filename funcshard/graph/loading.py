@@ -48,7 +48,7 @@ def load_traced(
         OSError: there is no such file.
         ValueError: the file is damaged, of another plan, mesh or version of torch, or needs a
             schedule that the step lacks.
-        TypeError: ``step`` is no step of ``make_train_step``.
+        TypeError: ``step`` isn't a step of ``make_train_step``.
 
     Example:
         >>> import tempfile, torch, funcshard as fs

@@ -62,7 +62,7 @@ def trace(step: TrainStep, state: Any, batch: Any, *, dynamic_shapes: Any = None
         The step as a graph.
 
     Raises:
-        TypeError: ``step`` is no step of ``make_train_step``.
+        TypeError: ``step`` isn't a step of ``make_train_step``.
         ValueError: the step uses a tensor from outside of state and batch; ``dynamic_shapes``
             doesn't fit the batch, or the new state depends on its sizes.
         RuntimeError: your Python code depends on values, or ``torch.utils.checkpoint`` draws random
@@ -378,7 +378,7 @@ class Traced:
         """Return how another traced step differs from this one, for you to print.
 
         Raises:
-            TypeError: ``other`` is no traced step.
+            TypeError: ``other`` isn't a traced step.
         """
         if not isinstance(other, Traced):
             raise TypeError(

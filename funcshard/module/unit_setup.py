@@ -89,8 +89,8 @@ def read_methods(
         units: index of the module of each unit, by path.
 
     Raises:
-        TypeError: ``methods`` is no dictionary from paths to lists of names.
-        ValueError: it names a module that is no unit, the root, or a method that cannot run through
+        TypeError: ``methods`` isn't a dictionary from paths to lists of names.
+        ValueError: it names a module that isn't a unit, the root, or a method that can't run through
             the unit.
     """
     if not isinstance(methods, Mapping):
@@ -348,7 +348,7 @@ def _evaluates_in_full(precision: MixedPrecision | None, index: int, apply: Func
 def forward_in_full_precision(
     module: nn.Module, forward: Callable[[Any, Any], Any], args: Any, kwargs: Any
 ) -> Any:
-    """Run a module that is no unit in the widest dtype of its buffers and inner parameters."""
+    """Run a module that isn't a unit in the widest dtype of its buffers and inner parameters."""
     tensors = (*module.parameters(), *module.buffers(recurse=False))
     float_dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
     widest_dtype = max(float_dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)

@@ -26,7 +26,7 @@ def mesh_axes_of(mesh: Any, name: str = "mesh") -> dict[str, int]:
         name: name of the option that holds the mesh, for errors.
 
     Raises:
-        ValueError: ``mesh`` is none of these, or a size is no positive whole number.
+        ValueError: ``mesh`` is none of these, or a size isn't a positive whole number.
     """
     sizes: Any = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
     # NumPy numbers are numbers of ranks too; True is none.

@@ -89,7 +89,7 @@ class Plan(Shown):
 
     @property
     def model_axes(self) -> Axes:
-        """Name and size of each mesh axis that is no data axis."""
+        """Name and size of each mesh axis that isn't a data axis."""
         return tuple(
             (axis_name, size) for axis_name, size in self.mesh_axes.items() if axis_name not in AXES
         )
@@ -139,8 +139,8 @@ class Plan(Shown):
                 names alone, and a plan without them can neither pack nor decode.
 
         Raises:
-            TypeError: the argument is no text.
-            ValueError: the text is no JSON, no plan of a known format, or damaged.
+            TypeError: the argument isn't text.
+            ValueError: the text isn't JSON or a plan of a known format, or it's damaged.
         """
         try:
             plan_data = file_data.parse(text)

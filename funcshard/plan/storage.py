@@ -34,8 +34,8 @@ class Storage:
         name: the name in plans; by default that of ``encode``.
 
     Raises:
-        TypeError: ``encode`` or ``decode`` is no function, or ``block`` no number.
-        ValueError: ``block`` is no whole number, or below 1.
+        TypeError: ``encode`` or ``decode`` isn't a function, or ``block`` isn't a number.
+        ValueError: ``block`` isn't a whole number, or below 1.
 
     Example:
         >>> import torch, funcshard as fs

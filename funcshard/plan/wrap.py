@@ -133,7 +133,7 @@ def by_size(
         dictionary of keyword arguments, or the only argument.
 
     Raises:
-        TypeError: ``min_numel`` is no number, or an argument is not a tuple of classes.
+        TypeError: ``min_numel`` isn't a number, or an argument is not a tuple of classes.
         ValueError: ``min_numel`` is negative or not whole.
 
     Example:

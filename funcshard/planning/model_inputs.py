@@ -115,7 +115,7 @@ def _model_inputs(
 def _hugging_face_inputs(module: nn.Module, batch: int, seq: int) -> dict[str, Any]:
     """Return a batch of a model of transformers, with the labels of its class.
 
-    A class whose labels are no tensor has the mean of its first output as its loss.
+    A class whose labels aren't one tensor has the mean of its first output as its loss.
 
     Arguments:
         module: the model.

@@ -281,7 +281,7 @@ def plan_run(
     Raises:
         FileNotFoundError: there is no such file or folder.
         ImportError: transformers or peft is needed, and isn't installed.
-        TypeError: ``task`` is no task.
+        TypeError: ``task`` isn't a task.
         ValueError: an option is out of range, the budget is more than the hardware has, or the
             model fails on its inputs.
 

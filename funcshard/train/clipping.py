@@ -36,7 +36,7 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
 
     Raises:
         ValueError: ``norm_type`` is not positive, or ``mesh`` or ``grads`` does not fit the plan.
-        TypeError: ``norm_type`` is no number, or a leaf has integers, booleans or float8 numbers.
+        TypeError: ``norm_type`` isn't a number, or a leaf has integers, booleans or float8 numbers.
 
     Example:
         >>> import torch, funcshard as fs
@@ -122,7 +122,7 @@ def clip_by_global_norm(
 
     Raises:
         ValueError: ``max_norm`` is not positive or not finite; or see ``global_norm``.
-        TypeError: ``max_norm`` or ``norm_type`` is no number, or ``donate`` is no flag.
+        TypeError: ``max_norm`` or ``norm_type`` isn't a number, or ``donate`` isn't a flag.
         RuntimeError: the gradients were donated already.
 
     Example:

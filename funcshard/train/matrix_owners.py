@@ -200,7 +200,7 @@ class Matrix:
         owners: the stages in which its parts meet, in order, each with the index along the stage's
             axis at which they meet; none for a leaf that is local to a rank.
         holder: the leaf of the plan.
-        item: its number in the stack that ranks hold; ``None`` if the leaf is no stack.
+        item: its number in the stack that ranks hold; ``None`` if the leaf isn't a stack.
     """
 
     unit: str

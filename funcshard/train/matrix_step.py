@@ -74,7 +74,7 @@ def per_matrix(
         ValueError: ``matrices`` match nothing or no matrix, there are other leaves and no
             ``others``, or the mesh does not have the plan's shape. In ``step``: the state is one of
             another optimizer or plan, or an update does not have the shape of its matrix.
-        TypeError: a function takes other arguments, or ``others`` is no optimizer.
+        TypeError: a function takes other arguments, or ``others`` isn't an optimizer.
 
     Example:
         >>> import torch, funcshard as fs

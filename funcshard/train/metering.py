@@ -42,8 +42,8 @@ def make_meter(
           CPU, the largest resident memory of this process, if the system counts it.
 
     Raises:
-        TypeError: ``mesh`` is no mesh; in ``meter``: ``state`` is no ``TrainState``.
-        ValueError: ``tokens`` or ``step`` is no whole number, or too small.
+        TypeError: ``mesh`` isn't a mesh; in ``meter``: ``state`` isn't a ``TrainState``.
+        ValueError: ``tokens`` or ``step`` isn't a whole number, or too small.
 
     Example:
         >>> import torch, funcshard as fs

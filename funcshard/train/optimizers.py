@@ -489,7 +489,7 @@ def apply_optimizer(optimizer: Any, grads: Any, state: Any, params: Any) -> tupl
 
 
 def _refusal(cls: Any) -> Exception:
-    """Return the error for what is no class of elementwise optimizers."""
+    """Return the error for what isn't a class of elementwise optimizers."""
     remedy = "pass elementwise=True if it is one too"
     if isinstance(cls, torch.optim.Optimizer):
         remedy = f"pass torch_optimizer(torch.optim.{type(cls).__name__}, lr=...)"

@@ -73,12 +73,10 @@ def per_sample_grad(
     noise) / batch_size``, where ``g_i`` is the gradient of sample i of the whole world's batch.
 
     A call gathers each unit once and reduces it once, and your ranks may have different numbers of
-    samples, or none. A rank holds all units gathered, one sum of gradients of that size, and the
-    gradients of ``chunk_size`` samples at a time.
+    samples, or none. A rank holds the gathered units, a sum of gradients of that size, and the
+    gradients of ``chunk_size`` samples.
 
-    Ranks along model axes, such as ``tensor``, work on the same samples, and the loss of a sample
-    is the mean of theirs. The gradients of leaves that they share take an all-reduce for each chunk
-    and buffer. docs/transforms.md explains both.
+    Ranks along model axes, such as ``tensor``, work on the same samples; see docs/transforms.md.
 
     Arguments:
         loss_fn: your ``loss_fn(shards, *rest, sample)`` returns the loss of one sample, a scalar.
@@ -93,7 +91,7 @@ def per_sample_grad(
             checks.
         batch_size: the number that the sum is divided by, such as the expected size of a batch
             whose samples are drawn at random; by default the number of samples of all ranks.
-        chunk_size: the number of samples whose gradients exist at one time; by default all of this
+        chunk_size: the number of samples whose gradients exist at a time; by default all of this
             rank's.
         on_grads: ``on_grads(unit, grads)``, called for each chunk and unit with this rank's
             gradients before clipping, ``{path: [samples, *shape]}``, which you may change in place.

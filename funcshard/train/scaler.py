@@ -130,8 +130,8 @@ class GradScaler:
 
         Raises:
             RuntimeError: the gradients were donated already.
-            TypeError: ``donate`` is no flag, or ``plan`` no plan.
-            ValueError: ``grads`` is no tree of this plan's shards, or the mesh has another shape.
+            TypeError: ``donate`` isn't a flag, or ``plan`` isn't a plan.
+            ValueError: ``grads`` isn't a tree of this plan's shards, or the mesh has another shape.
         """
         check_flag("donate", donate)
         if plan is not None:

@@ -100,7 +100,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
         )
     },
     "Muon's state": (
-        {"x": {"a": {"float32": UNIT[:-1]}}}, ValueError, r"of unit 'a' at 'x' .* muon or per_matrix by optimizer_to_state_dict",
+        {"x": {"a": {"float32": UNIT[:-1]}}}, ValueError, r"of unit 'a' at 'x' .* per_matrix by optimizer_to_state_dict",
     ),
     "a container whose data a file cannot hold": (
         {"x": Node({}, Colour.RED)}, TypeError, r"the tests\.trees:Node at 'x' of the state .* its metadata .*Colour\.RED",

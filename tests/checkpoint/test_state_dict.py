@@ -374,7 +374,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     ),
     **{
         f"an offset of {offset}": (
-            changed_piece(offset=offset), rf"must lie inside its slice of .* elements at offset {offset} within .*: pass index",
+            changed_piece(offset=offset), rf"must lie inside its slice of .* elements at offset {offset} within .*: pass",
         )
         for offset in (-1, 11)
     },

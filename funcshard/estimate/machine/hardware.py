@@ -156,7 +156,7 @@ class Hardware:
         device: ``"cuda"``, or ``"cpu"`` if ranks compute and communicate on the same processor.
 
     Raises:
-        TypeError: a figure is no number.
+        TypeError: a figure isn't a number.
         ValueError: a figure is out of bounds or has no source, or links are missing.
 
     Example:
@@ -215,7 +215,7 @@ class Hardware:
                 )
 
     def _numbers(self) -> dict[str, Any]:
-        """Return every figure that is no link, by the key of its source."""
+        """Return every figure that isn't a link, by the key of its source."""
         numbers = {name: getattr(self, name) for name in _FIGURES}
         if self.optimizer_efficiency is not None:
             numbers["optimizer_efficiency"] = self.optimizer_efficiency
@@ -244,7 +244,7 @@ class Hardware:
         """Return the description that ``to_json`` wrote.
 
         Raises:
-            ValueError: the text is no JSON, or a figure is missing, out of bounds or without a
+            ValueError: the text isn't JSON, or a figure is missing, out of bounds or without a
                 source.
         """
         try:
@@ -298,7 +298,7 @@ def load_hardware(hardware: str | os.PathLike[str] | Hardware) -> Hardware:
             a JSON file, such as ``calibrate`` writes; or a ``Hardware``.
 
     Raises:
-        TypeError: ``hardware`` is no name, path or description.
+        TypeError: ``hardware`` isn't a name, path or description.
         ValueError: neither a description nor a file has this name, or the file is damaged.
 
     Example:

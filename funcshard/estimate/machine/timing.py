@@ -40,7 +40,7 @@ def collective_time(
             all later mesh axes.
 
     Raises:
-        TypeError: a number is no whole number.
+        TypeError: a number isn't a whole number.
         ValueError: a number is too small, or the kind is unknown.
 
     Example:

@@ -97,7 +97,7 @@ def compare(before: Report, after: Report) -> Comparison:
         The comparison, which you can print.
 
     Raises:
-        TypeError: an argument is no report.
+        TypeError: an argument isn't a report.
 
     Example:
         >>> import torch, funcshard as fs

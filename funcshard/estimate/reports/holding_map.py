@@ -126,7 +126,7 @@ def holdings(plan: Plan) -> Holdings:
         The map, with equal units and equal ranks once, which you can print.
 
     Raises:
-        TypeError: ``plan`` is no plan.
+        TypeError: ``plan`` isn't a plan.
 
     Example:
         >>> import torch

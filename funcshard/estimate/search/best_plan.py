@@ -137,8 +137,8 @@ def auto_plan(
         and you can print them.
 
     Raises:
-        TypeError: ``profile`` is no profile.
-        ValueError: the budget is no number of bytes, or an option is out of range.
+        TypeError: ``profile`` isn't a profile.
+        ValueError: the budget isn't a number of bytes, or an option is out of range.
 
     Example:
         >>> import torch, funcshard as fs

@@ -265,7 +265,7 @@ def profile(
 
     Raises:
         TypeError: ``apply`` didn't come from ``make_functional``.
-        ValueError: the loss is no scalar or doesn't depend on a trainable parameter, you pass
+        ValueError: the loss isn't a scalar or doesn't depend on a trainable parameter, you pass
             targets but no loss, your model reads values of a tensor, or a parameter is a DTensor.
 
     Example:

@@ -241,7 +241,7 @@ def reserved_band(pools: int, memory: int | None = None) -> tuple[int, int, str]
         Bytes, bytes, and a sentence.
 
     Raises:
-        TypeError: a number is no whole number.
+        TypeError: a number isn't a whole number.
         ValueError: a number is negative.
 
     Example:

@@ -60,7 +60,7 @@ class Runtime:
     """How ranks communicate, as far as memory and time depend on it.
 
     Attributes:
-        accelerator: whether the device is no CPU, so its host runs ahead.
+        accelerator: whether the device isn't a CPU, so its host runs ahead.
         send_buffers: whether a reduction takes a flat send buffer; shared memory takes none.
         sent_lives: whether the cast of a shard lives until its gather has finished.
         communicators: bytes that communication libraries take.

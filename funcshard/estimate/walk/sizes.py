@@ -96,7 +96,7 @@ def sizes_by_unit(plan: Plan, *, accelerator: bool) -> dict[str, UnitSizes]:
 
     Arguments:
         plan: the plan.
-        accelerator: whether the device is no CPU, so that ``offload`` counts.
+        accelerator: whether the device isn't a CPU, so that ``offload`` counts.
     """
     # Note: a large model has few distinct units.
     first_units = representatives(plan.unit_list)

@@ -38,8 +38,8 @@ def keep_gathered(traced: Traced, *, budget: int | str) -> Traced:
         The changed step, with the bits of ``traced``.
 
     Raises:
-        TypeError: ``traced`` is no traced step.
-        ValueError: ``budget`` is no size.
+        TypeError: ``traced`` isn't a traced step.
+        ValueError: ``budget`` isn't a size.
 
     Example:
         >>> import torch, funcshard as fs

@@ -30,8 +30,8 @@ def gather_earlier(
         The changed step, with the bits and the collectives of ``traced``.
 
     Raises:
-        TypeError: ``traced`` is no traced step.
-        ValueError: ``by`` is no count, or ``budget`` no size.
+        TypeError: ``traced`` isn't a traced step.
+        ValueError: ``by`` isn't a count, or ``budget`` isn't a size.
 
     Example:
         >>> import torch, funcshard as fs
@@ -74,8 +74,8 @@ def wait_later(traced: Traced, *, budget: int | str | None = None) -> Traced:
         The changed step, with the bits and the collectives of ``traced``.
 
     Raises:
-        TypeError: ``traced`` is no traced step.
-        ValueError: ``budget`` is no size.
+        TypeError: ``traced`` isn't a traced step.
+        ValueError: ``budget`` isn't a size.
 
     Example:
         >>> import torch, funcshard as fs

@@ -30,7 +30,7 @@ def update_early(traced: Traced) -> Traced:
         The changed step, with the bits and the collectives of ``traced``.
 
     Raises:
-        TypeError: ``traced`` is no traced step.
+        TypeError: ``traced`` isn't a traced step.
         ValueError: no update can move, because each needs the gradients of all units, as with
             ``max_norm`` or a ``scaler``, or a later collective.
 
