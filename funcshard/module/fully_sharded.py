@@ -128,8 +128,9 @@ def fully_shard(
             function.
         RuntimeError: you compile on simulated ranks, and torch is older than 2.13.
         ValueError: the plan was made for another module; a unit is not a module with a forward; a
-            tied parameter is used outside the unit that owns it; ``remat`` or ``methods`` names an unknown unit or method; ``ignored_params`` match a leaf of the plan; or the
-            arguments of the ranks differ.
+            tied parameter is used outside the unit that owns it; ``remat`` or ``methods`` names an
+            unknown unit or method; ``ignored_params`` match a leaf of the plan; or the arguments
+            of the ranks differ.
 
     Example:
         >>> import torch, funcshard as fs

@@ -90,8 +90,8 @@ def read_methods(
 
     Raises:
         TypeError: ``methods`` isn't a dictionary from paths to lists of names.
-        ValueError: it names a module that isn't a unit, the root, or a method that can't run through
-            the unit.
+        ValueError: it names a module that isn't a unit, the root, or a method that can't run
+            through the unit.
     """
     if not isinstance(methods, Mapping):
         raise TypeError(
