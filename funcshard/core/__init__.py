@@ -20,11 +20,11 @@ order:
 - ``attention``: attention with derivatives of any order. ``replaced_kernels``: losses that have
   them, and where both take the place of torch's kernels.
 - ``plain_collectives``: collectives along mesh axes and their adjoints, without autograd.
-  ``collectives``: ``psum``, ``all_gather`` and others, differentiable, along named axes.
+  ``collectives``: ``psum``, ``all_gather`` and others, differentiable, along named axes;
+  ``broadcast_object`` and ``agree``, a small value for all ranks.
 - ``sharding``: ``shard`` and ``gather``, the whole tree to shards and back.
 - ``leaf_blocks``: random numbers of which a rank draws those that it keeps. ``vectors``: inner
   products, random vectors, and values that all ranks hold, for arithmetic on shards.
-- ``objects``: ``broadcast_object`` and ``agree``, a small value for all ranks.
 - ``gradients``: ``value_and_grad`` and ``accumulate``, which take the mean over ranks.
 - ``recompute``: ``remat``.
 - ``derivatives``: ``grad``, ``hvp`` and others by ``torch.func``, with the same mean.
@@ -46,13 +46,16 @@ from funcshard.core.checks import (
     check_leaf,
     check_mesh,
     check_shards,
+    check_source,
     raise_on_every_rank,
 )
 from funcshard.core.checksum import LeafChecksums, check_tie, on_every_rank
 from funcshard.core.collectives import (
+    agree,
     all_gather,
     all_to_all,
     axis_index,
+    broadcast_object,
     pmax,
     pmean,
     ppermute,
@@ -83,7 +86,6 @@ from funcshard.core.gradients import (
     value_and_grad,
 )
 from funcshard.core.leaf_blocks import LeafBlocks, block_count
-from funcshard.core.objects import agree, broadcast_object
 from funcshard.core.plain_collectives import (
     broadcast,
     join_slices,
@@ -99,7 +101,6 @@ from funcshard.core.recompute import remat
 from funcshard.core.replaced_kernels import any_order, any_order_active, check_derivatives
 from funcshard.core.sharding import (
     Shards,
-    check_source,
     cut,
     cut_from_rank,
     empty_shard,

@@ -53,6 +53,14 @@ def same_axes(planned: Mapping[str, int], mesh: Mesh) -> bool:
     return planned_axes == mesh_axes
 
 
+def check_source(src: int, mesh: Mesh) -> None:
+    """Raise ``ValueError`` unless ``src`` is a rank of the mesh."""
+    if type(src) is not int or not 0 <= src < mesh.world_size:
+        raise ValueError(
+            f"src must be a rank of the world, from 0 to {mesh.world_size - 1}; found {src!r}"
+        )
+
+
 def check_shards(
     plan: Plan, shards: Any, mesh: Mesh | None = None, *, gradients: bool = False
 ) -> None:

@@ -17,6 +17,7 @@ from funcshard.core.checks import (
     check_leaf,
     check_mesh,
     check_shards,
+    check_source,
     other_leaves,
 )
 from funcshard.core.checksum import LeafChecksums, check_tie, on_every_rank
@@ -103,14 +104,6 @@ def _shard_from_rank(params: Any, plan: Plan, mesh: Mesh, src: int) -> Shards:
             leaves = [by_path[leaf.path] for leaf in buffer.leaves]
             own_shards[unit.name][buffer.key] = cut_from_rank(src, unit, buffer, leaves, mesh)
     return own_shards
-
-
-def check_source(src: int, mesh: Mesh) -> None:
-    """Raise ``ValueError`` unless ``src`` is a rank of the mesh."""
-    if type(src) is not int or not 0 <= src < mesh.world_size:
-        raise ValueError(
-            f"src must be a rank of the world, from 0 to {mesh.world_size - 1}; found {src!r}"
-        )
 
 
 def _checked_leaves(
