@@ -13,11 +13,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
-from tests.module.law import Runs, check_equal, sharded_call
+from funcshard.plan.wrap import Units
+from tests.core.units import by_hand
+from tests.module.law import Runs, check_equal, outputs_on, same_bits, sharded_call
+from tests.ranks import run_ranks
 
 x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 
@@ -157,3 +163,114 @@ def test_the_modules_of_a_call_are_freed_without_the_collector() -> None:
     functional = fs.make_functional(nn.Sequential(*(Runs(noted, lin=nn.Linear(3, 3)) for _ in range(2))))
     sharded_call(fs.Mesh(), functional, x, ["*"])
     assert [ref() for ref in alive] == [None] * 4
+
+
+# --- outputs --------------------------------------------------------------------------------------
+
+
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+LOW = fs.MixedPrecision(BF16, FP32, output_dtype=FP32)
+
+
+def several(owns: bool, counts: bool) -> nn.Module:
+    """Return a module that returns tensors of several kinds, and may count its calls in a buffer."""
+
+    def forward(m: Any, x: torch.Tensor) -> dict[str, Any]:
+        h = m.first(x)
+        m.mean = m.mean + counts / 3
+        out = m.second(h) * m.scale
+        return {"out": out, "ids": out.argmax(1), "pair": (h, "text"), "none": None, "inside": h.dtype}
+
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    scale = nn.Parameter(torch.ones(4)) if owns else 1.0
+    return Runs(forward, first=first, second=second, scale=scale, mean=torch.full((4,), 1 / 3, dtype=FP64))
+
+
+def run(*, owns: bool = True, mutable: bool = False, evaluate: bool = False, **precision: Any) -> Any:
+    apply, *rest = fs.make_functional(several(owns, counts=mutable), mutable=mutable)
+    options = {"param_dtype": BF16, "reduce_dtype": FP32, "output_dtype": FP32, **precision}
+    functional = (apply.eval() if evaluate else apply, *rest)
+    (out,) = outputs_on(1, functional, torch.ones(2, 4), ["first", "second"], precision=fs.MixedPrecision(**options))
+    return out
+
+
+CASTS: dict[str, tuple[dict[str, Any], torch.dtype, torch.dtype]] = {  # options, dtypes of the output and inside
+    "the root owns a leaf": ({}, FP32, BF16),
+    "the root owns none": ({"owns": False}, FP32, BF16),
+    "without a param_dtype": ({"param_dtype": None, "output_dtype": FP64}, FP64, FP32),
+    "evaluation": ({"evaluate": True, "output_dtype": FP16}, FP16, BF16),
+    "evaluation in full precision": ({"evaluate": True, "full_precision_in_eval": True, "output_dtype": FP16}, FP32, FP32),
+}
+
+
+@pytest.mark.parametrize(("options", "cast", "inside"), CASTS.values(), ids=CASTS)
+def test_floating_point_outputs_of_the_model_are_cast_and_those_of_its_units_are_not(
+    options: dict[str, Any], cast: torch.dtype, inside: torch.dtype
+) -> None:
+    out = run(**options)
+    assert (out["out"].dtype, out["ids"].dtype, out["pair"][0].dtype) == (cast, torch.int64, cast)
+    assert (out["pair"][1], out["none"]) == ("text", None)
+    assert out["inside"] == inside
+    assert torch.equal(out["out"], out["out"].to(inside).to(cast))  # computed inside
+
+
+def test_new_buffers_are_no_outputs() -> None:
+    out, buffers = run(mutable=True, output_dtype=FP16)
+    assert out["out"].dtype == FP16
+    assert torch.equal(buffers["mean"], torch.full((4,), 1 / 3, dtype=FP64) + 1 / 3)
+
+
+def net_of_three() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+
+OWN = fs.MixedPrecision(BF16, FP32, output_dtype=FP32, cast_forward_inputs=True)
+
+
+def test_a_unit_that_is_written_by_hand_casts_its_outputs() -> None:
+    inner = lambda leaves, x: (leaves["w"] * x, leaves["w"].dtype)  # noqa: E731
+    _, f, shards = by_hand(fs.Mesh(), {"w": torch.ones(3)}, inner, precision=LOW)
+    out, inside = f(shards[""], torch.ones(3))
+    assert (out.dtype, inside) == (FP32, BF16)
+
+
+@pytest.mark.parametrize(("cast", "expected"), [(False, (FP32, 1.0 + 2**-12)), (True, (BF16, 1.0))])
+def test_the_default_lets_an_input_of_higher_precision_raise_or_promote_and_cast_forward_inputs_rounds_it(
+    cast: bool, expected: tuple[torch.dtype, float]
+) -> None:
+    """docs/precision.md says why a unit's inputs stay as they are by default."""
+    rotary = Runs(lambda m, x, angles: x * m.scale + angles, scale=nn.Parameter(torch.ones(1)))
+    functional = fs.make_functional(Runs(lambda m, x: m.rotary(x, torch.tensor([[1.0 + 2**-12]])), rotary=rotary))
+    precision = fs.MixedPrecision(BF16, cast_forward_inputs=cast)
+    (out,) = outputs_on(1, functional, torch.zeros(1, 1), ["rotary"], precision=precision)
+    assert (out.dtype, out.item()) == expected
+
+
+def compare(mesh: fs.Mesh) -> None:
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).chunk(mesh.world_size)[mesh.rank]
+    devices = init_device_mesh("cpu", (mesh.world_size,))
+    casting = MixedPrecisionPolicy(BF16, FP32, output_dtype=FP32)
+    for everywhere in (False, True):
+        outs, net = [], net_of_three()
+
+        def program(model: Any, x: torch.Tensor, outs: list[torch.Tensor] = outs) -> torch.Tensor:
+            outs.append(model(x))
+            return outs[-1].square().mean()
+
+        units = Units(["0", "2", "4"], {name: {"precision": OWN} for name in "024"} if everywhere else {})
+        call = sharded_call(mesh, fs.make_functional(net), x, units, program=program, calls=1, precision=LOW)
+        for name in "024":
+            policy = casting if everywhere else MixedPrecisionPolicy(BF16, FP32)
+            fsdp2(net.get_submodule(name), mesh=devices, mp_policy=policy)
+        fsdp2(net, mesh=devices, mp_policy=casting)
+        program(net, x).backward()
+        ours, theirs = outs
+        assert ours.dtype == FP32
+        same_bits(ours, theirs)
+        same_bits(call.grads, {name: leaf.grad.full_tensor() for name, leaf in net.named_parameters()})  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+def test_on_processes_outputs_and_gradients_are_those_of_fsdp2_to_the_bit() -> None:
+    run_ranks(compare, 2)
