@@ -109,7 +109,6 @@ from funcshard.core.sharding import (
     shard,
 )
 from funcshard.core.unit import (
-    RecomputeParams,
     Unshard,
     cast_inputs,
     cast_outputs,
@@ -125,7 +124,7 @@ from funcshard.core.vectors import axpy, broadcast_to_shards, norm, randn_like, 
 __all__ = [
     "AllGatherHandle", "BufferComm", "CONSTANT", "Gathered", "GradReducer", "GradientFunction",
     "GradientKeywords", "GradientOptions", "LeafBlocks", "LeafChecksums", "Leaves", "Prefetcher",
-    "RecomputeParams", "ScheduleLearner", "Shards", "Unshard", "accumulate",
+    "ScheduleLearner", "Shards", "Unshard", "accumulate",
     "activate", "agree", "all_gather",
     "all_reduce_flat", "all_to_all", "any_order", "any_order_active", "axis_index", "axpy",
     "block_count", "broadcast", "broadcast_object", "broadcast_to_shards", "can_cast",

@@ -435,29 +435,6 @@ def start_unit(f: Unshard, shard: UnitShard) -> Handles:
     ]
 
 
-class RecomputeParams(dict[str, Any]):
-    """A module's parameters after its unit's forward: placeholders, or leaves in a recomputation.
-
-    Attributes:
-        gathered: the unit.
-        numbers: the number of each leaf of the unit, by name.
-    """
-
-    __slots__ = ("gathered", "numbers")  # Why no ``__init__``: it takes half of the time.
-
-    gathered: Gathered
-    numbers: dict[str, int]
-
-    def __getitem__(self, name: str) -> Any:
-        leaf_index = self.numbers.get(name)
-        # Outside of a backward, user code has to meet the placeholder.
-        if leaf_index is None or graph_task_id() == -1:
-            return super().__getitem__(name)
-        # Note: ``torch.utils.checkpoint`` inside the unit calls a part of its forward again, from
-        # backward.
-        return self.gathered.leaves_again()[leaf_index]
-
-
 def cast_inputs(
     precision: MixedPrecision | None, root: bool, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:

@@ -39,7 +39,6 @@ from funcshard.core import (
     BufferComm,
     Gathered,
     Prefetcher,
-    RecomputeParams,
     ScheduleLearner,
     Shards,
     Unshard,
@@ -420,6 +419,29 @@ def table_entries(unit: UnitPlan, skeleton: Skeleton) -> dict[str, TableEntries]
     return {path: tuple(entries.items()) for path, entries in unit_tables.items()}
 
 
+class _RecomputeParams(dict[str, Any]):
+    """A module's parameters after its unit's forward: placeholders, or leaves in a recomputation.
+
+    Attributes:
+        gathered: the unit.
+        numbers: the number of each leaf of the unit, by name.
+    """
+
+    __slots__ = ("gathered", "numbers")  # Why no ``__init__``: it takes half of the time.
+
+    gathered: Gathered
+    numbers: dict[str, int]
+
+    def __getitem__(self, name: str) -> Any:
+        leaf_index = self.numbers.get(name)
+        # Outside of a backward, user code has to meet the placeholder.
+        if leaf_index is None or graph_task_id() == -1:
+            return super().__getitem__(name)
+        # Note: ``torch.utils.checkpoint`` inside the unit calls a part of its forward again, from
+        # backward.
+        return self.gathered.leaves_again()[leaf_index]
+
+
 def forward_with_leaves(
     tables: TableEntries,
     leaves: list[torch.Tensor],
@@ -445,7 +467,7 @@ def forward_with_leaves(
             # may be such a one, which would answer in backward with leaves that it gathers itself.
             later_table = table
             if recomputes:
-                later_table = RecomputeParams(table)
+                later_table = _RecomputeParams(table)
                 later_table.gathered, later_table.numbers = gathered, entries
             afterwards.append((owner.__dict__, "_parameters", later_table))
             table = owner.__dict__["_parameters"] = dict(table)
