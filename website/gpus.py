@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from funcshard._utils.garbage import without_collection
+from funcshard._utils.process_state import without_collection
 from funcshard.checkpoint import default_units, module_of_config
 from funcshard.estimate import Profile, Report, Space, load_hardware
 from funcshard.planning import PRECISIONS, plan_within, trace

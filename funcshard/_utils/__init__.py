@@ -1,15 +1,14 @@
 """Helpers that all wings use; you can skip them at first.
 
 - ``tree``: pytrees, dotted paths, and structures as data. Only ``tree`` knows optree.
-- ``stored_trees``, ``regular_files``, ``file_data``, ``codec``: structures, files and their data,
-  checked, and data classes as JSON.
+- ``regular_files``, ``file_data``, ``codec``: files and their data, checked, and data classes as
+  JSON.
 - ``table``: tables as text and as HTML.
 - ``donation``: makes the old tensors raise after a step has updated them in place.
 - ``tensors``: dtypes by name, and the tensors in any Python structure.
 - ``options``: check options, and advise on habits of other libraries.
 - ``closures``: the objects that a function or a value refers to.
-- ``pages``, ``garbage``: pages of memory, and code without searches for garbage.
-- ``random_state``: the state of the random number generators.
+- ``process_state``: the random number generators, and code without searches for garbage.
 - ``torch_private``, ``torch_operators``, ``torch_compilers``, ``torch_kernels``, ``torch_symbols``,
   ``torch_modules``, ``torch_groups``: torch's private API, which no other file
   touches.

@@ -1,12 +1,18 @@
-"""Open files for reading, if they are regular ones.
+"""Open files for reading, if they are regular ones, and give pages of mapped files back.
 
 A named pipe, or a device such as ``/dev/zero``, would be read for ever.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import mmap
 import os
 import stat
+from collections.abc import Callable
+
+import torch
 
 _KINDS = {
     stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
@@ -65,3 +71,39 @@ def _check(path: str | os.PathLike[str], mode: int) -> None:
         if stat.S_ISLNK(mode):
             remedy = "copy the folder with its files in place of links, as cp -rL does"
         raise ValueError(f"{os.fspath(path)} must be a regular file; found {file_kind}: {remedy}")
+
+
+# --- mapped files ---------------------------------------------------------------------------------
+
+
+_DONTNEED: int | None = getattr(mmap, "MADV_DONTNEED", None)
+
+
+def release_pages(tensor: torch.Tensor) -> None:
+    """Take a tensor's pages out of this process's memory, if it lies inside a mapped file.
+
+    They stay in the system's page cache, and reading maps them again.
+
+    Arguments:
+        tensor: a view of a mapped file that's never written to, behind its first byte, or any other
+            tensor.
+
+    Source: Linux manual pages, madvise(2).
+    """
+    storage_begin = tensor.untyped_storage().data_ptr()
+    if tensor.data_ptr() == storage_begin or not tensor.nbytes or _DONTNEED is None:
+        return
+    if (madvise := _madvise()) is not None:
+        begin = max(tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE, storage_begin)
+        madvise(begin, tensor.data_ptr() + tensor.nbytes - begin, _DONTNEED)
+
+
+@functools.cache
+def _madvise() -> Callable[..., int] | None:
+    try:
+        function = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError, TypeError):
+        return None
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    function.restype = ctypes.c_int
+    return function

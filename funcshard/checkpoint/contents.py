@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from funcshard._utils import file_data, table, tree
-from funcshard._utils.garbage import without_collection
 from funcshard._utils.options import check_flag, check_path
+from funcshard._utils.process_state import without_collection
 from funcshard._utils.table import Shown, Table
 from funcshard.checkpoint.folders import (
     TRIES,

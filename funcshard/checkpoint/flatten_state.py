@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from funcshard._utils import tree
-from funcshard._utils.stored_trees import loaded_class
 from funcshard._utils.tensors import byte_memory, byte_view
+from funcshard._utils.tree import loaded_class
 from funcshard.checkpoint.resharding import turn_of
 from funcshard.checkpoint.stored_state import (
     NO_UNIT,

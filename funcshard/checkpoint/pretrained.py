@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from funcshard._utils.options import check_flag, check_path, did_you_mean
-from funcshard._utils.pages import release_pages
+from funcshard._utils.regular_files import release_pages
 from funcshard._utils.torch_private import callers_level
 from funcshard.checkpoint.folders import StrPath
 from funcshard.checkpoint.hugging_face import (

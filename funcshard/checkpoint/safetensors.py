@@ -21,8 +21,7 @@ from torch import nn
 
 from funcshard._utils import file_data
 from funcshard._utils.options import check_bytes, check_flag, check_path
-from funcshard._utils.pages import release_pages
-from funcshard._utils.regular_files import open_regular, read_regular
+from funcshard._utils.regular_files import open_regular, read_regular, release_pages
 from funcshard._utils.tensors import byte_memory
 from funcshard.checkpoint.folders import StrPath, sync, what_it_holds
 from funcshard.checkpoint.hugging_face import stored, stored_entries

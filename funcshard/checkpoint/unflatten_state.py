@@ -13,8 +13,8 @@ import torch
 
 from funcshard._utils import tree
 from funcshard._utils.options import outline
-from funcshard._utils.stored_trees import loaded_class
 from funcshard._utils.tensors import byte_view
+from funcshard._utils.tree import loaded_class
 from funcshard.checkpoint.flatten_state import flatten_state
 from funcshard.checkpoint.resharding import (
     ByAxis,

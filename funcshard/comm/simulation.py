@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from funcshard._utils.options import check_count, check_device, check_flag
-from funcshard._utils.random_state import RandomState
+from funcshard._utils.process_state import RandomState
 from funcshard._utils.tensors import dtype_name
 from funcshard._utils.torch_private import one_forward_level, transforms_active
 from funcshard.comm.attempts import AGREEMENT

@@ -27,7 +27,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
-from funcshard._utils.random_state import RandomState
+from funcshard._utils.process_state import RandomState
 from funcshard._utils.torch_operators import AttentionCall, operator_by_name
 from funcshard._utils.torch_private import transforms_active
 

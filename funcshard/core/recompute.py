@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from funcshard._utils import tree
 from funcshard._utils.closures import captured
-from funcshard._utils.random_state import RandomState
+from funcshard._utils.process_state import RandomState
 from funcshard._utils.tensors import is_continuous, tensors_in
 from funcshard._utils.torch_private import (
     BasisLoop,

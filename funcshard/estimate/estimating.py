@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from funcshard._utils.garbage import without_collection
 from funcshard._utils.options import check_bytes, check_choice
+from funcshard._utils.process_state import without_collection
 from funcshard.estimate.machine import (
     Hardware,
     load_hardware,

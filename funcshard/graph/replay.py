@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from funcshard._utils.random_state import RandomState
+from funcshard._utils.process_state import RandomState
 from funcshard._utils.torch_operators import operator_arguments
 from funcshard.comm import Group, Mesh, all_gather_private, neighbours
 from funcshard.graph.memory import GraphStorages

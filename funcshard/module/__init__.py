@@ -2,8 +2,8 @@
 
 Read in this order:
 
-- ``checks``: modules that cannot be functions.
-- ``copying``, ``skeleton``: copies of module trees; every call gets its own.
+- ``copying``, ``skeleton``: copies of module trees, of which every call gets its own; modules that
+  cannot be functions.
 - ``functional``: ``make_functional``, which turns a module into a function; changes of a module or
   its parameters that the function cannot keep.
 - ``unit_forward``: how units run during a call, and the tensor that a module holds for a parameter

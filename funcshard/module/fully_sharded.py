@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from funcshard._utils import tree
-from funcshard._utils.garbage import without_collection
 from funcshard._utils.options import module_remedy
+from funcshard._utils.process_state import without_collection
 from funcshard._utils.tensors import tensors_in
 from funcshard._utils.torch_private import (
     callers_level,
@@ -32,10 +32,9 @@ from funcshard.core import (
     current_reducer,
     unit_comms,
 )
-from funcshard.module.checks import absent_attribute, check_plan_names
 from funcshard.module.copying import NamedTensors, Tensors
-from funcshard.module.functional import Functional
-from funcshard.module.skeleton import Skeleton
+from funcshard.module.functional import Functional, absent_attribute
+from funcshard.module.skeleton import Skeleton, check_plan_names
 from funcshard.module.unit_forward import (
     UnitCall,
     UnitEntry,

@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from funcshard._utils.garbage import without_collection
 from funcshard._utils.options import (
+    absent,
     check_flag,
     is_tree_of_shards,
     module_remedy,
     other_names,
     some,
 )
+from funcshard._utils.process_state import without_collection
 from funcshard._utils.tensors import byte_view
 from funcshard._utils.torch_kernels import LARGE, late_copy
 from funcshard._utils.torch_private import (
@@ -36,7 +37,6 @@ from funcshard._utils.torch_private import (
     version,
 )
 from funcshard.core import any_order, check_derivatives
-from funcshard.module.checks import absent_attribute
 from funcshard.module.copying import TORCH_ATTRIBUTES, NamedTensors, Tensors
 from funcshard.module.skeleton import ModuleSpec, Skeleton, make_skeleton
 
@@ -529,3 +529,46 @@ def _state(module: nn.Module) -> dict[str, list[int]]:
         "parameters were frozen or unfrozen": [tensor.requires_grad for tensor in parameters],
         _TRAINING: [m.training for m in module.modules()],
     }
+
+
+# --- functions that are taken for modules ---------------------------------------------------------
+
+
+_BEFORE = "the function has no parameters of its own: make_functional returned them as params"
+_APPLY = {
+    "parameters": _BEFORE,
+    "state_dict": f"{_BEFORE}; call fs.to_state_dict(shards, plan, mesh) with shards",
+    "to": "call module.to(...) before make_functional",
+}
+_SHARDED = {
+    "eval": "call fully_shard(apply.eval(), plan, mesh), which takes the same shards",
+    "train": "call fully_shard(apply.train(), plan, mesh), which takes the same shards",
+    "parameters": "the parameters are the shards, which every call takes",
+    "state_dict": "call fs.to_state_dict(shards, plan, mesh)",
+    "load_state_dict": "call shards = fs.from_state_dict(state_dict, plan, mesh)",
+    "no_sync": "pass accumulate= to make_train_step, or call fs.accumulate",
+    "gradient_checkpointing_enable": "pass remat=True to fully_shard, or the names of units",
+}
+
+
+# By the function of the library that returned a function: what to do for the attributes of modules,
+# and how to run a method of the module.
+_ADVICE = {
+    "make_functional": (_APPLY, "apply.method({!r})"),
+    "fully_shard": (_SHARDED, "fs.fully_shard(apply.method({!r}), plan, mesh)"),
+}
+
+
+def absent_attribute(maker: str, name: str, cls: type | None) -> AttributeError:
+    """Return the error for an attribute that a function lacks, with what to do.
+
+    Arguments:
+        maker: the function of the library that returned the function.
+    """
+    advice, method_call = _ADVICE[maker]
+    is_method = callable(getattr(cls, name, None)) and not hasattr(nn.Module, name)
+    if is_method and name not in advice and not name.startswith("_"):
+        advice = {
+            name: f"it is a method of the module, whose function is {method_call.format(name)}"
+        }
+    return absent(f"a function of {maker}", name, advice)

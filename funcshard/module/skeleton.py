@@ -10,8 +10,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,11 +21,18 @@ from torch import fx, nn
 
 from funcshard._utils import tree
 from funcshard._utils.closures import reachable
+from funcshard._utils.options import other_names
+from funcshard._utils.tensors import check_plain
 from funcshard._utils.torch_kernels import LARGE, late_copy
 from funcshard._utils.torch_modules import class_for_calls
-from funcshard._utils.torch_private import dispatch_modes, storage_id, transforms_active
+from funcshard._utils.torch_private import (
+    callers_level,
+    dispatch_modes,
+    is_compiled_in_place,
+    storage_id,
+    transforms_active,
+)
 from funcshard.comm import Mesh
-from funcshard.module.checks import check_module
 from funcshard.module.copying import (
     TABLES,
     TORCH_ATTRIBUTES,
@@ -39,6 +47,7 @@ from funcshard.module.copying import (
 )
 
 Names = dict[str, tuple[str, ...]]
+Modules = Sequence[tuple[str, nn.Module]]  # path and module
 Entry = TypeVar("Entry", str, int)
 
 # Why the modules of a call share these of torch's tables: an empty dictionary for each would double
@@ -209,7 +218,7 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, Tensors, Tensors]:
     modules = list(module.named_modules())
     parameters, parameter_names = _by_name(module.named_parameters(remove_duplicate=False))
     buffers, buffer_names = _by_name(module.named_buffers(remove_duplicate=False))
-    check_module(modules, parameters, buffers)
+    _check_module(modules, parameters, buffers)
     template_modules, stand_ins = make_template([m for _, m in modules], {**parameters, **buffers})
     module_indices = {id(m): index for index, m in enumerate(template_modules)}
     tensor_names = {id(stand_in): name for name, stand_in in stand_ins.items()}
@@ -362,3 +371,82 @@ def _check_copies(
                 "variable or a weak reference: store the module itself, or bind "
                 "types.MethodType(function, module)"
             )
+
+
+# --- modules that cannot be functions -------------------------------------------------------------
+
+
+_EXCHANGES = "which exchanges its parameters or gradients by itself"
+_IN_PLACE = "fs.fully_shard takes its place"
+_COMPILE = "pass compiler=torch.compile to fully_shard, which compiles the forward of each unit"
+
+
+def _check_module(modules: Modules, parameters: NamedTensors, buffers: NamedTensors) -> None:
+    """Raise, as ``make_functional`` says, unless the function of a tree of modules can be made."""
+    for path, m in modules:
+        reason = _why_refused(m)
+        if reason is not None:
+            raise TypeError(f"module {path or '(root)'!r} {reason}")
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None:
+            weight_name = f"{path}.weight".removeprefix(".")
+            raise ValueError(
+                f"module {path or '(root)'!r} ({type(m).__name__}) has max_norm={m.max_norm}, so "
+                f"its forward writes to its parameter {weight_name!r}, which no pure function does: "
+                "set max_norm to None, and rescale the weight between steps or by "
+                "torch.nn.utils.parametrize"
+            )
+    for noun, tensors in (("parameter", parameters), ("buffer", buffers)):
+        for name, tensor in tensors.items():
+            if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+                raise ValueError(
+                    f"{name!r} of a lazy module has no shape yet; run the module once on a sample "
+                    "input first"
+                )
+            check_plain(tensor, f"{noun} {name!r}")
+    compiled_path = next((path for path, m in modules if is_compiled_in_place(m)), None)
+    if compiled_path is not None:
+        warnings.warn(
+            f"module {compiled_path or '(root)'!r} was compiled in place, and make_functional uses "
+            f"its uncompiled forward: {_COMPILE}, or apply torch.compile to the function that "
+            "make_functional returns",
+            stacklevel=callers_level(),
+        )
+
+
+def _why_refused(m: nn.Module) -> str | None:
+    """Return why a call could not give a module its tensors, and what to do."""
+    cls = type(m)
+    if issubclass(cls, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        return f"is parallelized by {cls.__name__}, {_EXCHANGES}; use its .module: {_IN_PLACE}"
+    # Why by name: an import of torch.distributed.fsdp or torch._dynamo takes a while.
+    if any(base.__module__.startswith("torch.distributed.fsdp.") for base in cls.__mro__):
+        return f"is parallelized by FSDP, {_EXCHANGES}; use the module without it: {_IN_PLACE}"
+    # Note: module.compile(), which compiles in place, is no wrapper; it only warns.
+    if cls.__name__ == "OptimizedModule" and "_orig_mod" in m._modules:
+        return (
+            "was wrapped by torch.compile, and the wrapper always runs the module that it wraps, "
+            "with that module's own parameters; use the wrapped module itself, its _orig_mod, and "
+            f"{_COMPILE}"
+        )
+    if cls.__module__ == "torch.export.unflatten":
+        return (
+            "was made by torch.export.unflatten, and such modules cannot be copied: use the "
+            ".module() of the exported program, or the module that was exported"
+        )
+    if issubclass(cls, torch.jit.ScriptModule):
+        return (
+            "was made by torch.jit, which runs it with parameters of its own that no call can "
+            "replace: use the module from which it was made, and pass compiler=torch.compile to "
+            "fully_shard for speed; torch.jit.script the result of training"
+        )
+    return None
+
+
+def check_plan_names(parameters: Collection[str], planned: Collection[str]) -> None:
+    """Raise ``ValueError`` unless the plan holds the parameters of the module, and no others."""
+    if difference := other_names(parameters, planned):
+        raise ValueError(
+            f"the plan was made for another module, with other parameters than this one's; "
+            f"{difference}: make the plan from the params of this module's make_functional, or name "
+            "parameters that it should lack in ignored_params"
+        )

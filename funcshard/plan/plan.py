@@ -12,7 +12,6 @@ from typing import Any
 
 from funcshard._utils import file_data, tree
 from funcshard._utils.codec import decode, encode
-from funcshard._utils.stored_trees import check_structure
 from funcshard._utils.table import Shown, Table
 from funcshard._utils.tensors import dtype_name, dtype_of
 from funcshard.plan.equal_units import plan_table
@@ -259,7 +258,7 @@ def _check_layout(plan: Plan) -> None:
         or len(mesh_axes) != len(plan.axes or AXES)
         or plan.mesh_shape != (mesh_axes["replicate"], mesh_axes["shard"])
         or len({leaf.paths[0] for leaf in leaves}) < len(leaves)
-        or check_structure(plan.structure) != len(leaves)
+        or tree.check_structure(plan.structure) != len(leaves)
         or [leaf.leaf_index for leaf in leaves] != list(range(len(leaves)))
         or not {unit.strategy for unit in units} <= {*STRATEGIES}
         or plan.world_size > _MOST_RANKS

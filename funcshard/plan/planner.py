@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from funcshard._utils import table, tree
-from funcshard._utils.garbage import without_collection
 from funcshard._utils.options import check_count, some
+from funcshard._utils.process_state import without_collection
 from funcshard._utils.tensors import is_dtensor
 from funcshard._utils.torch_private import callers_level
 from funcshard.plan.layout import (

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils.garbage import without_collection
+from funcshard._utils.process_state import without_collection
 from funcshard.checkpoint import default_units, module_of_config
 from funcshard.estimate import Hardware, Space
 from funcshard.plan import MixedPrecision, Storage

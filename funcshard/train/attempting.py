@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from funcshard._utils import tree
-from funcshard._utils.random_state import RandomState
+from funcshard._utils.process_state import RandomState
 from funcshard.comm import AGREEMENT, UNDO, AttemptLog, Mesh, all_gather_texts
 from funcshard.core import raise_on_every_rank
 from funcshard.train.state_checks import is_donated

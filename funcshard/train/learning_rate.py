@@ -1,9 +1,8 @@
-"""Learning rates as functions of the step, and the rate of a step for its metrics."""
+"""Learning rates as functions of the step."""
 
 from __future__ import annotations
 
 import array
-import inspect
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -103,19 +102,3 @@ class TorchSchedule:
 
     def _now(self) -> float:
         return float(self._optimizer.param_groups[0]["lr"])
-
-
-# --- the rate of a step ---------------------------------------------------------------------------
-
-
-def rate_in(options: Mapping[str, Any], cls: type) -> Any:
-    """Return the learning rate in the options of a class, or its default, if any."""
-    if "lr" in options:
-        return plain_number(options["lr"])
-    return getattr(inspect.signature(cls).parameters.get("lr"), "default", None)
-
-
-def plain_number(value: Any) -> Any:
-    """Return a scalar of another library as a ``float``, and anything else unchanged."""
-    is_plain = isinstance(value, float | int | torch.Tensor) or not hasattr(value, "__float__")
-    return value if is_plain else float(value)

@@ -18,7 +18,6 @@ from funcshard._utils.options import outline
 from funcshard.comm import Mesh
 from funcshard.core import check_fits, check_shards
 from funcshard.plan import Plan, current_recording
-from funcshard.train.learning_rate import rate_in
 from funcshard.train.matrix_owners import Owners, assign_owners
 from funcshard.train.matrix_step import MatrixTransport, transport_of
 from funcshard.train.optimizers import (
@@ -27,6 +26,7 @@ from funcshard.train.optimizers import (
     TorchStep,
     grouped_step,
     options_at,
+    rate_in,
     schedules_in,
 )
 from funcshard.train.param_groups import ParamGroupLayout, trainable_buffers

@@ -21,7 +21,6 @@ from funcshard._utils.torch_private import address
 from funcshard.comm import Mesh
 from funcshard.core import check_fits, check_shards
 from funcshard.plan import Plan, current_recording
-from funcshard.train.learning_rate import plain_number, rate_in
 from funcshard.train.param_groups import (
     GroupRange,
     ParamGroupLayout,
@@ -340,7 +339,7 @@ class Schedule:
 
     def __call__(self, steps: int) -> Any:
         # Note: a schedule of NumPy or of optax returns a scalar of its own class.
-        value = plain_number(self.function(steps))
+        value = _plain_number(self.function(steps))
         check_value(self.name, value, f" at step {steps}")
         return value
 
@@ -348,6 +347,19 @@ class Schedule:
 def schedules_in(options: Mapping[str, Any]) -> dict[str, Schedule]:
     """Return the options that are functions of the number of steps."""
     return {name: Schedule(name, value) for name, value in options.items() if callable(value)}
+
+
+def rate_in(options: Mapping[str, Any], cls: type) -> Any:
+    """Return the learning rate in the options of a class, or its default, if any."""
+    if "lr" in options:
+        return _plain_number(options["lr"])
+    return getattr(inspect.signature(cls).parameters.get("lr"), "default", None)
+
+
+def _plain_number(value: Any) -> Any:
+    """Return a scalar of another library as a ``float``, and anything else unchanged."""
+    is_plain = isinstance(value, float | int | torch.Tensor) or not hasattr(value, "__float__")
+    return value if is_plain else float(value)
 
 
 def options_at(options: Mapping[str, Any], steps: int) -> dict[str, Any]:
@@ -359,7 +371,7 @@ def options_at(options: Mapping[str, Any], steps: int) -> dict[str, Any]:
         if callable(value):
             option_values[name] = Schedule(name, value)(steps)
         else:
-            option_values[name] = plain_number(value)
+            option_values[name] = _plain_number(value)
     return option_values
 
 

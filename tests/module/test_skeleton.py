@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import funcshard as fs
-from funcshard._utils.garbage import without_collection
+from funcshard._utils.process_state import without_collection
 from funcshard.module.skeleton import make_skeleton
 from tests.module.law import Runs, check_equal
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from funcshard._utils import tree
-from funcshard._utils.garbage import without_collection
 from funcshard._utils.options import check_flag
+from funcshard._utils.process_state import without_collection
 from funcshard._utils.table import Shown, Table
 from funcshard._utils.tensors import is_dtensor, map_tensors, tensors_in
 from funcshard._utils.torch_private import asks_for_data, stored_parts

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from funcshard._utils.pages import release_pages
+from funcshard._utils.regular_files import release_pages
 
 MIB = 1 << 20
 PAGE = 4096

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from funcshard._utils.random_state import RandomState
+from funcshard._utils.process_state import RandomState
 
 
 @pytest.fixture(autouse=True)

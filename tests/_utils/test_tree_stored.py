@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import funcshard as fs
-from funcshard._utils.stored_trees import loaded_class
+from funcshard._utils.tree import loaded_class
 
 
 class _Outer:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import funcshard as fs
-from funcshard._utils.garbage import without_collection
+from funcshard._utils.process_state import without_collection
 
 
 @pytest.fixture(params=[True, False], ids=["on before", "off before"])
