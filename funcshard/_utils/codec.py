@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ _NONE = type(None)
 
 _PLAIN: dict[Any, Callable[[str, Any], Any]] = {
     Any: lambda where, data: tree.freeze(data),
+    object: lambda where, data: data,
     int: file_data.whole,
     str: functools.partial(file_data.of_type, str),
     bool: functools.partial(file_data.of_type, bool),
@@ -76,7 +77,8 @@ def decode(hint: Any, data: Any, where: str) -> Any:
     """Return the value of a type hint that ``encode`` wrote.
 
     Arguments:
-        hint: a data class, a named tuple, a tuple, ``Any`` for nested tuples, or a plain type.
+        hint: a data class, a named tuple, a tuple, a mapping of texts, ``Any`` for nested tuples,
+            ``object`` for data as they are, or a plain type.
 
     Raises:
         ValueError: the data has another type, or other fields.
@@ -94,6 +96,11 @@ def decode(hint: Any, data: Any, where: str) -> Any:
             return data
         (hint,) = [choice for choice in type_arguments if choice not in (_NONE, bool)]
         return decode(hint, data, where)
+    if typing.get_origin(hint) is Mapping:
+        return {
+            key: decode(type_arguments[1], item, f"{where}[{key!r}]")
+            for key, item in file_data.table(where, data).items()
+        }
     items = file_data.of_type(list, where, data)
     if type_arguments[1:] == (...,):
         # Why: most lists hold numbers or texts, and a plan has thousands of them.

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from funcshard._utils import file_data, table, tree
+from funcshard._utils.codec import encode
 from funcshard._utils.options import check_flag, check_path
 from funcshard._utils.process_state import without_collection
 from funcshard._utils.table import Shown, Table
@@ -41,7 +42,6 @@ from funcshard.checkpoint.rank_files import (
     missing,
     read_table,
     read_text,
-    stored_from,
     write_text,
 )
 from funcshard.checkpoint.stored_state import (
@@ -290,6 +290,19 @@ def _values(spec: TreeSpec) -> Any:
 # --- the index ------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """The data of an index; see ``Contents``."""
+
+    # Note: time and token first, because _head_of reads them from the first bytes.
+    saved: int
+    save: str
+    plan: object
+    outline: object
+    stored: Mapping[str, Stored]
+    bytes: int
+
+
 def write_index(
     path: Path, plans: Plans, flat: FlatState, save: str, saved: int, size: int
 ) -> None:
@@ -300,19 +313,11 @@ def write_index(
         else:
             # Note: a reader tells one plan from several by the key "format", which a plan has.
             plan_data = {key: plan_to_data(plan) for key, plan in plans.items()}
-        index_data = {
-            # Note: time and token first, because _head_of reads them from the first bytes.
-            "saved": saved,
-            "save": save,
-            "plan": plan_data,
-            "outline": flat.spec,
-            "stored": flat.shared,
-            "bytes": size,
-        }
+        index = _Index(saved, save, plan_data, flat.spec, flat.shared, size)
         # Why in small parts: json.dumps stops all threads of Python until it's done.
         encoder = json.JSONEncoder(separators=(",", ":"), default=dtype_name)
         # Note: publish renames it, which is the moment at which the checkpoint exists.
-        write_text(path / f"{save}.part", "".join(encoder.iterencode(index_data)))
+        write_text(path / f"{save}.part", "".join(encoder.iterencode(encode(index))))
 
 
 def time_after(folder: Path) -> int:
@@ -353,6 +358,7 @@ def read_from(path: StrPath, read: Callable[[Contents], T]) -> T:
     raise AssertionError
 
 
+@without_collection()
 def read_contents(path: StrPath) -> Contents:
     """Read a checkpoint's index.
 
@@ -375,25 +381,20 @@ def read_contents(path: StrPath) -> Contents:
         raise FileNotFoundError(f"there is no checkpoint at {path}: there is no such folder")
     index_file = path / INDEX
     try:
-        index_data = read_text(index_file, ("saved", "save", "plan", "outline", "stored", "bytes"))
+        index = read_text(index_file, _Index)
     except FileNotFoundError:
         raise _incomplete(path) from None
     try:
-        with without_collection():
-            plans = _plans_from(index_data["plan"])
-            outline, stored_facts = index_data["outline"], stored_from(index_data["stored"])
-            # Note: other readers trust the tree after these walks over its nodes.
-            shard_buffers(outline, plans)
-            _values(outline)
-        numbers = [file_data.whole(key, index_data[key]) for key in ("saved", "bytes")]
+        plans = _plans_from(index.plan)
+        # Note: other readers trust the tree after these walks over its nodes.
+        shard_buffers(index.outline, plans)
+        _values(index.outline)
         # Why: names of files begin with the token, and another one could lead out of the folder.
-        save_token = file_data.of_type(str, "save", index_data["save"])
-        if not re.fullmatch("[0-9a-f]{8}", save_token):
-            raise ValueError(f"save must be 8 hexadecimal digits; found {save_token[:80]!r}")
+        if not re.fullmatch("[0-9a-f]{8}", index.save):
+            raise ValueError(f"save must be 8 hexadecimal digits; found {index.save[:80]!r}")
     except DAMAGE as error:  # no version of this library wrote it
         raise damaged(index_file, error) from None
-    saved_time, total_bytes = numbers
-    return Contents(path, saved_time, save_token, plans, outline, stored_facts, total_bytes)
+    return Contents(path, index.saved, index.save, plans, index.outline, index.stored, index.bytes)
 
 
 def _plans_from(data: Any) -> Plans:

@@ -12,18 +12,20 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import torch
 
 from funcshard._utils import file_data
-from funcshard._utils.codec import decode
+from funcshard._utils.codec import decode, encode
 from funcshard._utils.regular_files import open_regular, read_regular, regular_size
 from funcshard._utils.tensors import byte_memory, byte_view
-from funcshard.checkpoint.stored_state import FlatState, Stored, Tensors, TreeSpec
+from funcshard.checkpoint.stored_state import FlatState, Stored, Tensors
+
+T = TypeVar("T")
 
 FORMAT = "funcshard.checkpoint/3"
 INDEX = "index.json"
@@ -100,12 +102,15 @@ class RankTable:
     """The table of one rank.
 
     Attributes:
+        save: the token of the save.
         own: the trees of ``PerRank`` values.
         stored: the facts about the tensors in these values, by name.
+        size: bytes of the file of tensors.
         header: SHA-256 of the bytes before the tensors.
     """
 
-    own: Sequence[TreeSpec]
+    save: str
+    own: object
     stored: Mapping[str, Stored]
     size: int
     header: str
@@ -149,16 +154,10 @@ def write_rank(folder: Path, save: str, rank: int, flat: FlatState, tensors: Ten
             sync_file(file)
             _leave_cache(file)
         own_facts = {name: stored for name, stored in flat.stored.items() if stored.kind == "rank"}
-        table_data = {
-            "save": save,
-            "own": flat.rank_specs,
-            "stored": own_facts,
-            "size": position,
-            "header": hashlib.sha256(header_start).hexdigest(),
-            "places": places,
-        }
+        header_digest = hashlib.sha256(header_start).hexdigest()
+        rank_table = RankTable(save, flat.rank_specs, own_facts, position, header_digest, places)
         unfinished = folder / f"{save}-{rank}.part"
-        write_text(unfinished, json.dumps(table_data, separators=(",", ":")))
+        write_text(unfinished, json.dumps(encode(rank_table), separators=(",", ":")))
         # Note: rank 0 takes the name for the news that the tensors are on the disk.
         os.rename(unfinished, folder / table_file(save, rank))
     except OSError as error:
@@ -211,8 +210,8 @@ def write_text(path: Path, body: str) -> None:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def read_text(path: Path, keys: Sequence[str]) -> dict[str, Any]:
-    """Return the data of a text file with ``keys``; raise ``ValueError`` if it's damaged."""
+def read_text(path: Path, hint: type[T]) -> T:
+    """Return the data class of a text file; raise ``ValueError`` if it's damaged."""
     # Why no links: a checkpoint that was made to do harm could point at a device.
     file_bytes = read_regular(path, most=_LARGEST, links=False)
     try:
@@ -233,7 +232,7 @@ def read_text(path: Path, keys: Sequence[str]) -> dict[str, Any]:
             "checkpoint"
         )
     try:
-        return file_data.table("the file", file_data.parse(body_text), keys)
+        return decode(hint, file_data.parse(body_text), path.stem)
     except ValueError as error:
         raise damaged(path, error) from None
 
@@ -245,36 +244,19 @@ def read_table(folder: Path, save: str, rank: int) -> RankTable:
     """
     path, tensor_path = folder / table_file(save, rank), folder / tensor_file(save, rank)
     try:
-        table_data = read_text(path, ("save", "own", "stored", "size", "header", "places"))
-        file_size = regular_size(tensor_path, links=False)
+        rank_table, file_size = read_text(path, RankTable), regular_size(tensor_path, links=False)
     except FileNotFoundError as error:
         raise missing(Path(error.filename)) from None
-    try:
-        # Note: the index names the save; a table of another one is a mixed-up copy.
-        if table_data["save"] != save:
-            raise ValueError("it belongs to another checkpoint")
-        # Note: shards that are missing are found when they are read, by the rank that needs them.
-        places = {
-            name: decode(Place, fields, f"the place of {name!r}")
-            for name, fields in file_data.table("places", table_data["places"]).items()
-        }
-        stored_facts = stored_from(table_data["stored"])
-    except ValueError as error:
-        raise damaged(path, error) from None
-    if file_size != table_data["size"]:
+    # Note: the index names the save; a table of another one is a mixed-up copy. Shards that are
+    # missing are found when they are read, by the rank that needs them.
+    if rank_table.save != save:
+        raise damaged(path, "it belongs to another checkpoint")
+    if file_size != rank_table.size:
         raise ValueError(
             f"{tensor_path} is damaged: it has {file_size} bytes and was saved with "
-            f"{table_data['size']}; restore another checkpoint"
+            f"{rank_table.size}; restore another checkpoint"
         )
-    return RankTable(table_data["own"], stored_facts, file_size, table_data["header"], places)
-
-
-def stored_from(data: Any) -> dict[str, Stored]:
-    """Return the facts about tensors by name from JSON."""
-    return {
-        name: decode(Stored, fields, repr(name))
-        for name, fields in file_data.table("stored", data).items()
-    }
+    return rank_table
 
 
 class RankReader:
@@ -380,7 +362,7 @@ class RankReader:
         )
 
 
-def damaged(path: Path, why: Exception | None = None) -> ValueError:
+def damaged(path: Path, why: Exception | str = "") -> ValueError:
     """Return the error for a file that no version of the library wrote."""
     file_kind = "the index" if path.name == INDEX else "a file"
     reason = f" ({why})" if why else ""

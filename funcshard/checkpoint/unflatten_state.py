@@ -72,7 +72,7 @@ class Saved:
     """
 
     spec: TreeSpec
-    rank_specs: Sequence[TreeSpec]
+    rank_specs: Any
     stored: Mapping[str, Stored]
     plans: Plans
     read: Read
