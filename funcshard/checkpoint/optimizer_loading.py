@@ -126,7 +126,7 @@ def optimizer_from_state_dict(
     )
     by_path: LeafStates = {}
     options: dict[str, Any] = {}
-    state, state_text = None, ""
+    state_text = ""
     loading = _Loading(plan=plan, mesh=mesh, src=src, strict=strict, steps=steps)
     with on_every_rank(mesh, checksums if src is None else None):
         check_optimizer(optimizer, plan)
@@ -135,12 +135,10 @@ def optimizer_from_state_dict(
         if src is None:
             if check:
                 _add_checksums(checksums, by_path, {**options, "steps": steps}, plan)
-            state = loading.state(by_path, options, optimizer)
-        elif src == mesh.rank:
+            return loading.state(by_path, options, optimizer)
+        if src == mesh.rank:
             _check_full(by_path)
             state_text = f"{to_text(by_path)}\n{to_text(options, with_elements=True)}"
-    if src is None:
-        return state
     text_lines = broadcast_text(state_text, src, mesh).split("\n")
     if src != mesh.rank:
         by_path, options = (from_text(line, mesh.device) for line in text_lines)

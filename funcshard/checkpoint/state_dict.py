@@ -574,11 +574,8 @@ def _iterate(
             named_tensors = stored(apply.skeleton.template, named_tensors)
         for name in list(named_tensors):
             tensor = named_tensors.pop(name)
-            tensor_dtype = tensor.dtype
-            if dtype is not None and tensor.is_floating_point():
-                tensor_dtype = dtype
             # Why a copy: a view that you keep would hold the memory of the whole unit.
-            yield name, tensor.to(tensor_dtype, copy=True)
+            yield name, tensor.to(dtype=dtype if tensor.is_floating_point() else None, copy=True)
             del tensor
 
 
