@@ -25,7 +25,14 @@ from funcshard._utils.regular_files import open_regular, read_regular, release_p
 from funcshard._utils.tensors import byte_memory
 from funcshard.checkpoint.folders import StrPath, sync, what_it_holds
 from funcshard.checkpoint.hugging_face import stored, stored_entries
-from funcshard.checkpoint.rank_files import CODE_OF, CODES, Header, header_bytes, headers_of
+from funcshard.checkpoint.rank_files import (
+    CODE_OF,
+    CODES,
+    Header,
+    header_bytes,
+    headers_of,
+    sync_file,
+)
 from funcshard.checkpoint.state_dict import (
     Delivery,
     check_all_shards,
@@ -318,8 +325,7 @@ def _write_one(
         tensor = next(tensors).detach().cpu().to(entry.dtype).contiguous()
         if entry.nbytes:
             file.write(byte_memory(tensor))
-    file.flush()
-    os.fsync(file.fileno())
+    sync_file(file)
 
 
 def _split(entries: Sequence[Header], most: int) -> dict[str, list[Header]]:

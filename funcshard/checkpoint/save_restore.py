@@ -7,7 +7,6 @@ writes the files, without collectives.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import logging
 import secrets
@@ -31,10 +30,10 @@ from funcshard.checkpoint.folders import (
     pause,
 )
 from funcshard.checkpoint.rank_files import INDEX, damaged
-from funcshard.checkpoint.stored_state import Plans, Tensors, check_agreement
+from funcshard.checkpoint.stored_state import HOW_TO_AGREE, Plans, Tensors
 from funcshard.checkpoint.unflatten_state import Saved, unflatten_state
 from funcshard.checkpoint.writer import Writer
-from funcshard.comm import Mesh, all_gather_texts
+from funcshard.comm import Mesh, all_gather_texts, check_all_same
 from funcshard.core import broadcast, check_mesh, on_every_rank, raise_on_every_rank
 from funcshard.plan import Plan
 
@@ -348,12 +347,7 @@ def _keys(plan: Plans) -> str:
 
 def _agree(texts: dict[str, str], mesh: Mesh, drawn: int) -> str:
     """Check that ranks agree on the state, and return rank 0's token."""
-    own_text = json.dumps(texts)
-    own_digest = hashlib.sha256(own_text.encode()).hexdigest()
-    if len({*all_gather_texts(mesh, own_digest)}) > 1:
-        # Note: only then are the texts gathered, which grow with the state.
-        rank_texts = all_gather_texts(mesh, own_text)
-        check_agreement([json.loads(rank_text) for rank_text in rank_texts])
+    check_all_same(mesh, texts, "a save", remedy=HOW_TO_AGREE)
     # Why no text: ranks that gather texts send all of them if one differs.
     token_tensor = torch.tensor(drawn, device=mesh.device)
     broadcast(token_tensor, 0, mesh, label="token of a save")

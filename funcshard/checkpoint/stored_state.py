@@ -15,12 +15,16 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from funcshard.comm import first_difference
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
 
 T = TypeVar("T")
 
 Tensors = dict[str, torch.Tensor]
+
+HOW_TO_AGREE = (
+    "pass the same everywhere, a rank's own as PerRank(value), and a state of muon or per_matrix as "
+    "optimizer_to_state_dict returns it"
+)
 
 TreeSpec = Any
 """A state without its tensors, as JSON. Each node is one of these:
@@ -108,20 +112,6 @@ class FlatState:
         structure_text = json.dumps([self.spec, list(self.shared.items())]).encode()
         structure_digest = hashlib.sha256(structure_text).hexdigest()[:16]
         return {**self.shared_texts, "the structure of the state": structure_digest}
-
-
-# --- agreement between ranks ----------------------------------------------------------------------
-
-
-def check_agreement(texts: Sequence[Mapping[str, str]]) -> None:
-    """Raise ``ValueError``, naming a difference, unless all ranks have the same texts by title."""
-    # Note: what only one rank has is a difference too.
-    remedy = (
-        "pass the same everywhere, a rank's own as PerRank(value), and a state of muon or per_matrix "
-        "as optimizer_to_state_dict returns it"
-    )
-    if error_text := first_difference(texts, range(len(texts)), remedy=remedy):
-        raise ValueError(error_text)
 
 
 # --- the tree -------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from funcshard.checkpoint.resharding import (
     turn_of,
 )
 from funcshard.checkpoint.stored_state import (
+    HOW_TO_AGREE,
     NO_UNIT,
     LeafPlace,
     PerRank,
@@ -36,12 +37,11 @@ from funcshard.checkpoint.stored_state import (
     TreeSpec,
     buffers_in_tree_order,
     by_entry,
-    check_agreement,
     each_leaf,
     leaves_by_name,
     name_in,
 )
-from funcshard.comm import around_difference
+from funcshard.comm import around_difference, first_difference
 from funcshard.core import can_cast
 from funcshard.plan import (
     BufferPlan,
@@ -458,7 +458,9 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
         flatten_state(state, old, rank, device.type) for rank, state in enumerate(states)
     ]
     # Note: as ranks do before they save, so replan is an exact model of save and restore.
-    check_agreement([rank_flat.texts() for rank_flat in flat_states])
+    rank_texts = [rank_flat.texts() for rank_flat in flat_states]
+    if error_text := first_difference(rank_texts, range(len(states)), remedy=HOW_TO_AGREE):
+        raise ValueError(error_text)
 
     def read(out: torch.Tensor, rank: int, name: str, begin: int) -> None:
         out.copy_(flat_states[rank].tensors[name][begin : begin + out.numel()])
