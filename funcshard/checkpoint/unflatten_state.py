@@ -6,7 +6,7 @@ The caller has the elements of tensors: ``replan`` in memory, ``restore`` in fil
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,6 @@ from funcshard._utils.tensors import byte_view
 from funcshard._utils.tree import loaded_class
 from funcshard.checkpoint.flatten_state import flatten_state
 from funcshard.checkpoint.resharding import (
-    ByAxis,
     Read,
     Run,
     Source,
@@ -141,30 +140,29 @@ class _Place(NamedTuple):
     homes: list[_Home]
 
 
-@dataclass(slots=True)
 class _Unflattener:
-    saved: Saved
-    plan: Plan
-    old_plan: Plan
-    rank: int
-    device: torch.device
-    cast: bool | None
-    axes: ByAxis = field(init=False)
-    old_axes: ByAxis = field(init=False)
-    position: ByAxis = field(init=False)
-    old_leaves: dict[str, LeafPlace] = field(init=False)
-    unplanned: dict[tuple[str, str], str] = field(init=False)
-    places: dict[tuple[str, str], _Place] = field(default_factory=dict)
+    """A walk over one flattened state, which makes it under another plan."""
 
-    def __post_init__(self) -> None:
-        self.axes, self.old_axes = self.plan.mesh_axes, self.old_plan.mesh_axes
-        self.position = position_of(self.rank, self.axes)
-        self.old_leaves, new_names = leaves_by_name(self.old_plan), leaves_by_name(self.plan).keys()
+    def __init__(
+        self,
+        saved: Saved,
+        plan: Plan,
+        old_plan: Plan,
+        rank: int,
+        device: torch.device,
+        cast: bool | None,
+    ) -> None:
+        self.saved, self.plan, self.old_plan = saved, plan, old_plan
+        self.rank, self.device, self.cast = rank, device, cast
+        self.axes, self.old_axes = plan.mesh_axes, old_plan.mesh_axes
+        self.position = position_of(rank, self.axes)
+        self.places: dict[tuple[str, str], _Place] = {}
+        self.old_leaves, new_names = leaves_by_name(old_plan), leaves_by_name(plan).keys()
         # Note: state of a leaf that the new plan lacks would be lost without a word. A tied
         # parameter may have been stored under any of its names.
         self.unplanned = {
             (unit.name, buffer.key): old_leaf.path
-            for unit, buffer, old_leaf in each_leaf(self.old_plan)
+            for unit, buffer, old_leaf in each_leaf(old_plan)
             if name_in(new_names, old_leaf) is None
         }
 
