@@ -13,6 +13,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from funcshard._utils.tensors import tensors_in
+from funcshard._utils.torch_private import storage_id
 
 # Operations that do not read the memory that they write into, or write nothing into new memory.
 _FILLS = ("copy_", "zero_", "fill_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_")
@@ -54,6 +55,12 @@ def written_arguments(operation: Any, args: Any, kwargs: Any) -> list[Any]:
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     return [operator_inputs[name] for name in written_names if name in operator_inputs]
+
+
+def new_tensors(arguments: Any, results: Any) -> list[torch.Tensor]:
+    """Return the results of a call that lie in the memory of no argument."""
+    known_storages = set(map(storage_id, tensors_in(arguments)))
+    return [tensor for tensor in tensors_in(results) if storage_id(tensor) not in known_storages]
 
 
 def moved_bytes(

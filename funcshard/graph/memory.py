@@ -17,7 +17,13 @@ from torch import fx
 from funcshard._utils import table
 from funcshard._utils.table import Part, Shown, Table
 from funcshard._utils.tensors import tensors_in
-from funcshard._utils.torch_operators import count_flops, moved_bytes, operator_name, writes_inputs
+from funcshard._utils.torch_operators import (
+    count_flops,
+    moved_bytes,
+    new_tensors,
+    operator_name,
+    writes_inputs,
+)
 from funcshard._utils.torch_private import storage_id
 from funcshard.graph.step_graph import StepGraph, collective_of, is_unit_gather
 from funcshard.plan import Event
@@ -284,14 +290,12 @@ def cost_of(step_graph: StepGraph) -> StepCost:
 
 def _moved(node: fx.Node, args: Any, kwargs: Any) -> int:
     """Return the bytes that an operation reads and writes; 0 for a view."""
-    given_storages = set(map(storage_id, tensors_in((args, kwargs))))
-    result_tensors = tensors_in(node.meta["val"])
-    new_tensors = [tensor for tensor in result_tensors if storage_id(tensor) not in given_storages]
+    new_results = new_tensors((args, kwargs), node.meta["val"])
     # Note: reading a tensor's value makes no memory either, and moves the value.
     reads_value = operator_name(node.target) == "aten::_local_scalar_dense"
-    if not (new_tensors or reads_value or writes_inputs(node.target)):
+    if not (new_results or reads_value or writes_inputs(node.target)):
         return 0  # a view
-    return moved_bytes(node.target, args, kwargs, new_tensors)
+    return moved_bytes(node.target, args, kwargs, new_results)
 
 
 # --- sections -------------------------------------------------------------------------------------

@@ -5,12 +5,12 @@ In reading order:
 - ``hardware``: a machine as data, and how far you can trust a number; ``descriptions/`` ships with
   funcshard.
 - ``timing``: the seconds of a collective, a computation and a copy.
-- ``measuring``, ``calibration``: ``calibrate``, which measures this machine.
+- ``calibration``: ``calibrate``, which measures this machine.
 """
 
 from __future__ import annotations
 
-from funcshard.estimate.machine.calibration import calibrate
+from funcshard.estimate.machine.calibration import Reference, calibrate
 from funcshard.estimate.machine.hardware import (
     SOURCES,
     Hardware,
@@ -21,7 +21,6 @@ from funcshard.estimate.machine.hardware import (
     source_of_sum,
     weakest,
 )
-from funcshard.estimate.machine.measuring import Reference
 from funcshard.estimate.machine.timing import (
     Timed,
     collective_time,

@@ -11,20 +11,21 @@ program. In reading order:
   stubs represent the others.
 - ``compiled``: the tensors that a compiler keeps, and the operations that it fuses.
 - ``needs``: which units backward gathers, and in which order.
-- ``program``: a tape, cut where the units of a plan act. ``stretches`` adds up folded modules.
-- ``splicing``: the program of a plan with other units recomputed.
+- ``program``: a tape, cut where the units of a plan act, also with other units recomputed.
+  ``stretches`` adds up folded modules.
 - ``profiling``: ``profile``, the front of all that.
-- ``operators``: what an operator such as ``hvp`` does, by running it.
 """
 
 from __future__ import annotations
 
-from funcshard.estimate.trace.operators import OPERATORS, Held, Waited, trace_operator
 from funcshard.estimate.trace.profiling import ModelCall, Profile, profile
-from funcshard.estimate.trace.program import Memory, Program, Run, Work
-from funcshard.estimate.trace.splicing import MARGIN, equal_units
+from funcshard.estimate.trace.program import MARGIN, Memory, Program, Run, Work, equal_units
+from funcshard.estimate.trace.recorder import Frame, Recorder
+from funcshard.estimate.trace.stretches import Counts, add_operation
+from funcshard.estimate.trace.tape import Alloc, Free
+from funcshard.estimate.trace.tape import Op as Operation
 
 __all__ = [
-    "MARGIN", "OPERATORS", "Held", "Memory", "ModelCall", "Profile", "Program", "Run", "Waited", "Work", "equal_units",
-    "profile", "trace_operator",
+    "MARGIN", "Alloc", "Counts", "Frame", "Free", "Memory", "ModelCall", "Operation", "Profile", "Program", "Recorder",
+    "Run", "Work", "add_operation", "equal_units", "profile",
 ]  # fmt: skip

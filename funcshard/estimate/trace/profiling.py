@@ -17,8 +17,7 @@ from funcshard._utils.process_state import without_collection
 from funcshard._utils.table import Shown, Table
 from funcshard._utils.tensors import is_dtensor, map_tensors, tensors_in
 from funcshard._utils.torch_private import asks_for_data, stored_parts
-from funcshard.estimate.trace.program import Program, Run, make_program
-from funcshard.estimate.trace.splicing import equal_units, splice
+from funcshard.estimate.trace.program import Program, Run, equal_units, make_program, splice
 from funcshard.estimate.trace.tape import Tape
 from funcshard.estimate.trace.tracing import (
     fake_like,

@@ -2,8 +2,8 @@
 
 In reading order:
 
-- ``runtime``: the buffers that funcshard or a peer holds.
-- ``sizes``, ``ledger``: the bytes of a unit, and of a rank by category.
+- ``runtime``: the buffers that funcshard or a peer holds, and the bytes of a unit.
+- ``ledger``: the bytes of a rank by category.
 - ``lanes``: the clocks of computation and communication.
 - ``simulator``: the walk itself. ``operators``: that through an operator, such as ``hvp``.
 """
@@ -20,13 +20,18 @@ from funcshard.estimate.walk.ledger import (
     reserved_how,
 )
 from funcshard.estimate.walk.operators import simulate_operator
-from funcshard.estimate.walk.runtime import OPTIMIZERS, OptimizerMemory, Runtime, check_runtime
+from funcshard.estimate.walk.runtime import (
+    OPTIMIZERS,
+    OptimizerMemory,
+    Runtime,
+    UnitSizes,
+    check_runtime,
+    sizes_by_unit,
+)
 from funcshard.estimate.walk.simulator import Simulation, simulate_step
-from funcshard.estimate.walk.sizes import UnitSizes, sizes_by_unit
 
 __all__ = [
     "CATEGORIES", "HardwareClock", "LANES", "OPTIMIZERS", "Moment", "OptimizerMemory", "RESERVED_RUNS",
     "Runtime", "Simulation", "Span", "Timeline", "UnitSizes", "check_runtime", "reserved_band", "reserved_how",
-    "simulate_operator", "simulate_step",
-    "sizes_by_unit",
+    "simulate_operator", "simulate_step", "sizes_by_unit",
 ]  # fmt: skip

@@ -1,16 +1,64 @@
-"""``simulate_operator``: walk through an operator such as ``hvp``, and count memory and time."""
+"""``simulate_operator``: run an operator such as ``hvp`` without data, and count memory and time.
+
+No schedule changes an operator: each collective is waited for where the operator comes to it. So
+the library itself runs here, on fake tensors, as one rank of a job whose other ranks don't exist.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from funcshard.estimate.trace import Held, Profile, Run, Waited, trace_operator
+import torch
+
+from funcshard._utils.tensors import dtype_of, tensors_in
+from funcshard._utils.torch_private import fake_tensors
+from funcshard.comm import DeferredWork, Group, Mesh, Op, concatenate
+from funcshard.comm import Work as Waiting
+from funcshard.core import gnvp, grad, hvp, jvp, linearize, vjp
+from funcshard.estimate.trace import (
+    Alloc,
+    Counts,
+    Frame,
+    Free,
+    Memory,
+    ModelCall,
+    Operation,
+    Profile,
+    Recorder,
+    Run,
+    Work,
+    add_operation,
+)
 from funcshard.estimate.walk.lanes import HardwareClock, Lanes
 from funcshard.estimate.walk.ledger import Ledger
-from funcshard.estimate.walk.runtime import OptimizerMemory, Runtime
+from funcshard.estimate.walk.runtime import OptimizerMemory, Runtime, sizes_by_unit
 from funcshard.estimate.walk.simulator import Simulation, hold_between_steps
-from funcshard.estimate.walk.sizes import sizes_by_unit
-from funcshard.plan import Event, Plan, Schedule, Transform
+from funcshard.module import fully_shard
+from funcshard.plan import Event, Plan, Schedule, Transform, record_events_apart
+
+Function = Callable[[Any], Any]
+
+# Of the outputs as a function of shards, the loss of outputs, shards, and a vector.
+OPERATORS: Mapping[Transform, Callable[[Function, Function, Any, Any], Any]] = {
+    "grad": lambda out, loss_of, s, v: grad(lambda s: loss_of(out(s)))(s),
+    "jvp": lambda out, loss_of, s, v: jvp(lambda s: loss_of(out(s)), (s,), (v,)),
+    "vjp": lambda out, loss_of, s, v: _pulled(*vjp(lambda s: loss_of(out(s)), s)),
+    "hvp": lambda out, loss_of, s, v: hvp(lambda s: loss_of(out(s)), (s,), (v,)),
+    "gnvp": lambda out, loss_of, s, v: gnvp(out, loss_of, (s,), (v,)),
+    "linearize": lambda out, loss_of, s, v: linearize(lambda s: loss_of(out(s)), s)[1](v),
+}
+
+
+def _pulled(out: torch.Tensor, pullback: Callable[[torch.Tensor], Any]) -> Any:
+    return pullback(torch.ones_like(out))
+
+
+class _Waited(NamedTuple):
+    """A collective is waited for; ``event_index`` counts the events before its own."""
+
+    event_index: int
 
 
 def simulate_operator(
@@ -35,27 +83,46 @@ def simulate_operator(
     ledger, lanes = Ledger(), Lanes(clock, runtime)
     input_bytes = profile.inputs + sum(unit.trainable_shard for unit in sizes.values())
     hold_between_steps(ledger, sizes, optimizer, runtime, profile.buffers, input_bytes)
+    log, gathered = _record(profile.call, plan, transform, remat)
     events: list[Event] = []
     ends: list[float] = []
     runs: list[Run] = []  # Why kept: lanes know the costs of runs by identity.
-    for item in trace_operator(profile.call, plan, transform, remat):
-        if isinstance(item, Run):
-            runs.append(item)
-            begin = lanes.now
-            lanes.compute(item)
-            ledger.run(item, begin, lanes.now)
-        elif isinstance(item, Held):
-            ledger.add("gathered", item.change)
-            ledger.note(lanes.now, transform, item.unit)
-        elif isinstance(item, Waited):
+    storage_sizes: dict[int, int] = {}
+    counts: Counts = {}
+    unit_name, live_bytes, highest_bytes = "", 0, 0
+    for item in [*log, None]:
+        if isinstance(item, Operation):
+            add_operation(counts, item)
+            continue
+        change = 0
+        if isinstance(item, Alloc | Free):
+            change = item.bytes if isinstance(item, Alloc) else -storage_sizes[item.storage]
+            storage_sizes[item.storage] = change
+            if item.storage not in gathered:
+                live_bytes += change
+                highest_bytes = max(highest_bytes, live_bytes)
+                continue
+        # Note: a run is the computation between two collectives. Its memory is all that the
+        # operator holds besides gathered buffers and its arguments.
+        work = tuple(Work(dtype, *numbers) for (dtype, _), numbers in counts.items())
+        memory = [Memory(size, 0, 0, 0) for size in (highest_bytes, live_bytes)]
+        runs.append(Run(unit_name, transform, work, *memory))
+        counts, highest_bytes, begin = {}, live_bytes, lanes.now
+        lanes.compute(runs[-1])
+        ledger.run(runs[-1], begin, lanes.now)
+        if isinstance(item, _Waited):
             lanes.wait(ends[item.event_index])
-        else:
-            assert item.unit is not None, "the trace has collectives of units alone"
+        elif isinstance(item, Event):
+            assert item.unit is not None, "the log has collectives of units alone"
+            unit_name = item.unit
             lane, unit_sizes = "gather" if item.kind == "all_gather" else "reduce", sizes[item.unit]
             if unit_sizes.offload:
                 lanes.copy(lane, unit_sizes.buffers[item.buffer].shard)
             events.append(item)
             ends.append(lanes.communicate(lane, item))
+        elif item is not None:
+            ledger.add("gathered", change)
+            ledger.note(lanes.now, transform, unit_name)
     lanes.wait_for_all()
     ledger.clear_tape()
     ledger.note(lanes.now, "end", "")
@@ -70,3 +137,99 @@ def simulate_operator(
             name: {"shards": unit.shard} for name, unit in sizes.items() if not unit.offload
         },
     )
+
+
+def _record(
+    call: ModelCall, plan: Plan, transform: Transform, remat: Sequence[str]
+) -> tuple[list[Any], Collection[int]]:
+    """Return the events of a recorder and of collectives, and the storages of gathered buffers."""
+    recorder = Recorder(Frame("", None, 0))
+    log: list[Any] = recorder.log
+    gathered: set[int] = set()
+    with fake_tensors(), torch.enable_grad(), record_events_apart() as events:
+        notes = _Notes(recorder, log, events, gathered)
+        groups = {axis: _AbsentRanks(size, notes) for axis, size in plan.mesh_axes.items()}
+        mesh = Mesh(groups, torch.device("cpu"))
+        shards, vector = _empty_shards(plan), _empty_shards(plan)
+        args, kwargs, buffers, loss_of = call.faked()
+        sharded = fully_shard(call.apply, plan, mesh, remat=remat)
+        for part in recorder.parts(tensors_in((shards, vector, args, kwargs, buffers))):
+            recorder.number(part, known=True)
+
+        def out(shards: Any) -> Any:
+            outputs = sharded(shards, buffers, *args, **kwargs)
+            return outputs[0] if call.apply.mutable else outputs
+
+        with recorder:
+            result = OPERATORS[transform](out, loss_of, shards, vector)
+        items = [item for *_, item in log]
+        del result
+    return items, gathered
+
+
+def _empty_shards(plan: Plan) -> dict[str, dict[str, torch.Tensor]]:
+    return {
+        unit.name: {
+            buffer.key: torch.empty(buffer.shard_numel, dtype=dtype_of(buffer.dtype), device="cpu")
+            for buffer in unit.buffers
+        }
+        for unit in plan.unit_list
+    }
+
+
+# --- ranks that don't exist -----------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Notes:
+    """Where collectives are written down.
+
+    Attributes:
+        recorder: knows the storages.
+        log: its log, in which the last value of each row is what happened.
+        events: the events so far; a collective emits one before it starts.
+        gathered: the storages of gathered buffers.
+        started: how many collectives of units have started.
+    """
+
+    recorder: Recorder
+    log: list[Any]
+    events: Sequence[Event]
+    gathered: set[int]
+    started: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _AbsentRanks(Group):
+    """One rank of an axis whose other ranks don't exist; its collectives take memory."""
+
+    size: int
+    notes: _Notes
+    rank: int = 0
+    global_rank: int = 0
+
+    def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
+        return _AbsentRanks(len(global_ranks), self.notes)
+
+    def start(self, op: Op) -> Waiting:
+        if op.kind == "all_gather_text":
+            return DeferredWork(result=[op.data] * self.size)
+        notes, sent_data = self.notes, op.data
+        if op.kind == "reduce_scatter" and len(op.data) > 1:
+            # Note: parts are copied, and cast to the dtype of the result.
+            sent_data = concatenate(op.data, self.empty(self.size * op.out.numel(), op.out))
+        if op.kind == "all_gather":
+            notes.gathered.add(notes.recorder.number(op.out))
+        event = notes.events[-1]
+        if event.unit is None:  # a collective of the model itself, which has no time here
+            return DeferredWork()
+        event_index, notes.started = notes.started, notes.started + 1
+        notes.log.append((event,))
+        # Note: a collective that still runs keeps its input.
+        held = [op.out, sent_data]
+
+        def finish() -> None:
+            held.clear()
+            notes.log.append((_Waited(event_index),))
+
+        return DeferredWork(finish)

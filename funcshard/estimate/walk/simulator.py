@@ -24,8 +24,13 @@ from dataclasses import dataclass, field
 from funcshard.estimate.trace import Profile, Program, Run
 from funcshard.estimate.walk.lanes import HardwareClock, Lanes, Span
 from funcshard.estimate.walk.ledger import Ledger
-from funcshard.estimate.walk.runtime import OptimizerMemory, Runtime
-from funcshard.estimate.walk.sizes import BufferSizes, UnitSizes, sizes_by_unit
+from funcshard.estimate.walk.runtime import (
+    BufferSizes,
+    OptimizerMemory,
+    Runtime,
+    UnitSizes,
+    sizes_by_unit,
+)
 from funcshard.plan import (
     Accumulation,
     Event,

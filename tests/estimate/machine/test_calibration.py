@@ -7,8 +7,7 @@ import pytest
 import funcshard as fs
 from funcshard.estimate import Source, calibrate, collective_time, load_hardware
 from funcshard.estimate.machine import compute_time
-from funcshard.estimate.machine.calibration import _describe, fit_link
-from funcshard.estimate.machine.measuring import Reference, measure
+from funcshard.estimate.machine.calibration import Reference, _describe, fit_link, measure
 from funcshard.estimate.machine.timing import KINDS, update_time
 
 HERE = Source("a test")
@@ -53,8 +52,8 @@ def test_efficiencies_come_from_the_step():
     """Figures of one rank: the step computes at 3 of 4 FLOP/s, and moves 2 of 8 and 6 of 8 bytes a second."""
     figures = {
         "collectives": {(kind, size): [2e-3 * size, 1e-3 * size] for kind in KINDS for size in (1, 2)},
-        "flops": {"float32": 4.0}, "memory_bandwidth": 8.0, "copy": 1.0, "kernel_overhead": 0.0, "rates": (3.0, 2.0),
-        "update": 6.0,
+        "flops": {"float32": 4.0}, "memory_bandwidth": 8.0, "copy": 1.0, "kernel_overhead": 0.0, "step_flops": 3.0,
+        "step_bandwidth": 2.0, "update": 6.0,
     }  # fmt: skip
     found = _describe([figures, figures], 2, shared_memory=True)
     assert (found.flops_efficiency, found.memory_efficiency, found.optimizer_efficiency) == (0.75, 0.25, 0.75)
@@ -62,7 +61,7 @@ def test_efficiencies_come_from_the_step():
     assert compute_time(found, 0, 30, "float32").seconds == 15.0
     assert update_time(found, 30).seconds == 5.0
     assert (found.offload.size, found.offload.bandwidth) == (1, 1.0)  # each rank has its copies to itself
-    fast = figures | {"rates": (5.0, 9.0), "update": 9.0}  # noise: a peak was measured too low
+    fast = figures | {"step_flops": 5.0, "step_bandwidth": 9.0, "update": 9.0}  # noise: a peak was measured too low
     found = _describe([fast, fast], 2, shared_memory=True)
     assert (found.flops_efficiency, found.memory_efficiency, found.optimizer_efficiency) == (1.0, 1.0, 1.0)
 

@@ -9,7 +9,7 @@ import funcshard as fs
 from benchmarks.memory_truth import Case, prepare
 from benchmarks.storages import Storages
 from funcshard.estimate import Runtime, profile
-from funcshard.estimate.trace import OPERATORS
+from funcshard.estimate.walk.operators import OPERATORS
 from tests.core.units import forward_mode
 
 pytestmark = [forward_mode, pytest.mark.slow]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import funcshard as fs
-from funcshard.estimate.walk.sizes import sizes_of
+from funcshard.estimate.walk.runtime import sizes_of
 
 PARAMS = {"w": torch.zeros(8), "own": torch.zeros(8)}
 

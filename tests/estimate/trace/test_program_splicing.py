@@ -9,8 +9,7 @@ import torch
 
 import funcshard as fs
 from funcshard.estimate import Profile, profile
-from funcshard.estimate.trace.program import Program, Run, make_program
-from funcshard.estimate.trace.splicing import MARGIN, splice
+from funcshard.estimate.trace.program import MARGIN, Program, Run, make_program, splice
 
 NAMES = [str(i) for i in range(10)]
 
