@@ -18,12 +18,13 @@ program. In reading order:
 
 from __future__ import annotations
 
-from funcshard.estimate.trace.profiling import ModelCall, Profile, profile
+from funcshard.estimate.trace.profiling import Profile, profile
 from funcshard.estimate.trace.program import MARGIN, Memory, Program, Run, Work, equal_units
 from funcshard.estimate.trace.recorder import Frame, Recorder
 from funcshard.estimate.trace.stretches import Counts, add_operation
 from funcshard.estimate.trace.tape import Alloc, Free
 from funcshard.estimate.trace.tape import Op as Operation
+from funcshard.estimate.trace.tracing import ModelCall
 
 __all__ = [
     "MARGIN", "Alloc", "Counts", "Frame", "Free", "Memory", "ModelCall", "Operation", "Profile", "Program", "Recorder",

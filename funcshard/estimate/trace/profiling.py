@@ -7,7 +7,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,41 +15,14 @@ from funcshard._utils import tree
 from funcshard._utils.options import check_flag
 from funcshard._utils.process_state import without_collection
 from funcshard._utils.table import Shown, Table
-from funcshard._utils.tensors import is_dtensor, map_tensors, tensors_in
+from funcshard._utils.tensors import is_dtensor, tensors_in
 from funcshard._utils.torch_private import asks_for_data, stored_parts
 from funcshard.estimate.trace.program import Program, Run, equal_units, make_program, splice
 from funcshard.estimate.trace.tape import Tape
-from funcshard.estimate.trace.tracing import (
-    fake_like,
-    leaf_dtypes,
-    loss_of,
-    trace_model,
-    with_targets,
-)
+from funcshard.estimate.trace.tracing import ModelCall, leaf_dtypes, trace_model
 from funcshard.plan import MixedPrecision, Plan, dtype_name, make_plan, match
 
 _T = TypeVar("_T")
-
-
-class ModelCall(NamedTuple):
-    """What ``profile`` was given."""
-
-    apply: Any
-    buffers: Mapping[str, torch.Tensor]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    loss: Callable[..., torch.Tensor] | None
-    targets: Any
-
-    def faked(self) -> tuple[tuple[Any, ...], dict[str, Any], Any, Callable[[Any], torch.Tensor]]:
-        """Return arguments, keyword arguments, buffers and the loss of outputs, without data."""
-        args, kwargs, buffers, targets = map_tensors(
-            fake_like, (self.args, dict(self.kwargs), dict(self.buffers), self.targets)
-        )
-        loss = self.loss
-        if loss is not None and targets is not None:
-            loss = functools.partial(with_targets, loss, targets)
-        return args, kwargs, buffers, functools.partial(loss_of, loss=loss)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -75,8 +48,8 @@ class Profile(Shown):
     forms: Mapping[str, torch.Tensor] = field(default_factory=dict)
     precision: MixedPrecision | None = None
     call: ModelCall | None = None
-    _tapes: dict[Any, Tape] = field(default_factory=dict)
-    _programs: dict[Any, Any] = field(default_factory=dict)
+    # What was made of the profile: tapes, programs, and the profile of a CPU.
+    _made: dict[Any, Any] = field(default_factory=dict)
 
     def tape(self, remat: Iterable[str] = (), apart: Iterable[str] = ()) -> Tape:
         """Return the events of forward, loss and backward.
@@ -87,9 +60,7 @@ class Profile(Shown):
         """
         # Note: other meshes, strategies and schedules read the same tape.
         key = frozenset(remat), frozenset(apart)
-        if key not in self._tapes:
-            self._tapes[key] = self.retrace(*key)
-        return self._tapes[key]
+        return self._once(("tape", *key), lambda: self.retrace(*key))
 
     def on(self, *, accelerator: bool) -> Profile:
         """Return the profile of the same model on a GPU, or on the CPU."""
@@ -99,7 +70,7 @@ class Profile(Shown):
 
         def on_cpu() -> Profile:
             retrace = functools.partial(self.retrace, accelerator=False)
-            return dataclasses.replace(self, retrace=retrace, _tapes={}, _programs={})
+            return dataclasses.replace(self, retrace=retrace, _made={})
 
         return self._once("cpu", on_cpu)
 
@@ -196,9 +167,9 @@ class Profile(Shown):
         return sum(self._root().saved.values())
 
     def _once(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        if key not in self._programs:
-            self._programs[key] = make()
-        value: _T = self._programs[key]
+        if key not in self._made:
+            self._made[key] = make()
+        value: _T = self._made[key]
         return value
 
     def _flops(self, phase: str) -> Mapping[str, int]:
@@ -307,6 +278,7 @@ def profile(
     dtypes = leaf_dtypes(plan)
     param_forms = {name: _form(param, dtypes[name][1]) for name, param in params.items()}
 
+    model_call = ModelCall(apply, buffers, args, kwargs, loss, targets)
     unfolded_modules: set[str] = set()  # which all traces of the model learn
     # Note: estimates trace again later, outside of the caller's autocast.
     autocast_dtype = _autocast()
@@ -321,10 +293,16 @@ def profile(
                 torch.autocast("cpu", dtype=autocast_dtype, enabled=autocast_dtype is not None),
             ):
                 return trace_model(
-                    apply, plan, param_forms, buffers, args, kwargs, loss=loss, targets=targets, remat=remat, apart=apart,
-                    compiled=compiled_modules, fold=fold, unfolded=unfolded_modules,
+                    model_call,
+                    plan,
+                    param_forms,
+                    remat=remat,
+                    apart=apart,
+                    compiled=compiled_modules,
+                    fold=fold,
+                    unfolded=unfolded_modules,
                     accelerator=accelerator,
-                )  # fmt: skip
+                )
         except Exception as error:
             if asks_for_data(error):
                 raise ValueError(
@@ -348,7 +326,7 @@ def profile(
         buffers=_stored_bytes(buffers),
         forms=param_forms,
         precision=plan.precision,
-        call=ModelCall(apply, buffers, args, kwargs, loss, targets),
+        call=model_call,
     )
     # Why now: errors of the model belong to profile, not to the first estimate.
     new_profile.tape()

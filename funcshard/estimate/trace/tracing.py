@@ -22,7 +22,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -54,16 +54,29 @@ _ATTEMPTS = 3  # traces that fold something
 _NESTED = 4  # least number of equal modules that are folded inside a folded module
 
 
+class ModelCall(NamedTuple):
+    """What ``profile`` was given; tensors may be real, fake or on the meta device."""
+
+    apply: Any
+    buffers: Mapping[str, torch.Tensor]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    loss: Loss | None = None
+    targets: Any = None
+
+    def faked(self) -> tuple[tuple[Any, ...], dict[str, Any], Any, Any, Loss]:
+        """Return arguments, keyword arguments, buffers, targets and the loss, without data."""
+        args, kwargs, buffers, targets = map_tensors(
+            _fake_like, (self.args, dict(self.kwargs), dict(self.buffers), self.targets)
+        )
+        return args, kwargs, buffers, targets, functools.partial(_loss_of, self.loss, targets)
+
+
 def trace_model(
-    apply: Any,
+    call: ModelCall,
     plan: Plan,
     forms: Mapping[str, torch.Tensor],
-    buffers: Mapping[str, torch.Tensor],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
     *,
-    loss: Loss | None = None,
-    targets: Any = None,
     remat: Collection[str] = (),
     apart: Collection[str] = (),
     compiled: Collection[str] = (),
@@ -74,14 +87,9 @@ def trace_model(
     """Return the tape of one forward, loss and backward.
 
     Arguments:
-        apply: the function that ``make_functional`` returned.
+        call: the model and its inputs.
         plan: which leaves are trainable, and in which dtype modules compute.
         forms: the parameters, of which only shapes are read.
-        buffers: the buffers, of which only shapes and dtypes are read.
-        args: the positional inputs; tensors may be real, fake or on the meta device.
-        kwargs: the keyword inputs.
-        loss: from the outputs to the loss. ``None``: the outputs are the loss, or their sum is.
-        targets: the second argument of the loss, if there is one.
         remat: paths of modules that backward recomputes.
         apart: paths of modules of which each call has its own gradients.
         compiled: paths of modules that a compiler fuses.
@@ -91,21 +99,19 @@ def trace_model(
     """
     # Note: fake tensors on the CPU behave like real ones, storages and their lifetimes included.
     with fake_tensors(), AcceleratorKernels() if accelerator else contextlib.nullcontext():
-        args, kwargs, targets = map_tensors(fake_like, (args, dict(kwargs), targets))
-        fake_buffers = map_tensors(fake_like, dict(buffers))
-        if loss is not None and targets is not None:
-            loss = functools.partial(with_targets, loss, targets)
+        args, kwargs, buffers, targets, loss = call.faked()
         depth = 2 if fold else 0
         whole_paths = set[str]() if unfolded is None else unfolded
         # Note: that a module can't be folded shows only when backward has run. Then the model is
         # traced again, with fewer folds.
         for attempt_index in itertools.count():
             model_tracer = _Tracer(
-                apply, plan, forms, frozenset(remat), frozenset(apart), frozenset(compiled), depth, frozenset(whole_paths)
+                call.apply, plan, forms, frozenset(remat), frozenset(apart), frozenset(compiled), depth,
+                frozenset(whole_paths),
             )  # fmt: skip
             model_tracer.know(targets)
             try:
-                return model_tracer.run(fake_buffers, args, kwargs, loss)
+                return model_tracer.run(buffers, args, kwargs, loss)
             except CannotFoldError as error:
                 depth = min(depth, error.depth if attempt_index < _ATTEMPTS else 0)
                 whole_paths |= error.paths
@@ -142,11 +148,6 @@ def _recomputed(
     return remat(held)(args, kwargs)
 
 
-def with_targets(loss: Loss, targets: Any, out: Any) -> torch.Tensor:
-    """Return the loss of outputs; a partial of this is a loss of outputs alone."""
-    return loss(out, targets)
-
-
 def _around(path: str) -> list[str]:
     return [*tree.upwards(path)][1:]
 
@@ -155,7 +156,7 @@ def _nothing() -> None:
     return None
 
 
-def fake_like(tensor: torch.Tensor) -> torch.Tensor:
+def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
     """Return a fake tensor, inside of ``fake_tensors``."""
     fake_tensor = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
@@ -251,9 +252,7 @@ class _Tracer:
         for part in self.recorder.parts(tensors_in(tensors)):
             self.recorder.number(part, known=True)
 
-    def run(
-        self, buffers: dict[str, torch.Tensor], args: Any, kwargs: Any, loss: Loss | None
-    ) -> Tape:
+    def run(self, buffers: dict[str, torch.Tensor], args: Any, kwargs: Any, loss: Loss) -> Tape:
         recorder, apply = self.recorder, self.apply
         precision = self.plan.precision
         self.know((args, kwargs, self.anchor, buffers))
@@ -272,7 +271,7 @@ class _Tracer:
             del modules
             self.modules = []
             with recorder.call(LOSS) as loss_frame:
-                loss_value = [loss_of(out, loss)]
+                loss_value = [loss(out)]
             del out
             # Note: the first nodes of backward are those of the loss.
             recorder.frame = loss_frame  # where backward begins
@@ -730,10 +729,10 @@ def _is_opaque(value: Any) -> bool:
     return bool({"tensor", "object"}.intersection(value)) or any(map(_is_opaque, value))
 
 
-def loss_of(out: Any, loss: Loss | None) -> torch.Tensor:
+def _loss_of(loss: Loss | None, targets: Any, out: Any) -> torch.Tensor:
     """Return the loss of outputs; without a loss function the outputs themselves, or their sum."""
     if loss is not None:
-        return loss(out)
+        return loss(out) if targets is None else loss(out, targets)
     outputs = list(tensors_in(out))
     graded_outputs = [tensor for tensor in outputs if tensor.requires_grad]
     if transforms_active() and not graded_outputs:  # forward mode requires no gradient

@@ -151,7 +151,7 @@ def _record(
         groups = {axis: _AbsentRanks(size, notes) for axis, size in plan.mesh_axes.items()}
         mesh = Mesh(groups, torch.device("cpu"))
         shards, vector = _empty_shards(plan), _empty_shards(plan)
-        args, kwargs, buffers, loss_of = call.faked()
+        args, kwargs, buffers, _, loss_of = call.faked()
         sharded = fully_shard(call.apply, plan, mesh, remat=remat)
         for part in recorder.parts(tensors_in((shards, vector, args, kwargs, buffers))):
             recorder.number(part, known=True)

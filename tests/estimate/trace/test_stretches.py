@@ -7,7 +7,7 @@ import funcshard as fs
 from funcshard.estimate.trace.program import make_program
 from funcshard.estimate.trace.stretches import Stretch, compact
 from funcshard.estimate.trace.tape import Tape
-from funcshard.estimate.trace.tracing import trace_model
+from funcshard.estimate.trace.tracing import ModelCall, trace_model
 from tests.estimate.trace.test_tracing import MODELS
 
 
@@ -20,7 +20,8 @@ def traced(make, *, remat=(), folds=(True,)):
         path for path, module in model.named_modules()
         if path and next(module.parameters(), None) is not None and not isinstance(module, nn.ModuleList)
     ]  # fmt: skip
-    return *(trace_model(apply, plan, params, buffers, args, {}, remat=remat, fold=fold) for fold in folds), modules
+    call = ModelCall(apply, buffers, args, {})
+    return *(trace_model(call, plan, params, remat=remat, fold=fold) for fold in folds), modules
 
 
 def choices(modules):

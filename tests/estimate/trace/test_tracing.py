@@ -13,7 +13,7 @@ from funcshard.demo.gpt import GPT, GPTConfig
 from funcshard.estimate.trace.folding import Form
 from funcshard.estimate.trace.program import Run, make_program
 from funcshard.estimate.trace.tape import Alloc, Call, Free, Grad, Op, Save
-from funcshard.estimate.trace.tracing import trace_model
+from funcshard.estimate.trace.tracing import ModelCall, trace_model
 from tests.module.law import Runs
 
 
@@ -197,9 +197,9 @@ MODELS = {
 }
 
 
-def trace(model, *args, **options):
+def trace(model, *args, loss=None, **options):
     apply, params, buffers = fs.make_functional(model)
-    return trace_model(apply, fs.make_plan(params, 1), params, buffers, args, {}, **options)
+    return trace_model(ModelCall(apply, buffers, args, {}, loss), fs.make_plan(params, 1), params, **options)
 
 
 def tape_of(name, **options):
