@@ -96,8 +96,7 @@ def export_safetensors(
         TypeError: ``max_shard_size`` is neither a number nor text, or ``dtype`` isn't
             floating-point.
         ValueError: ``max_shard_size`` isn't a size; the shards don't match the plan; a leaf is
-            local
-            to each rank; or the format lacks a dtype.
+            local to each rank; or the format lacks a dtype.
         OSError: rank 0 can't write the files, or another export to ``path`` is running. Every rank
             raises it.
 

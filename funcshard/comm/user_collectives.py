@@ -104,9 +104,8 @@ def with_collectives(
 ) -> Mesh:
     """Return a mesh on which units use your functions to communicate along one axis.
 
-    They carry the parameters and gradients of units. Everything else on the mesh uses the plain
-    collectives: ``psum``, ``fs.shard``, ``fs.gather``, state dicts, norms, tangents, stacked shards
-    (``vmap``), second derivatives, and the slices of ``reshard_after_forward=n``.
+    They carry the parameters and gradients of units. Everything else uses the plain collectives;
+    see docs/precision.md.
 
     Your ``start(tensor, collectives)`` gets a 1-D tensor, starts the communication, and returns a
     function without arguments that waits and returns the result:
@@ -117,8 +116,7 @@ def with_collectives(
 
     The result has the dtype of the tensor, which you must not write to. ``collectives`` is a
     ``Collectives``: it has the plain ``all_gather``, ``reduce_scatter``, ``all_reduce`` and
-    ``all_to_all`` of a tensor, each returning an object whose ``wait()`` returns the result, and
-    ``rank`` and ``size`` of the axis. See docs/precision.md.
+    ``all_to_all`` of a tensor, each returning an object whose ``wait()`` returns the result, and ``rank`` and ``size`` of the axis.
 
     Arguments:
         mesh: the ranks.

@@ -161,11 +161,9 @@ def init_module(
         reset: your ``reset(module)`` writes the module's own parameters and buffers, or those of
             its unit, in place or by assignment. By default it calls the module's
             ``reset_parameters`` or ``_reset_parameters``, if it has one.
-        draws: ``"whole"``: every rank draws the random numbers of the whole model. ``"blocks"``:
-            each block of 32,768 elements of a parameter has its own generator, and a rank draws the
-            blocks that its shards touch, so the time falls with the number of ranks. The values are
-            others, but the same on every mesh. A parameter that the reset reads or writes in parts,
-            as ``nn.init.trunc_normal_`` and ``orthogonal_`` do, is made whole on every rank. See
+        draws: ``"whole"``: every rank draws the random numbers of the whole model. ``"blocks"``: a
+            rank draws only blocks of 32,768 elements that its shards touch, so the time falls with
+            the number of ranks. The values are others, but the same on every mesh. See
             docs/training.md.
 
     Returns:

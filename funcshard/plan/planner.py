@@ -127,15 +127,13 @@ def make_plan(
             ``make_functional``, modules of ``precision.ignored_classes`` become their own units in
             full precision, and a warning names them.
         bucket_bytes: joins adjacent small units of the same options and dtypes into groups whose
-            gathered buffers take at most this many bytes, because their collectives take longer to
-            start than to run. Results are the same to the bit, except with NCCL, which does not add
-            in the order of ranks. ``0`` makes no groups. ``"auto"`` joins only 32 or more adjacent
-            modules of at most 32 KiB, and only parameters from ``make_functional``; see
+            gathered buffers take at most this many bytes. ``0`` makes no groups. ``"auto"`` joins
+            32 or more adjacent modules of at most 32 KiB of ``make_functional``; see
             docs/design.md.
         reshard_after_forward: whether units, the root included, are freed between forward and
-            backward; ``None``: as the strategy says. A number of ranks, which divides that of the
-            shard axis, frees all but one slice of a unit: so many neighbours, such as the ranks of
-            one machine, hold the unit together, and backward gathers it from them alone.
+            backward; ``None``: as the strategy says. With a number of ranks, which divides that of
+            the shard axis, so many neighbours, such as the ranks of one machine, hold a unit
+            together, and backward gathers it from them.
         storage: how frozen floating-point leaves are stored, by paths or globs of nodes:
             ``{"base": fs.nf4(), "base.*.norm": None}``. A value is ``fs.nf4()``, ``fs.int8()``,
             ``fs.fp8()``, a pair ``(encode, decode)`` as in ``Storage``, or ``None``. Leaves are
@@ -147,13 +145,11 @@ def make_plan(
     Raises:
         ValueError: a path or glob matches no leaf, or a path is written twice; a group is empty, or
             one of its paths lies inside another; a strategy or axis is unknown; the mesh or
-            ``bucket_bytes`` has no valid size; the options of a unit contradict each other; a
-            DTensor is placed along a data axis, along an axis that the mesh does not have, or
-            otherwise than in equal slices and copies; an entry of ``storage`` matches no frozen
-            leaf, or a slice.
-        TypeError: an option is of another type; a leaf is not a dense tensor, or is of a tensor
-            class with its own operations, other than DTensor; a container cannot be described as
-            data.
+            ``bucket_bytes`` has no valid size; options of a unit contradict each other; a DTensor
+            isn't in equal slices or copies along model axes; an entry of ``storage`` matches no
+            frozen leaf, or a slice.
+        TypeError: an option is of another type; a leaf is not a dense tensor or a DTensor; a
+            container cannot be described as data.
 
     Example:
         >>> import torch, funcshard as fs

@@ -110,17 +110,17 @@ def predict_events(
     - If your model calls units inside others, backward may gather the outer one first. Pass
       ``sharded.schedule`` of a function that has run with gradients: it knows that order, and the
       units for ``not_saved``.
-    - A unit that forward calls several times is gathered and reduced as often.
+    - A unit that forward calls several times is gathered and reduced each time.
     - A unit that stays gathered is gathered once for several forwards, and not again for a
       recomputation; with ``reshard_after_backward=False`` once for all micro-batches.
     - An all-reduce over the replicate axis follows when the next unit's reduction has started.
     - The modules of a group are gathered with the first of them, and reduced with the last.
 
-    Not covered are units that forward calls several times if only some of the calls have gradients
-    or are in a checkpoint, if one checkpoint holds several of the calls, or if one call is inside
-    another. Nor are units inside a recomputed unit, if forward calls them several times, if a group
-    joins them with units outside of it, or if they are recomputed too and the outer unit only adds
-    their output to something, as a block with residuals does.
+    It doesn't cover units that forward calls several times if only some of the calls have gradients
+    or are in a checkpoint, if a checkpoint holds several of the calls, or if one call is inside
+    another. Nor does it cover units inside a recomputed unit, if forward calls them several times,
+    if a group joins them with units outside of it, or if they are recomputed too and the outer unit
+    only adds their output to something.
 
     Arguments:
         plan: the plan.

@@ -127,9 +127,9 @@ def make_train_step(
         TypeError: ``optimizer`` is neither kind of pair, or an option is of another type. When the
             step runs: ``loss_fn`` returns something else than the options say.
         ValueError: the plan has no trainable leaf; an option is out of range, or names no unit of
-            the plan; ``mesh`` or optimizer is that of another plan, or the ranks' arguments differ.
-            In ``step.init``: the shards are those of another plan. When the step runs: the errors
-            of ``value_and_grad``; only one of step and state has a scaler.
+            the plan; ``mesh``, optimizer or shards are those of another plan; or the ranks'
+            arguments differ. When the step runs: the errors of ``value_and_grad``; only one of step
+            and state has a scaler.
         RuntimeError: when the step runs: the state was donated to an earlier step.
 
     Example:
