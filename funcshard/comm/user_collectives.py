@@ -116,7 +116,8 @@ def with_collectives(
 
     The result has the dtype of the tensor, which you must not write to. ``collectives`` is a
     ``Collectives``: it has the plain ``all_gather``, ``reduce_scatter``, ``all_reduce`` and
-    ``all_to_all`` of a tensor, each returning an object whose ``wait()`` returns the result, and ``rank`` and ``size`` of the axis.
+    ``all_to_all`` of a tensor, each returning an object whose ``wait()`` returns the result, and
+    ``rank`` and ``size`` of the axis.
 
     Arguments:
         mesh: the ranks.

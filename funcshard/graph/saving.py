@@ -293,7 +293,8 @@ def _graph_from(data: Any, device: torch.device, constant_names: list[str]) -> f
         if name == "phase":
             phase_name = operation
             continue
-        args_data, kwargs_data, event = (*node_fields, *((), {}, ())[len(node_fields) :])
+        defaults: list[Any] = [(), {}, ()]
+        args_data, kwargs_data, event = node_fields + defaults[len(node_fields) :]
         args = tuple(decoded(argument, nodes_by_name, device) for argument in args_data)
         kwargs = {key: decoded(item, nodes_by_name, device) for key, item in kwargs_data.items()}
         # Note: fx makes an identifier of a node's name. Names of variables in the code that it runs

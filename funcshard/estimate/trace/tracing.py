@@ -311,7 +311,7 @@ class _Tracer:
         specs, skeleton = self.skeleton.specs, self.skeleton
 
         def known_fake(tensor: torch.Tensor) -> torch.Tensor:
-            fake_tensor = fake_like(tensor)
+            fake_tensor = _fake_like(tensor)
             self.know(fake_tensor)
             return fake_tensor
 
