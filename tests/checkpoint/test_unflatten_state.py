@@ -76,7 +76,7 @@ TRAINED = fs.make_plan({name: leaf.clone().requires_grad_() for name, leaf in PA
 BAD: dict[str, tuple[list[Any], fs.Plan, fs.Plan, str]] = {
     "shards of another plan": (
         [{"": {"float32": torch.zeros(3)}}] * 2, WIDE, WIDE,
-        r"shard 'float32' of unit '\(root\)' at '' .* must have the shape \(2,\) .* found \(3,\): pass the plan that",
+        r"shard 'float32' of unit '\(root\)' at '' .* must have the shape \(2,\); found \(3,\): pass the plan that",
     ),
     "a leaf that was frozen then": (
         [{"": {"float32": torch.zeros(2)}}] * 2, HALF_FROZEN, TRAINED,

@@ -173,7 +173,7 @@ def test_copies_of_the_params_remember_nothing_and_the_error_says_so():
     plan, said = planned(clones, 1, IGNORING)
     assert said == []
     words = r"module 'bn' is of ignored_classes, which are in full precision, but its parameter 'bn\.\w+' is in"
-    with pytest.raises(ValueError, match=words + r" unit '\(root\)', of lower precision: pass make_plan the params of"):
+    with pytest.raises(ValueError, match=words + r" unit '\(root\)', of lower precision: pass the params of"):
         fs.fully_shard(apply, plan, mesh)
     # The remedy of the error message:
     units = fs.wrap.by_function(lambda module: {"precision": None} if module in (net.bn, net.ln) else False)(net)
