@@ -122,14 +122,14 @@ def one_forward_level() -> Iterator[None]:
         yield
 
 
-def apply_by_level(function: Any, call: Any, *tensors: torch.Tensor) -> Any:
+def apply_by_level(function: Any, call: Any, *tensors: torch.Tensor | None) -> Any:
     """Return ``function.apply(call, *tensors)``, computing values and tangents together.
 
     torch computes values first, and then tangents by ``function.jvp``. Where both need the same
     intermediate results, those are computed twice. So forward mode calls ``call.duals`` instead.
 
     Arguments:
-        function: an autograd Function without ``jvp``.
+        function: an autograd Function, whose ``jvp`` serves dual levels that no transform opened.
         call: ``call.duals(tensors, tangents, level)`` -> outputs and their tangents, computed one
             level below the forward-mode transform of that level. A tangent may be ``None``.
     """
@@ -139,18 +139,17 @@ def apply_by_level(function: Any, call: Any, *tensors: torch.Tensor) -> Any:
     interpreter: Any = pyfunctorch.retrieve_current_functorch_interpreter()
     level, transform_name = interpreter.level(), interpreter.key().name
     # Note: a pullback that runs when its transform has ended has tensors that it wraps no longer.
-    tensors = tuple(map(functorch.unwrap_if_dead, tensors))
+    tensors = tuple([None if t is None else functorch.unwrap_if_dead(t) for t in tensors])
     if transform_name == "Vmap":  # whose rule the function has
         return function.apply(call, *tensors)
     tensors, _ = interpreter.lift(tensors, {})
 
-    def unwrap(tensor: torch.Tensor) -> torch.Tensor:
-        return functorch._unwrap_for_grad(tensor, level)
+    def unwrap(tensor: torch.Tensor | None) -> Any:
+        return None if tensor is None else functorch._unwrap_for_grad(tensor, level)
 
     if transform_name == "Jvp":
-        pairs = [forward_ad.unpack_dual(tensor) for tensor in tensors]
-        primals = [unwrap(pair.primal) for pair in pairs]
-        tangents = [None if pair.tangent is None else unwrap(pair.tangent) for pair in pairs]
+        pairs = [(None, None) if t is None else forward_ad.unpack_dual(t) for t in tensors]
+        primals, tangents = ([*map(unwrap, parts)] for parts in zip(*pairs, strict=True))
         with interpreter.lower():
             outs, out_tangents = call.duals(primals, tangents, level)
         return tuple(

@@ -9,7 +9,8 @@ to any order.
 
 The functions of the first two orders are written out, because torch's rules for a composition
 compute more than is needed. The derivatives of the others are torch's. Torch's kernel computes
-values, and on GPUs first gradients.
+values, and on GPUs first gradients. Where forward mode needs values and tangents, one pass over
+the chunks computes both.
 
 Source: Rabe and Staats, "Self-attention does not need O(n^2) memory", arXiv:2112.05682.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +31,7 @@ from torch.nn.attention import SDPBackend
 
 from funcshard._utils.process_state import RandomState
 from funcshard._utils.torch_operators import AttentionCall, operator_by_name
-from funcshard._utils.torch_private import transforms_active
+from funcshard._utils.torch_private import apply_by_level, dual_level_active, transforms_active
 
 # A chunk has so many scores, over all samples and heads, if it has more queries than the least.
 CHUNK_SCORES = 2**20
@@ -83,7 +85,7 @@ def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
     if dropout_p > 0.0:
         dropout = Dropout(dropout_p, RandomState.take(), batches)
     chunk_map = ChunkMap(f=_outputs, is_causal=is_causal, scale=scale, dropout=dropout)
-    (out,) = _Mapped.apply(chunk_map, query, key, value, bias)
+    (out,) = _mapped(chunk_map, query, key, value, bias)
     return out if unseeing is None else out.masked_fill(unseeing, 0.0)
 
 
@@ -127,7 +129,7 @@ def _outputs(chunk: Chunk, query: Any, key: Any, value: Any, bias: Any) -> Resul
     return (chunk.drop(chunk.probs(query, key, bias)) @ value,)
 
 
-def _outputs_jvp(chunk: Chunk, *inputs: Any) -> Results:
+def _outputs_jvp(chunk: Chunk, *inputs: Any, with_values: bool = False) -> Results:
     """Return the tangent of ``_outputs``, from its inputs and their tangents."""
     query, key, value, bias, query_dot, key_dot, value_dot, bias_dot = inputs
     query, query_dot = chunk.scaled(query, query_dot)
@@ -136,7 +138,9 @@ def _outputs_jvp(chunk: Chunk, *inputs: Any) -> Results:
     prob_dot = None
     if score_dot is not None:
         prob_dot = chunk.drop(_softmax_jvp(probs, score_dot)[0])
-    return (_sum((prob_dot, value), (chunk.drop(probs), value_dot)),)
+    probs = chunk.drop(probs)
+    out_dot = _sum((prob_dot, value), (probs, value_dot))
+    return (probs @ value, out_dot) if with_values else (out_dot,)
 
 
 def _grads(chunk: Chunk, *inputs: Any) -> Results:
@@ -145,13 +149,19 @@ def _grads(chunk: Chunk, *inputs: Any) -> Results:
     (query,) = chunk.scaled(query)
     probs = chunk.probs(query, key, bias)
     score_grad, _ = _softmax_jvp(probs, chunk.drop(out_grad @ value.mT))
+    return _products(chunk, query, key, out_grad, score_grad, chunk.drop(probs))
+
+
+def _products(
+    chunk: Chunk, query: Any, key: Any, out_grad: Any, score_grad: Any, probs: Any
+) -> Results:
     # Why turned: the product takes a third less time than that of probs.mT.
-    key_grad, value_grad = query.mT @ score_grad, out_grad.mT @ chunk.drop(probs)
+    key_grad, value_grad = query.mT @ score_grad, out_grad.mT @ probs
     (query_grad,) = chunk.scaled(score_grad @ key)
     return query_grad, key_grad.mT, value_grad.mT, score_grad
 
 
-def _grads_jvp(chunk: Chunk, *inputs: Any) -> Results:
+def _grads_jvp(chunk: Chunk, *inputs: Any, with_values: bool = False) -> Results:
     """Return the tangents of ``_grads``, from its inputs and their tangents."""
     query, key, value, bias, out_grad, query_dot, key_dot, value_dot, bias_dot, out_grad_dot = (
         inputs
@@ -174,12 +184,16 @@ def _grads_jvp(chunk: Chunk, *inputs: Any) -> Results:
         prob_dot = chunk.drop(prob_dot)
     mean_dot = score_grad_dot.sum(-1, keepdim=True)  # as the sum of prob_dot is zero
     score_grad_dot = _add_product(score_grad_dot, probs, -mean_dot)
+    probs = chunk.drop(probs)
     (query_grad_dot,) = chunk.scaled(_sum((score_grad_dot, key), (score_grad, key_dot)))
     key_grad_dot = _sum((query.mT, score_grad_dot), (_turned(query_dot), score_grad))
-    value_grad_dot = _sum((out_grad.mT, prob_dot), (_turned(out_grad_dot), chunk.drop(probs)))
+    value_grad_dot = _sum((out_grad.mT, prob_dot), (_turned(out_grad_dot), probs))
     if value_grad_dot is None:
         value_grad_dot = torch.zeros_like(value.mT)
-    return query_grad_dot, key_grad_dot.mT, value_grad_dot.mT, score_grad_dot
+    dots = query_grad_dot, key_grad_dot.mT, value_grad_dot.mT, score_grad_dot
+    if not with_values:
+        return dots
+    return *_products(chunk, query, key, out_grad, score_grad, probs), *dots
 
 
 def _grads_vjp(chunk: Chunk, *inputs: Any) -> Results:
@@ -193,6 +207,11 @@ def _grads_vjp(chunk: Chunk, *inputs: Any) -> Results:
 
 _VJP: dict[Any, Any] = {_outputs: _grads, _grads: _grads_vjp}
 _JVP: dict[Any, Any] = {_outputs: _outputs_jvp, _grads: _grads_jvp}
+# The values, and after them their tangents.
+_DUALS: dict[Any, Any] = {
+    f: functools.partial(jvp, with_values=True) for f, jvp in _JVP.items()
+}
+_DRAW_FIRST = (_outputs, _DUALS[_outputs])
 
 
 def _softmax_jvp(probs: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -277,6 +296,7 @@ class ChunkMap:
         inputs: whether each tensor goes by query, and not by key.
         outputs: the same of each result of ``f``.
         wanted: the indices of the results that the map returns.
+        values: the map of the values, if this one returns them and then their tangents.
     """
 
     f: Callable[..., Results]
@@ -286,18 +306,40 @@ class ChunkMap:
     inputs: tuple[bool, ...] = (True, False, False, True)
     outputs: tuple[bool, ...] = (True,)
     wanted: tuple[int, ...] = (0,)
+    values: ChunkMap | None = None
 
     def run(self, *tensors: Any) -> tuple[torch.Tensor, ...]:
         """Return the wanted results of whole tensors."""
         results = self._run_kernel(*tensors)
         if results is None:
             results = self._run_chunks(*tensors)
+        num_outputs = len((self.values or self).outputs)
         # Note: a result is the output, a gradient by the tensor of its index, or a tangent of both.
         # Why contiguous: autograd asks that a tangent lies in memory as its primal does.
         return tuple(
-            result.to(tensors[i].dtype).contiguous()
+            result.to(tensors[i % num_outputs].dtype).contiguous()
             for i, result in zip(self.wanted, results, strict=True)
         )
+
+    def duals(self, inputs: Results, tangents: Results, level: int) -> Sequence[Results]:
+        """Return the wanted results, and their tangents."""
+        tensors, f = (*inputs, *tangents), _DUALS.get(self.f)
+        if not _present(tangents):
+            return _mapped(self, *inputs), [None] * len(self.wanted)
+        # Why apart under vmap: it may map over tangents alone, and the values are the same then.
+        if f is None or transforms_active() or dual_level_active():
+            return _mapped(self, *inputs), _mapped(self.jvp(), *tensors)
+        num_values = len(self.wanted)
+        both = dataclasses.replace(
+            self,
+            f=f,
+            inputs=self.inputs * 2,
+            outputs=self.outputs * 2,
+            wanted=(*self.wanted, *(i + len(self.outputs) for i in self.wanted)),
+            values=self,
+        )
+        results = _mapped(both, *tensors)
+        return results[:num_values], results[num_values:]
 
     def _run_kernel(self, *tensors: Any) -> Results | None:
         """Return the results of torch's kernel; ``None`` where it has none of linear memory."""
@@ -335,7 +377,7 @@ class ChunkMap:
         parts: dict[int, list[torch.Tensor]] = {i: [] for i in self.wanted if self.outputs[i]}
         sums: dict[int, torch.Tensor] = {}
         with contextlib.ExitStack() as exit_stack:
-            if self.dropout is not None and self.f is not _outputs:  # which draws first
+            if self.dropout is not None and self.f not in _DRAW_FIRST:
                 exit_stack.enter_context(self.dropout.repeated())
             for queries, keys, chunk in self._chunks(tensors[0], num_keys, dtype):
                 pieces = [
@@ -393,6 +435,21 @@ class ChunkMap:
             wanted=needed,
         )
 
+    def pull(self, needed: tuple[int, ...], inputs: Results, grads: Results) -> list[Any]:
+        """Return the gradients by some inputs, with ``None`` for others, from those of results."""
+        if self.values is not None:  # Why apart: few need the gradients of both.
+            num_values, num_inputs = len(self.values.wanted), len(self.values.inputs)
+            by_values = tuple(i for i in needed if i < num_inputs)
+            in_grads = self.values.pull(by_values, inputs[:num_inputs], grads[:num_values])
+            in_grads += [None] * num_inputs
+            of_tangents = self.values.jvp().pull(needed, inputs, grads[num_values:])
+            return [_total(a, b) for a, b in zip(in_grads, of_tangents, strict=True)]
+        if not (needed and _present(grads)):
+            return [None] * len(inputs)
+        out_grads = _replaced([None] * len(self.outputs), self.wanted, grads)
+        in_grads = _mapped(self.vjp(needed), *inputs, *out_grads)
+        return _replaced([None] * len(inputs), needed, in_grads)
+
     def jvp(self) -> ChunkMap:
         """Return the map from inputs and their tangents to the tangents of the outputs."""
         f, num_inputs = _JVP.get(self.f), len(self.inputs)
@@ -423,6 +480,12 @@ def _four_dims(tensor: Any) -> Any:
     return tensor.flatten(0, -4)
 
 
+def _total(a: Any, b: Any) -> Any:
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b
+
+
 def _add_rows(total: torch.Tensor | None, part: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Add the first rows to a sum of ``num_rows``, which begins with ``None``."""
     num_seen = part.shape[-2]
@@ -444,8 +507,14 @@ def _present(values: Sequence[Any]) -> tuple[int, ...]:
     return tuple(i for i, value in enumerate(values) if value is not None)
 
 
+def _mapped(chunk_map: ChunkMap, *tensors: Any) -> tuple[torch.Tensor, ...]:
+    """Return ``chunk_map.run(*tensors)``, which has derivatives."""
+    results: tuple[torch.Tensor, ...] = apply_by_level(_Mapped, chunk_map, *tensors)
+    return results
+
+
 class _Mapped(torch.autograd.Function):
-    """``_Mapped.apply(chunk_map, *tensors)``: return ``chunk_map.run(*tensors)``."""
+    """The rules of ``_mapped``."""
 
     @staticmethod
     def forward(chunk_map: ChunkMap, *tensors: Any) -> tuple[torch.Tensor, ...]:
@@ -462,14 +531,13 @@ class _Mapped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         needed = tuple(i for i, needs in enumerate(ctx.needs_input_grad[1:]) if needs)
-        out_grads = _replaced([None] * len(ctx.map.outputs), ctx.map.wanted, grads)
         inputs = ctx.saved_tensors  # Why once: a checkpoint computes them for one look
-        in_grads = _Mapped.apply(ctx.map.vjp(needed), *inputs, *out_grads)
-        return None, *_replaced([None] * len(inputs), needed, in_grads)
+        return None, *ctx.map.pull(needed, inputs, grads)
 
+    # Why beside ChunkMap.duals: for a forward_ad.dual_level that torch.func did not open.
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> Any:
-        return _Mapped.apply(ctx.map.jvp(), *ctx.saved_tensors, *tangents)
+        return _mapped(ctx.map.jvp(), *ctx.saved_tensors, *tangents)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, chunk_map: ChunkMap, *tensors: Any) -> Any:
@@ -490,7 +558,7 @@ class _Mapped(torch.autograd.Function):
             if info.randomness == "different" and has_samples:
                 draws = size
             dropout = dataclasses.replace(dropout, batches=(draws, *dropout.batches))
-        outs = _Mapped.apply(dataclasses.replace(chunk_map, dropout=dropout), *batched)
+        outs = _mapped(dataclasses.replace(chunk_map, dropout=dropout), *batched)
         return outs, (0,) * len(outs)
 
 
