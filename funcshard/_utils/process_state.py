@@ -66,6 +66,16 @@ class RandomState:
         if self.python is not None:
             random.setstate(self.python)
 
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Run the ``with`` block from this state; set the generators back afterwards."""
+        state_before = self.take(python=self.python is not None)
+        self.put()
+        try:
+            yield
+        finally:
+            state_before.put()
+
 
 # --- garbage --------------------------------------------------------------------------------------
 

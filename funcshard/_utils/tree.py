@@ -89,6 +89,14 @@ def code_paths(tree: Any, name: str) -> list[str]:
     return [accessor.codify(name) for accessor in optree.tree_accessors(tree)]
 
 
+def replaced(values: Sequence[Any], indices: Sequence[int], new_values: Iterable[Any]) -> list[Any]:
+    """Return ``values`` as a list, with new ones at some indices."""
+    all_values = list(values)
+    for index, value in zip(indices, new_values, strict=True):
+        all_values[index] = value
+    return all_values
+
+
 def leaves_up_to(tree: Any, deeper: Any) -> list[Any]:
     """Return the subtrees of ``deeper`` at the leaves of ``tree``."""
     return optree.tree_structure(tree).flatten_up_to(deeper)

@@ -276,14 +276,14 @@ def concatenate(parts: Sequence[torch.Tensor], out: torch.Tensor | None = None) 
 
 
 def slice_parts(parts: Sequence[torch.Tensor], begin: int, end: int) -> list[torch.Tensor]:
-    """Return views of elements ``begin`` to ``end`` of the concatenation of 1-D ``parts``."""
+    """Return views of a range of the concatenation of ``parts`` along their last dim."""
     part_views, offset = [], 0
     for part in parts:
         # The range in this part's own numbers; it is empty if the part lies outside.
-        first, last = max(begin - offset, 0), min(end - offset, part.numel())
+        first, last = max(begin - offset, 0), min(end - offset, part.shape[-1])
         if first < last:
-            part_views.append(part[first:last])
-        offset += part.numel()
+            part_views.append(part.narrow(-1, first, last - first))
+        offset += part.shape[-1]
     return part_views
 
 

@@ -29,6 +29,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
+from funcshard._utils import tree
 from funcshard._utils.process_state import RandomState
 from funcshard._utils.torch_operators import AttentionCall, operator_by_name
 from funcshard._utils.torch_private import apply_by_level, dual_level_active, transforms_active
@@ -208,9 +209,7 @@ def _grads_vjp(chunk: Chunk, *inputs: Any) -> Results:
 _VJP: dict[Any, Any] = {_outputs: _grads, _grads: _grads_vjp}
 _JVP: dict[Any, Any] = {_outputs: _outputs_jvp, _grads: _grads_jvp}
 # The values, and after them their tangents.
-_DUALS: dict[Any, Any] = {
-    f: functools.partial(jvp, with_values=True) for f, jvp in _JVP.items()
-}
+_DUALS: dict[Any, Any] = {f: functools.partial(jvp, with_values=True) for f, jvp in _JVP.items()}
 _DRAW_FIRST = (_outputs, _DUALS[_outputs])
 
 
@@ -272,16 +271,6 @@ class Dropout:
     p: float
     state: RandomState
     batches: tuple[int, ...]
-
-    @contextlib.contextmanager
-    def repeated(self) -> Iterator[None]:
-        """Draw what the values have drawn."""
-        current_state = RandomState.take()
-        self.state.put()
-        try:
-            yield
-        finally:
-            current_state.put()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,9 +365,10 @@ class ChunkMap:
         num_keys = tensors[1].shape[-2]
         parts: dict[int, list[torch.Tensor]] = {i: [] for i in self.wanted if self.outputs[i]}
         sums: dict[int, torch.Tensor] = {}
-        with contextlib.ExitStack() as exit_stack:
-            if self.dropout is not None and self.f not in _DRAW_FIRST:
-                exit_stack.enter_context(self.dropout.repeated())
+        random_numbers: Any = contextlib.nullcontext()
+        if self.dropout is not None and self.f not in _DRAW_FIRST:
+            random_numbers = self.dropout.state.restored()
+        with random_numbers:
             for queries, keys, chunk in self._chunks(tensors[0], num_keys, dtype):
                 pieces = [
                     _rows(tensor, queries if by_query else keys, dtype)
@@ -421,11 +411,13 @@ class ChunkMap:
             known = _present(grads)
 
             def of_needed(*some: Any) -> tuple[Any, ...]:
-                results = self.f(chunk, *_replaced(inputs, needed, some))
+                results = self.f(chunk, *tree.replaced(inputs, needed, some))
                 return tuple(results[i] for i in known)
 
             pullback = torch.func.vjp(of_needed, *(inputs[i] for i in needed))[1]
-            return _replaced([None] * num_inputs, needed, pullback(tuple(grads[i] for i in known)))
+            return tree.replaced(
+                [None] * num_inputs, needed, pullback(tuple(grads[i] for i in known))
+            )
 
         return dataclasses.replace(
             self,
@@ -446,9 +438,9 @@ class ChunkMap:
             return [_total(a, b) for a, b in zip(in_grads, of_tangents, strict=True)]
         if not (needed and _present(grads)):
             return [None] * len(inputs)
-        out_grads = _replaced([None] * len(self.outputs), self.wanted, grads)
-        in_grads = _mapped(self.vjp(needed), *inputs, *out_grads)
-        return _replaced([None] * len(inputs), needed, in_grads)
+        out_grads = tree.replaced([None] * len(self.outputs), self.wanted, grads)
+        needed_grads = _mapped(self.vjp(needed), *inputs, *out_grads)
+        return tree.replaced([None] * len(inputs), needed, needed_grads)
 
     def jvp(self) -> ChunkMap:
         """Return the map from inputs and their tangents to the tangents of the outputs."""
@@ -459,12 +451,12 @@ class ChunkMap:
             known = _present(tangents)
 
             def of_known(*some: Any) -> tuple[Any, ...]:
-                results = self.f(chunk, *_replaced(inputs, known, some))
+                results = self.f(chunk, *tree.replaced(inputs, known, some))
                 return tuple(results[i] for i in self.wanted)
 
             primals = tuple(inputs[i] for i in known)
             out = torch.func.jvp(of_known, primals, tuple(tangents[i] for i in known))[1]
-            return _replaced([None] * len(self.outputs), self.wanted, out)
+            return tree.replaced([None] * len(self.outputs), self.wanted, out)
 
         return dataclasses.replace(self, f=f or derived, inputs=self.inputs * 2)
 
@@ -496,11 +488,6 @@ def _add_rows(total: torch.Tensor | None, part: torch.Tensor, num_rows: int) -> 
         total = part.new_zeros((*part.shape[:-2], part.shape[-1], num_rows)).mT
     total[..., :num_seen, :] += part
     return total
-
-
-def _replaced(values: Sequence[Any], indices: Sequence[int], by: Sequence[Any]) -> list[Any]:
-    new_values = dict(enumerate(values)) | dict(zip(indices, by, strict=True))
-    return list(new_values.values())
 
 
 def _present(values: Sequence[Any]) -> tuple[int, ...]:

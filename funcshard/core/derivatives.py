@@ -526,10 +526,7 @@ def _parted(whole: Any, chosen: Callable[[Any], bool]) -> tuple[list[Any], Calla
     places = [i for i, value in enumerate(values) if chosen(value)]
 
     def build(parts: Sequence[Any], others: Sequence[Any] = values) -> Any:
-        leaves = list(others)
-        for index, part in zip(places, parts, strict=True):
-            leaves[index] = part
-        return unflatten(leaves)
+        return unflatten(tree.replaced(others, places, parts))
 
     return [values[i] for i in places], build
 

@@ -10,6 +10,7 @@ leaves are views of one gathered buffer, ``[*batch, padded_numel]``, also under 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from funcshard._utils.torch_private import dispatch_modes, signed, transforms_active, unseen
-from funcshard.comm import Mesh, Topology
+from funcshard.comm import Mesh, Topology, slice_parts
 from funcshard.core.basis import noted, noted_outer, refuse_cut, refuse_mixed_sum
 from funcshard.core.buffer_comm import (
     AllGatherHandle,
@@ -238,17 +239,9 @@ def _by_rank(rows: Sequence[torch.Tensor], shard_numel: int, ranks: int) -> list
     rank_parts: list[torch.Tensor] = []
     # A leaf may lie in the slices of several ranks, and a slice may hold several leaves.
     for rank in range(ranks):
-        slice_begin, slice_end = rank * shard_numel, (rank + 1) * shard_numel
-        row_slices, row_offset = [], 0
-        for row in rows:
-            first_column, last_column = (
-                max(slice_begin - row_offset, 0),
-                min(slice_end - row_offset, row.shape[-1]),
-            )
-            if first_column < last_column:  # the row has elements in this rank's slice
-                row_slices.append(row[:, first_column:last_column].unbind(0))
-            row_offset += row.shape[-1]
-        rank_parts += [part for columns in zip(*row_slices, strict=True) for part in columns]
+        row_slices = slice_parts(rows, rank * shard_numel, (rank + 1) * shard_numel)
+        columns = zip(*[row_slice.unbind(0) for row_slice in row_slices], strict=True)
+        rank_parts += itertools.chain.from_iterable(columns)
     return rank_parts
 
 

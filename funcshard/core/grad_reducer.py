@@ -132,11 +132,6 @@ class KeptUnit(NamedTuple):
     shard_states: list[tuple[int, int]]
     handles: Handles
 
-    def serves(self, shards: Sequence[torch.Tensor], comms: Sequence[BufferComm]) -> bool:
-        """Return whether gathering these shards would give what the handles have."""
-        same_comms = [handle.comm for handle in self.handles] == list(comms)
-        return same_comms and _states(shards) == self.shard_states
-
 
 def _states(shards: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     # Why not the shards: their ids are those of the leaves, which live as long as the reducer.
@@ -239,7 +234,9 @@ class GradReducer:
         if first_leaf is None or first_leaf.kept is None:
             return None
         kept_unit = first_leaf.kept
-        return kept_unit.handles if kept_unit.serves(unit_shards, comms) else None
+        same_comms = [handle.comm for handle in kept_unit.handles] == list(comms)
+        same_shards = _states(unit_shards) == kept_unit.shard_states
+        return kept_unit.handles if same_comms and same_shards else None
 
     def keep(
         self,

@@ -45,6 +45,7 @@ from funcshard.core.basis import (
 from funcshard.core.replaced_kernels import repeating_any_order
 
 Tensors = Sequence[torch.Tensor]
+AutocastSettings = tuple[tuple[str, bool, torch.dtype], ...]  # type of device, whether on, dtype
 
 
 def remat(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -266,7 +267,7 @@ class _Call:
         if transforms_active():
 
             def chosen_outputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                outs = _restricted(self.recompute, in_indices, inputs)(*tensors)
+                outs = self.recompute(*tree.replaced(inputs, in_indices, tensors))
                 return tuple(outs[i] for i in out_indices)
 
             with acting_for(loop, transform_level() + 1):
@@ -311,8 +312,11 @@ class _Call:
 
         def run(tensors: Tensors, tangents: Tensors) -> Any:
             chosen_inputs = tuple(tensors[i] for i in in_indices)
+
             # Why not recompute: nothing has drawn random numbers before.
-            restricted = _restricted(self.run, in_indices, tensors)
+            def restricted(*chosen_tensors: torch.Tensor) -> Any:
+                return self.run(*tree.replaced(tensors, in_indices, chosen_tensors))
+
             with acting_for(self.loops.get(level), transform_level() + 1):
                 return torch.func.jvp(restricted, chosen_inputs, tuple(tangents))
 
@@ -324,47 +328,38 @@ class _Call:
         return outs, [t if is_continuous(t) else None for t in out_tangents]
 
 
-def _restricted(
-    f: Callable[..., Any], in_indices: Sequence[int], inputs: Tensors
-) -> Callable[..., Any]:
-    """Return ``f`` as a function of some inputs."""
-
-    def restricted(*tensors: torch.Tensor) -> Any:
-        all_inputs = {**dict(enumerate(inputs)), **dict(zip(in_indices, tensors, strict=True))}
-        return f(*all_inputs.values())
-
-    return restricted
-
-
 @dataclass(frozen=True, slots=True)
 class _AmbientState:
     """The random numbers and the autocast that a computation depends on."""
 
     random: RandomState
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]  # type of device, whether enabled, dtype
+    autocast: AutocastSettings
 
     @classmethod
     def capture(cls) -> _AmbientState:
-        device_types = ["cpu"] + ["cuda"] * torch.cuda.is_initialized()
-        autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in device_types
-        ]
-        return cls(RandomState.take(), tuple(autocast))
+        return cls(RandomState.take(), _autocast_settings())
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        current_state = self.capture()
         with contextlib.ExitStack() as exit_stack:
             # Leaving autocast clears its cache of casts, so it is left alone if nothing changes.
-            if current_state.autocast != self.autocast:
+            if _autocast_settings() != self.autocast:
                 for device_type, enabled, dtype in self.autocast:
                     exit_stack.enter_context(
                         torch.autocast(device_type, dtype=dtype, enabled=enabled)
                     )
-            self.random.put()
-            exit_stack.callback(current_state.random.put)
+            exit_stack.enter_context(self.random.restored())
             yield
+
+
+def _autocast_settings() -> AutocastSettings:
+    device_types = ["cpu"] + ["cuda"] * torch.cuda.is_initialized()
+    return tuple(
+        [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in device_types
+        ]
+    )
 
 
 _CHANGED = (
