@@ -180,6 +180,10 @@ class StepRecording:
         return step_number if tensor else step_number.item()
 
 
+current_recording: Callable[[], StepRecording | None] = _recording.get
+"""Return the recording of the step that ``fs.trace`` records here, if any."""
+
+
 @contextlib.contextmanager
 def record_step() -> Iterator[StepRecording]:
     """Let collectives of the ``with`` block become operations of the graph."""
@@ -190,8 +194,3 @@ def record_step() -> Iterator[StepRecording]:
             yield recording
         finally:
             _recording.reset(token)
-
-
-def current_recording() -> StepRecording | None:
-    """Return the recording of the step that ``fs.trace`` records here, if any."""
-    return _recording.get()
