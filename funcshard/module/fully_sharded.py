@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from funcshard._utils import tree
-from funcshard._utils.options import module_remedy
+from funcshard._utils.options import module_remedy, other_names
 from funcshard._utils.process_state import without_collection
 from funcshard._utils.tensors import tensors_in
 from funcshard._utils.torch_private import (
@@ -34,7 +34,7 @@ from funcshard.core import (
 )
 from funcshard.module.copying import NamedTensors, Tensors
 from funcshard.module.functional import Functional, absent_attribute
-from funcshard.module.skeleton import Skeleton, check_plan_names
+from funcshard.module.skeleton import Skeleton
 from funcshard.module.unit_forward import (
     UnitCall,
     UnitEntry,
@@ -439,4 +439,14 @@ def _check_plan(skeleton: Skeleton, plan: Plan, ignored: Mapping[str, Any]) -> N
             ".detach() lose that: cast the module before make_functional, or call "
             "module.requires_grad_() to train all",
             stacklevel=callers_level(),
+        )
+
+
+def check_plan_names(parameters: Collection[str], planned: Collection[str]) -> None:
+    """Raise ``ValueError`` unless the plan holds the parameters of the module, and no others."""
+    if difference := other_names(parameters, planned):
+        raise ValueError(
+            f"the plan was made for another module, with other parameters than this one's; "
+            f"{difference}: make the plan from the params of this module's make_functional, or name "
+            "parameters that it should lack in ignored_params"
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,7 +21,6 @@ from torch import fx, nn
 
 from funcshard._utils import tree
 from funcshard._utils.closures import reachable
-from funcshard._utils.options import other_names
 from funcshard._utils.tensors import check_plain
 from funcshard._utils.torch_kernels import LARGE, late_copy
 from funcshard._utils.torch_modules import class_for_calls
@@ -440,13 +439,3 @@ def _why_refused(m: nn.Module) -> str | None:
             "fully_shard for speed; torch.jit.script the result of training"
         )
     return None
-
-
-def check_plan_names(parameters: Collection[str], planned: Collection[str]) -> None:
-    """Raise ``ValueError`` unless the plan holds the parameters of the module, and no others."""
-    if difference := other_names(parameters, planned):
-        raise ValueError(
-            f"the plan was made for another module, with other parameters than this one's; "
-            f"{difference}: make the plan from the params of this module's make_functional, or name "
-            "parameters that it should lack in ignored_params"
-        )

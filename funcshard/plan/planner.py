@@ -200,24 +200,23 @@ def make_plan(
         full_precision: dict[str, str] = {}
         if any(unit_options["precision"] for unit_options in options.values()):
             full_precision = _full_precision_modules(leaves, tensors, options, paths)
-        inside_modules: set[str] = set()  # the units inside one module of full precision
         if full_precision:
             paths = _with_modules(paths, full_precision, leaf_uses)
-            module_around = innermost_in({path: (path,) for path in full_precision})
-            for unit_name, unit_paths in paths.items():
-                modules_around = {module_around(path) for path in unit_paths}
-                if len(modules_around) == 1 and None not in modules_around:
-                    inside_modules.add(unit_name)
         paths = {"": ("",), **paths}
         for unit_name in paths:
             # A module that has become a unit has no options of its own.
             unit_options = options.setdefault(unit_name, {**options[""], **reshard_options})
             unit_options["full_precision"] = unit_name in full_precision
-            # Note: a unit inside a module of full precision has no precision either, unless the
-            # user gave it one.
-            has_precision = "precision" in overrides.get(unit_name, {})
-            if unit_name in full_precision or (unit_name in inside_modules and not has_precision):
-                unit_options["precision"] = None
+        if full_precision:
+            module_around = innermost_in({path: (path,) for path in full_precision})
+            for unit_name, unit_paths in paths.items():
+                modules_around = {module_around(path) for path in unit_paths}
+                is_inside = len(modules_around) == 1 and None not in modules_around
+                # Note: a unit inside a module of full precision has no precision either, unless the
+                # user gave it one.
+                has_precision = "precision" in overrides.get(unit_name, {})
+                if unit_name in full_precision or (is_inside and not has_precision):
+                    options[unit_name]["precision"] = None
         unit_plans = plan_units(structure, leaves, paths, options, axes, mesh_axes)
         undecided_units = [
             unit_name for unit_name in paths if options[unit_name]["reshard_after_forward"] is None
