@@ -4,12 +4,10 @@
 - ``regular_files``, ``file_data``, ``codec``: files and their data, checked, and data classes as
   JSON.
 - ``table``: tables as text and as HTML.
-- ``donation``: makes the old tensors raise after a step has updated them in place.
 - ``tensors``: dtypes by name, and the tensors in any Python structure.
 - ``options``: check options, and advise on habits of other libraries.
 - ``closures``: the objects that a function or a value refers to.
 - ``process_state``: the random number generators, and code without searches for garbage.
-- ``torch_private``, ``torch_operators``, ``torch_compilers``, ``torch_kernels``, ``torch_symbols``,
-  ``torch_modules``, ``torch_groups``: torch's private API, which no other file
-  touches.
+- ``torch_private``, ``torch_operators``, ``torch_compilers``, ``torch_symbols``, ``torch_modules``,
+  ``torch_groups``: torch's private API, which no other file touches.
 """

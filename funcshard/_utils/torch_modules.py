@@ -1,7 +1,8 @@
-"""Reads the private attributes that torch gives to modules."""
+"""What copies of modules need of torch: their classes, and tensors copied when somebody writes."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -56,3 +57,31 @@ def _cached_on_copy(name: str, usual: property) -> property:
         return tensor
 
     return property(get, usual.fset)
+
+
+# --- copies that are made when somebody writes ----------------------------------------------------
+
+LARGE = 2**14
+"""The elements from which on a late copy takes less time than a copy."""
+
+_lock = threading.Lock()
+
+
+def late_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor, outside of transforms and dispatch modes.
+
+    On the CPU both share memory until one of them is written to: torch's copy on write.
+    """
+    if (
+        tensor.device.type != "cpu"
+        or tensor.requires_grad
+        or type(tensor) is not torch.Tensor
+        or tensor.layout != torch.strided
+        or not tensor.is_contiguous()
+    ):
+        return tensor.clone()
+    try:
+        with _lock:  # simulated ranks copy the same tensor, and torch changes it for its first copy
+            return torch._lazy_clone(tensor)
+    except RuntimeError:  # memory of NumPy, of a file, or shared between processes
+        return tensor.clone()

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MappingProxyType, SimpleNamespace
@@ -819,3 +819,35 @@ def refresh_flat_weights(module: torch.nn.RNNBase) -> None:
     """Let an RNN's second list of weights hold those of its parameter table."""
     names = module._flat_weights_names
     module._flat_weights = [getattr(module, name) for name in names]
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+def unscale_in_place(
+    tensors: Sequence[torch.Tensor], factors: Mapping[torch.device, torch.Tensor]
+) -> dict[torch.device, torch.Tensor]:
+    """Multiply tensors by a factor in place, and look for infinities and NaN, in one pass.
+
+    Arguments:
+        tensors: dense tensors of float32 or wider, without an autograd graph.
+        factors: the factor, a float32 scalar, on each device of the tensors.
+
+    Returns:
+        For each device a float32 scalar: 1 if a tensor there had an infinity or NaN, else 0.
+
+    Source: ``torch.amp.GradScaler.unscale_`` calls the same kernel.
+    """
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        # The kernel takes real numbers of one dtype and device.
+        real_tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        by_kind.setdefault((real_tensor.device, real_tensor.dtype), []).append(real_tensor)
+    found_infs = {
+        device: torch.zeros(1, device=device, dtype=torch.float32) for device, _ in by_kind
+    }
+    for (device, _), same_kind in by_kind.items():
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            same_kind, found_infs[device], factors[device].reshape(1)
+        )
+    return {device: found_inf.squeeze() for device, found_inf in found_infs.items()}

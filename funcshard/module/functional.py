@@ -28,7 +28,7 @@ from funcshard._utils.options import (
 )
 from funcshard._utils.process_state import without_collection
 from funcshard._utils.tensors import byte_view
-from funcshard._utils.torch_kernels import LARGE, late_copy
+from funcshard._utils.torch_modules import LARGE, late_copy
 from funcshard._utils.torch_private import (
     callers_level,
     dual_level_active,

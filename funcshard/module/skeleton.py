@@ -22,8 +22,7 @@ from torch import fx, nn
 from funcshard._utils import tree
 from funcshard._utils.closures import reachable
 from funcshard._utils.tensors import check_plain
-from funcshard._utils.torch_kernels import LARGE, late_copy
-from funcshard._utils.torch_modules import class_for_calls
+from funcshard._utils.torch_modules import LARGE, class_for_calls, late_copy
 from funcshard._utils.torch_private import (
     callers_level,
     dispatch_modes,

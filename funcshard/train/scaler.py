@@ -9,8 +9,7 @@ import torch
 
 from funcshard._utils import tree
 from funcshard._utils.options import check_count, check_flag, check_number, with_remedies
-from funcshard._utils.torch_kernels import unscale_in_place
-from funcshard._utils.torch_private import transforms_active
+from funcshard._utils.torch_private import transforms_active, unscale_in_place
 from funcshard.comm import Mesh
 from funcshard.core import check_cut, check_fits, psum_world
 from funcshard.plan import Plan, current_recording

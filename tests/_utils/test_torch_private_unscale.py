@@ -2,7 +2,7 @@
 
 import torch
 
-from funcshard._utils.torch_kernels import unscale_in_place
+from funcshard._utils.torch_private import unscale_in_place
 from tests.pairwise import crossed
 
 CPU = torch.device("cpu")
