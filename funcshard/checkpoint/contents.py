@@ -58,7 +58,6 @@ from funcshard.plan import (
     dtype_name,
     dtype_of,
     mesh_text,
-    own_axes,
     plan_from_data,
     plan_to_data,
 )
@@ -445,11 +444,11 @@ def _table(contents: Contents) -> Table:
         sizes = [math.prod(facts.shape)]
         if facts.kind == "shard" and name in buffers:
             # Note: a whole leaf counts once, and a local one once for each index along its axes.
-            local = buffers[name].local
+            buffer = buffers[name]
             sizes = [
                 math.prod(leaf.whole_shape)
-                for leaf in buffers[name].leaves
-                for _ in range(math.prod(axes[axis] for axis in own_axes(local, leaf.cuts)))
+                for leaf in buffer.leaves
+                for _ in range(math.prod(axes[axis] for axis in buffer.own_axes(leaf)))
             ]
         kinds, sums = groups.setdefault(facts.label, ({}, Counter()))
         kinds[f"{_KEPT_AS[facts.kind]}, {facts.dtype}"] = None

@@ -29,7 +29,7 @@ from funcshard.checkpoint.resharding import (
 from funcshard.checkpoint.safetensors import write_tensors
 from funcshard.checkpoint.stored_state import any_plan, shard_buffers
 from funcshard.comm import Mesh
-from funcshard.plan import Packing, dtype_of, own_axes, position_of
+from funcshard.plan import Packing, dtype_of, position_of
 
 # The names of torch's get_state_dict for the trees of a TrainState, by the ends of their names.
 _TREES = {"shards": "model", "opt_state.leaves": "optim.state"}
@@ -98,7 +98,7 @@ def stored_leaves(contents: Contents) -> dict[str, StoredLeaf]:
                 leaves[leaf_path] = whole_tensor
                 continue
             whole_leaf = whole_run(leaf.whole_shape)
-            own_sizes = {axis: axes[axis] for axis in own_axes(buffer.local, leaf.cuts)}
+            own_sizes = {axis: axes[axis] for axis in buffer.own_axes(leaf)}
             # Note: a local leaf has no whole tensor, so each rank's values get a name of their own.
             for local_index in range(math.prod(own_sizes.values())):
                 position = {**turn_position, **position_of(local_index, own_sizes)}

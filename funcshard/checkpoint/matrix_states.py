@@ -20,7 +20,7 @@ from funcshard.checkpoint.resharding import Piece, as_pieces
 from funcshard.checkpoint.state_dict import Delivery, is_full, kept_copy
 from funcshard.comm import Mesh, all_gather_texts
 from funcshard.core import broadcast
-from funcshard.plan import dtype_name, dtype_of, own_axes, rank_at, slice_offsets
+from funcshard.plan import dtype_name, dtype_of, rank_at, slice_offsets
 from funcshard.train import Matrix, PerMatrixStep
 
 
@@ -38,7 +38,7 @@ def matrix_states_by_path(
     rank_values = [from_text(text, mesh.device) for text in rank_texts]
     by_path: dict[str, dict[str, Any]] = {m.holder.path: {} for m in step.owners.matrices}
     for matrix, place, prefix in _every_matrix(step):
-        own = own_axes(matrix.buffer.local, matrix.holder.cuts)
+        own = matrix.buffer.own_axes(matrix.holder)
         own_position = {axis: mesh.position[axis] for axis in own}
         source = rank_at({**own_position, **place}, mesh.shape)
         for name, value in rank_values[source][matrix.leaf.path].items():

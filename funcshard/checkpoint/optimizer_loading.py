@@ -42,7 +42,7 @@ from funcshard.checkpoint.stored_state import (
 )
 from funcshard.comm import Mesh
 from funcshard.core import LeafChecksums, check_mesh, check_source, empty_shard, on_every_rank
-from funcshard.plan import BufferPlan, Plan, UnitPlan, dtype_name, own_axes
+from funcshard.plan import BufferPlan, Plan, UnitPlan, dtype_name
 from funcshard.train import (
     MuonStep,
     ParamGroupLayout,
@@ -467,9 +467,7 @@ def _add_checksums(
     plan: Plan,
 ) -> None:
     """Add the full tensors and scalars of a state dict, which ranks must agree on."""
-    local_axes = {
-        leaf.path: own_axes(buffer.local, leaf.cuts) for _, buffer, leaf in each_leaf(plan)
-    }
+    local_axes = {leaf.path: buffer.own_axes(leaf) for _, buffer, leaf in each_leaf(plan)}
     for path, leaf_state in [*by_path.items(), ("", others)]:
         for name, value in leaf_state.items():
             if isinstance(value, int | float):

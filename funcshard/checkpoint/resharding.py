@@ -18,7 +18,6 @@ from funcshard.plan import (
     boxes,
     dtype_name,
     dtype_of,
-    own_axes,
     position_of,
     rank_at,
     slice_offsets,
@@ -323,7 +322,7 @@ def check_pieces(
                 "of each dimension, and count offset in the raveled slice"
             )
     # Why one: pieces of a local leaf on several ranks have the same offsets, and other values.
-    if "shard" in own_axes(buffer.local, leaf.cuts) and len(pieces) != 1:
+    if "shard" in buffer.own_axes(leaf) and len(pieces) != 1:
         raise ValueError(
             f"leaf {leaf.path!r} is local to each rank, so {where} must hold this rank's own piece "
             f"of it; found {len(pieces)} pieces"

@@ -51,7 +51,7 @@ from funcshard.core import (
     on_every_rank,
     raise_on_every_rank,
 )
-from funcshard.plan import Plan, own_axes
+from funcshard.plan import Plan
 
 # Number of bytes of each leaf that ranks compare.
 COMPARED = 1 << 16
@@ -253,7 +253,7 @@ def import_safetensors(path: StrPath, plan: Plan, mesh: Mesh, *, cast: bool = Fa
             tensor = leaf_tensors[leaf.path]
             # Note: only these bytes are compared, because a rank should read no others' parts.
             first_elements = tensor.view(-1)[: COMPARED // buffer.itemsize]
-            checksums.add(leaf.path, first_elements, own_axes(buffer.local, leaf.cuts))
+            checksums.add(leaf.path, first_elements, buffer.own_axes(leaf))
             release_pages(tensor)  # the bytes that were copied need not stay beside the copy
     return shards
 

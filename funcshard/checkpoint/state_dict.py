@@ -43,7 +43,7 @@ from funcshard.core import (
     views,
 )
 from funcshard.module import Functional
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, own_axes
+from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan
 
 
 def to_state_dict(
@@ -204,7 +204,7 @@ def from_state_dict(
                 _check_value(leaf_value, leaf, buffer, mesh, source_words, cast)
                 # Note: pieces and DTensors are not compared; ranks hold other elements of them.
                 if src is None and check and is_full(leaf_value):
-                    checksums.add(leaf.path, leaf_value, own_axes(buffer.local, leaf.cuts))
+                    checksums.add(leaf.path, leaf_value, buffer.own_axes(leaf))
     return by_buffer(
         plan,
         lambda unit, buffer: shard_from_leaves(
@@ -263,7 +263,7 @@ def check_no_local_leaf(plan: Plan) -> None:
     """Raise ``ValueError`` if a leaf is local, because no rank then has a full state dict."""
     for _, buffer, leaf in each_leaf(plan):
         # Note: own_axes leaves out the axes of slices, which join to whole tensors.
-        if own_axes(buffer.local, leaf.cuts):
+        if buffer.own_axes(leaf):
             raise ValueError(
                 f"leaf {leaf.path!r} is local to each rank, and a state dict or file of rank 0 would "
                 "lose the values of the other ranks; take every rank's state dict, with "

@@ -51,7 +51,6 @@ from funcshard.plan import (
     dtype_name,
     dtype_of,
     has_numbers,
-    own_axes,
     position_of,
     rank_at,
 )
@@ -283,7 +282,7 @@ class _Unflattener:
             in_shard, target = run_in_shard(buffer, leaf, self.position)
             # Note: a leaf that lies in other ranks' shards alone needs no reads here.
             if target.numel:
-                own = own_axes(buffer.local, leaf.cuts)
+                own = buffer.own_axes(leaf)
                 own_index = rank_at(self.position, {axis: self.axes[axis] for axis in own})
                 # Note: a job on more ranks than before has to take some state twice, and so counts
                 # modulo the old number.
@@ -363,7 +362,7 @@ class _Unflattener:
 def _facts(leaf: LeafSpec, buffer: BufferPlan) -> dict[str, Any]:
     """Return what a leaf must have under both plans."""
     storage = buffer.packing and buffer.packing.form
-    own = own_axes(buffer.local, leaf.cuts)
+    own = buffer.own_axes(leaf)
     return {"shape": leaf.whole_shape, "local axes": own, "storage": storage}
 
 

@@ -27,7 +27,7 @@ from funcshard.core.checks import check_cut, check_fits, other_leaves
 from funcshard.core.collectives import pmean, psum_world
 from funcshard.core.leaf_blocks import LeafBlocks, block_count
 from funcshard.core.sharding import Shards, empty_shard
-from funcshard.plan import BufferPlan, LeafSpec, Plan, own_axes, rank_at
+from funcshard.plan import BufferPlan, LeafSpec, Plan, rank_at
 
 
 @untraced
@@ -242,9 +242,7 @@ def randn_like(
             vector = empty_shard(unit, buffer, mesh).to(like.dtype)
             for leaf in buffer.leaves:
                 # Ranks along these axes have leaves of their own, whose blocks follow all others.
-                own_sizes = {
-                    axis: mesh.shape.get(axis, 1) for axis in own_axes(buffer.local, leaf.cuts)
-                }
+                own_sizes = {axis: mesh.shape.get(axis, 1) for axis in buffer.own_axes(leaf)}
                 own_position = {axis: mesh.position.get(axis, 0) for axis in own_sizes}
                 own_index = rank_at(own_position, own_sizes)
                 leaf_seed = first_seed + own_index * total_blocks + first_blocks[leaf.index]

@@ -38,7 +38,7 @@ from funcshard.module.resets import (
     was_written,
 )
 from funcshard.module.unit_forward import placeholder
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, innermost_in, own_axes
+from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, innermost_in
 
 _REMEDY = (
     "draw random numbers from torch's generators, which are seeded alike on every rank, and not "
@@ -129,7 +129,7 @@ def _init_unit(
     shard = cut(unit, leaf_values, mesh, "init(unit)", whole=True)
     for buffer in unit.buffers:
         for leaf in buffer.leaves:
-            checksums.add(leaf.path, leaf_values[leaf.path], own_axes(buffer.local, leaf.cuts))
+            checksums.add(leaf.path, leaf_values[leaf.path], buffer.own_axes(leaf))
     return shard
 
 
@@ -241,7 +241,7 @@ def _reset_module(
     def keep(name: str, value: Any, blank: Any) -> None:
         """Keep this rank's part of a parameter, if it was written."""
         unit, buffer, leaf = locations[name]
-        shard, local_axes = new_shards[unit.name][buffer.key], own_axes(buffer.local, leaf.cuts)
+        shard, local_axes = new_shards[unit.name][buffer.key], buffer.own_axes(leaf)
         drawn_leaf = drawn_values(value)
         # Note: an operation needed all values, so every rank has made them; and blocks are not
         # those of the storage of packed leaves.

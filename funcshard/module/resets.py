@@ -20,7 +20,7 @@ from funcshard._utils.torch_private import version
 from funcshard.comm import Mesh
 from funcshard.core import LeafChecksums, Shards, on_every_rank, put_whole
 from funcshard.module.copying import NamedTensors, Tensors
-from funcshard.plan import Plan, own_axes
+from funcshard.plan import Plan
 
 Reset = Callable[[nn.Module], object]
 
@@ -183,7 +183,7 @@ def init_missing(
                 for leaf in leaves:
                     value = leaf_values[leaf.path]
                     put_whole(shards[unit.name][buffer.key], value, leaf, buffer, mesh)
-                    checksums.add(leaf.path, value, own_axes(buffer.local, leaf.cuts))
+                    checksums.add(leaf.path, value, buffer.own_axes(leaf))
 
 
 def _reset_parameters(

@@ -92,7 +92,6 @@ from funcshard.plan.unit_plan import (
     boxes,
     cast_of,
     innermost_in,
-    own_axes,
     slice_offsets,
     whole_shape_of,
 )
@@ -154,7 +153,6 @@ __all__ = [
     "mesh_text",
     "list_of_globs",
     "nf4",
-    "own_axes",
     "plan_from_data",
     "plan_to_data",
     "position_of",

@@ -173,6 +173,11 @@ class BufferPlan:
         object.__setattr__(self, "shard_numel", shard_numel)
         object.__setattr__(self, "padded_numel", shard_numel * self.shards)
 
+    def own_axes(self, leaf: LeafSpec) -> tuple[str, ...]:
+        """Return the axes along which a leaf differs without being a slice of a whole tensor."""
+        cut_axes = {cut.axis for cut in leaf.cuts}
+        return tuple(axis for axis in self.local if axis not in cut_axes)
+
     def filled(self, rank: int) -> int:
         """Return how many elements lie before the padding in the shard at index ``rank``."""
         if self.shards == 1:
@@ -458,12 +463,6 @@ class Box(NamedTuple):
         sizes = tuple(map(operator.sub, ends, offsets))
         # A scalar has no dimension that could be empty.
         return Box(offsets, sizes) if min(sizes, default=1) > 0 else None
-
-
-def own_axes(local: Iterable[str], cuts: Iterable[LeafCut]) -> tuple[str, ...]:
-    """Return the axes along which a leaf differs without being a slice of a whole tensor."""
-    cut_axes = {cut.axis for cut in cuts}
-    return tuple(axis for axis in local if axis not in cut_axes)
 
 
 def slice_offsets(

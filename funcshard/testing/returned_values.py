@@ -10,7 +10,7 @@ import torch
 from funcshard._utils import tree
 from funcshard.comm import Mesh
 from funcshard.core import all_gather, join_slices, views
-from funcshard.plan import BufferPlan, Plan, own_axes
+from funcshard.plan import BufferPlan, Plan
 
 Key = tuple[int | None, str]  # the number of a step, if there are steps, and a path
 
@@ -95,9 +95,8 @@ def _gathered(value: Any, buffer: BufferPlan, mesh: Mesh) -> Iterator[tuple[str,
     if is_cut and buffer.shards > 1:
         value = all_gather(value, mesh, axis="shard", tiled=True)
     leaf_values = views(value, buffer) if is_cut else [value] * len(buffer.leaves)
-    long_axes = [axis for axis in buffer.local if mesh.shape[axis] > 1]
     for leaf, whole in zip(buffer.leaves, leaf_values, strict=True):
         # Note: one rank has no leaf that's local without being a slice.
-        if own_axes(long_axes, leaf.cuts):
+        if any(mesh.shape[axis] > 1 for axis in buffer.own_axes(leaf)):
             continue
         yield leaf.path, join_slices(whole, leaf, mesh) if is_cut else whole
