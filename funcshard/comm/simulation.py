@@ -292,7 +292,7 @@ class _World:
         del self._open[ranks, number]
         # The last rank to join runs it for all: the others wait, so nothing is computed twice.
         with torch.no_grad():
-            collective.run([parts[position] for position in range(len(ranks))])
+            _run([parts[position] for position in range(len(ranks))])
         collective.done = True
         # The tensors of ranks that are done must not stay alive.
         parts.clear()
@@ -376,7 +376,6 @@ class _Collective:
         title: its kind, with dtypes and shapes of the tensors, and the label.
         axis: name of the mesh axis.
         ranks: the ranks of the group.
-        run: runs the collective with the arguments of every rank.
         arguments: those of each rank that has joined, by position.
         number: of the collective, in the group; 0 at the end of an attempt.
         done: whether it has run.
@@ -385,7 +384,6 @@ class _Collective:
     title: str
     axis: str
     ranks: tuple[int, ...]
-    run: Callable[[list[Op]], None]
     arguments: dict[int, Op]
     number: int = 0
     done: bool = False
@@ -456,7 +454,7 @@ class _SimulatedGroup(Group):
             title = f"{title} of {', '.join(tensor_shapes)}"
         title, world, rank = f"{title} of {op.label}" if op.label else title, self.world, self.rank
         world.check_used_by(self.global_rank)
-        joined = _Collective(title, self.axis, self.ranks, _RUN[op.kind], {rank: op})
+        joined = _Collective(title, self.axis, self.ranks, {rank: op})
         collective, global_rank = world.join(rank, joined), self.global_rank
 
         def finish() -> list[str] | None:
@@ -507,47 +505,21 @@ def _zero_part(position: int, parts: Mapping[int, Op]) -> Op:
     return op._replace(out=torch.zeros_like(op.out), data=data)
 
 
-def _all_gather(ops: list[Op]) -> None:
-    for op in ops:
-        for part, source_op in zip(op.out.chunk(len(ops)), ops, strict=True):
-            part.copy_(source_op.data)
-
-
-def _all_gather_text(ops: list[Op]) -> None:
-    for op in ops:
-        op.out.extend(source_op.data for source_op in ops)
-
-
-def _reduce_scatter(ops: list[Op]) -> None:
+def _run(ops: Sequence[Op]) -> None:
+    """Write the result of a collective on every rank, from the parts of all."""
+    kind, sources = ops[0].kind, [op.out if op.data is None else op.data for op in ops]
+    # That of all ranks, if they have one; of a reduce-scatter its slices.
+    result = sources[ops[0].src]
+    if kind == "all_gather":
+        result = torch.cat([source.reshape(-1) for source in sources])
+    elif kind in ("all_reduce", "reduce_scatter"):
+        result = torch.empty_like(sources[0])
+        sum_in_rank_order(result, sources)
     for rank, op in enumerate(ops):
-        rank_slices = [source_op.data.chunk(len(ops))[rank].view_as(op.out) for source_op in ops]
-        sum_in_rank_order(op.out, rank_slices)
-
-
-def _all_reduce(ops: list[Op]) -> None:
-    total = torch.empty_like(ops[0].out)
-    sum_in_rank_order(total, [op.out for op in ops])
-    for op in ops:
-        op.out.copy_(total)
-
-
-def _broadcast(ops: list[Op]) -> None:
-    for op in ops:
-        op.out.copy_(ops[op.src].out)
-
-
-def _all_to_all(ops: list[Op]) -> None:
-    for rank, op in enumerate(ops):
-        source_parts = [source_op.data.split(list(source_op.sizes))[rank] for source_op in ops]
-        for part, source_part in zip(op.out.split(list(op.out_sizes)), source_parts, strict=True):
-            part.copy_(source_part)
-
-
-_RUN: dict[str, Callable[[list[Op]], None]] = {
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_reduce": _all_reduce,
-    "broadcast": _broadcast,
-    "all_gather_text": _all_gather_text,
-    "all_to_all": _all_to_all,
-}
+        if kind == "all_gather_text":
+            op.out.extend(sources)
+        elif kind == "all_to_all":
+            op.out.copy_(torch.cat([part.data.split(list(part.sizes))[rank] for part in ops]))
+        else:
+            own_part = result.chunk(len(ops))[rank] if kind == "reduce_scatter" else result
+            op.out.copy_(own_part.view_as(op.out))

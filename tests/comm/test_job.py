@@ -131,7 +131,7 @@ def test_a_store_whose_process_is_suspended_ends_a_meeting() -> None:
     store.goes_on.set()
     (words,) = told
     assert "the store of the job has not answered rank 1 for " in words
-    assert "(give_up=0.8): the process that holds it, which is rank 0 or the launcher, is suspended" in words
+    assert "(give_up=0.8): its process, rank 0 or the launcher, is suspended, or its machine hangs" in words
 
 
 def test_a_store_that_has_ended_is_an_error_of_ours() -> None:
