@@ -292,7 +292,7 @@ class _World:
         del self._open[ranks, number]
         # The last rank to join runs it for all: the others wait, so nothing is computed twice.
         with torch.no_grad():
-            _run([parts[position] for position in range(len(ranks))])
+            collective.texts = _run([parts[position] for position in range(len(ranks))])
         collective.done = True
         # The tensors of ranks that are done must not stay alive.
         parts.clear()
@@ -379,6 +379,7 @@ class _Collective:
         arguments: those of each rank that has joined, by position.
         number: of the collective, in the group; 0 at the end of an attempt.
         done: whether it has run.
+        texts: those of all ranks, if it gathers texts.
     """
 
     title: str
@@ -387,6 +388,7 @@ class _Collective:
     arguments: dict[int, Op]
     number: int = 0
     done: bool = False
+    texts: list[str] | None = None
 
     def describe(self) -> str:
         joined_text = ", ".join(str(self.ranks[position]) for position in sorted(self.arguments))
@@ -432,11 +434,10 @@ class _SimulatedGroup(Group):
         # Why asked first: without attempts, a step makes no further call for them.
         if self.world.attempts and (attempt := self.world.attempts.get(self.global_rank)):
             attempt.position += 1
-        title, texts = op.kind, None
+        title = op.kind
         # A rank's part may be empty here, and it takes part all the same.
         if op.kind == "all_gather_text":
-            title, texts = "all_gather_text of text", list[str]()
-            op = op._replace(out=texts)
+            title = "all_gather_text of text"
         elif op.kind == "all_to_all":  # its shapes differ between ranks
             title = f"all_to_all of {dtype_name(op.out.dtype)}"
         elif not op.out.numel():
@@ -459,7 +460,7 @@ class _SimulatedGroup(Group):
 
         def finish() -> list[str] | None:
             world.wait(global_rank, collective)
-            return texts
+            return collective.texts and [*collective.texts]
 
         return DeferredWork(finish)
 
@@ -496,18 +497,20 @@ class _Attempt:
 def _zero_part(position: int, parts: Mapping[int, Op]) -> Op:
     """Return the part of a rank that has failed in a collective that the others have joined."""
     op = next(iter(parts.values()))
-    if op.kind == "all_gather_text":
-        # Why the text of another rank: a text of its own would be a difference.
-        return op._replace(out=[])
     if op.kind == "all_to_all":
         return exchange_part(position, parts)
-    data = None if op.data is None else torch.zeros_like(op.data)
-    return op._replace(out=torch.zeros_like(op.out), data=data)
+    # Why a text stays: a text of its own would be a difference.
+    out, data = (
+        torch.zeros_like(x) if isinstance(x, torch.Tensor) else x for x in (op.out, op.data)
+    )
+    return op._replace(out=out, data=data)
 
 
-def _run(ops: Sequence[Op]) -> None:
-    """Write the result of a collective on every rank, from the parts of all."""
+def _run(ops: Sequence[Op]) -> list[str] | None:
+    """Write the result of a collective on every rank, from the parts of all; return texts."""
     kind, sources = ops[0].kind, [op.out if op.data is None else op.data for op in ops]
+    if kind == "all_gather_text":
+        return sources
     # That of all ranks, if they have one; of a reduce-scatter its slices.
     result = sources[ops[0].src]
     if kind == "all_gather":
@@ -516,10 +519,9 @@ def _run(ops: Sequence[Op]) -> None:
         result = torch.empty_like(sources[0])
         sum_in_rank_order(result, sources)
     for rank, op in enumerate(ops):
-        if kind == "all_gather_text":
-            op.out.extend(sources)
-        elif kind == "all_to_all":
+        if kind == "all_to_all":
             op.out.copy_(torch.cat([part.data.split(list(part.sizes))[rank] for part in ops]))
         else:
             own_part = result.chunk(len(ops))[rank] if kind == "reduce_scatter" else result
             op.out.copy_(own_part.view_as(op.out))
+    return None
