@@ -306,19 +306,14 @@ class _World:
 
     def check_used_by(self, rank: int) -> None:
         """Raise ``RuntimeError`` unless this context may use the mesh of ``rank``."""
-        running = _running.get()  # nothing in a thread that the rank started
+        # Nothing in a thread that the rank started.
+        world, user = _running.get() or (self, rank)
         # Why: a rank that waited for a turn of another rank or simulation would wait for ever.
-        if rank in self._left or (running is not None and running != (self, rank)):
-            used_text = (
-                "in another simulation"
-                if running is None or running[0] is not self
-                else f"by rank {running[1]}"
-            )
-            misuse_text = (
-                f"the simulation of rank {rank} has ended"
-                if rank in self._left
-                else f"it is used {used_text}"
-            )
+        if rank in self._left or world is not self or user != rank:
+            misuse_text = f"the simulation of rank {rank} has ended"
+            if rank not in self._left:
+                user_text = f"by rank {user}" if world is self else "in another simulation"
+                misuse_text = f"it is used {user_text}"
             raise RuntimeError(
                 "a simulated mesh belongs to one rank of one simulation; found the mesh of rank "
                 f"{rank}, and {misuse_text}: use the mesh that simulate passes to the function, and "
