@@ -139,7 +139,8 @@ def estimate(
                 accumulation=accumulation,
             )
     pool_bytes = simulation.ledger.pools(streams=on_device.streams)
-    step_how = source_of_sum((span.seconds, span.source) for span in simulation.spans)
+    lanes = simulation.lanes
+    step_how = source_of_sum((span.seconds, span.source) for span in lanes.spans)
     if any(unit.offload for unit in plan.unit_list):  # copies have no spans
         step_how = weakest(step_how, target_hardware.offload.source.how)
     reserved_range = (0, 0, "")  # the CPU's allocator keeps no pools
@@ -158,14 +159,14 @@ def estimate(
         schedule=simulation.schedule,
         hardware=target_hardware.name,
         timeline=simulation.ledger.timeline(),
-        spans=simulation.spans,
+        spans=tuple(lanes.spans),
         events=simulation.events,
-        step_time=simulation.step_time,
-        exposed=simulation.exposed,
+        step_time=lanes.now,
+        exposed=lanes.exposed,
         tokens=profile.tokens * accumulation.micro_batches,
         flops=profile.model_flops * accumulation.micro_batches
         if transform is None
-        else sum(span.flops for span in simulation.spans),
+        else sum(span.flops for span in lanes.spans),
         peak_flops=target_hardware.flops.get(profile.compute_dtype, 0.0),
         reserved=reserved_range[:2],
         reserved_source=reserved_range[2],

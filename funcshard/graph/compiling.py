@@ -194,10 +194,7 @@ class Cut:
         users_of: dict[int, list[fx.Node]] = defaultdict(list)
         written_storages: set[int] = set()
         for node in self._compute:
-            used_nodes = (node, *node.all_input_nodes)
-            touched_storages = {
-                storage for used in used_nodes for storage in self._storages.of[used]
-            }
+            touched_storages = self._storages.under((node, *node.all_input_nodes))
             for storage in touched_storages:
                 users_of[storage].append(node)
             if written_by(node):

@@ -38,7 +38,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 def written_storages(node: fx.Node, storages: GraphStorages) -> set[int]:
     """Return the storages that a node writes to, without its new ones."""
-    return {storage for written_node in written_by(node) for storage in storages.of[written_node]}
+    return storages.under(written_by(node))
 
 
 def writers_of(storage: int, storages: GraphStorages) -> list[fx.Node]:
@@ -85,7 +85,7 @@ def dependencies(graph: fx.Graph, storages: GraphStorages) -> dict[fx.Node, list
         needed_nodes = dict.fromkeys(node.all_input_nodes)
         used_nodes = (node, *node.all_input_nodes, *held_until(node))
         written_now = written_storages(node, storages)
-        for storage in {storage for used in used_nodes for storage in storages.of[used]}:
+        for storage in storages.under(used_nodes):
             if storage in last_writer:
                 needed_nodes[last_writer[storage]] = None
             if storage in written_now:
@@ -128,7 +128,7 @@ def check_graph(graph: fx.Graph) -> None:
     # Why: a gather reads the shard until its wait; a write in between would send half of it.
     graph_storages = GraphStorages.find(graph)
     for start, (wait,) in starts_and_waits(graph):
-        for storage in {s for node in (start, *held_until(wait)) for s in graph_storages.of[node]}:
+        for storage in graph_storages.under((start, *held_until(wait))):
             for writer in writers_of(storage, graph_storages):
                 if position[start] < position[writer] < position[wait]:
                     raise ValueError(

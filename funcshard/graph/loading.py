@@ -15,7 +15,7 @@ from funcshard.comm import Mesh, all_gather_texts
 from funcshard.graph.replay import bind
 from funcshard.graph.saving import graph_from, read_file
 from funcshard.graph.signatures import NamedSizes
-from funcshard.graph.traced import Entry, Traced, torch_version
+from funcshard.graph.traced import Entry, Traced, by_signature, torch_version
 from funcshard.plan import Plan, axes_text, check_plan, plan_from_data
 from funcshard.train import TrainStep
 
@@ -136,10 +136,10 @@ def _traced(
     return Traced(
         step or LoadedStep(file_plan, path),
         mesh,
-        [Entry(step_graph, bind(step_graph, mesh)) for step_graph in step_graphs],
-        fixed=fixed_reason,
-        earlier=facts["changes"],
-        names=NamedSizes(facts["dynamic_shapes"]),
+        by_signature(Entry(step_graph, bind(step_graph, mesh)) for step_graph in step_graphs),
+        _fixed=fixed_reason,
+        _earlier=facts["changes"],
+        _names=NamedSizes(facts["dynamic_shapes"]),
     )
 
 

@@ -7,7 +7,7 @@ parameters operations use.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from funcshard._utils.torch_operators import (
     writes_inputs,
 )
 from funcshard._utils.torch_private import storage_id
-from funcshard.graph.step_graph import StepGraph, collective_of, is_unit_gather
+from funcshard.graph.step_graph import StepGraph, arguments_of, collective_of, is_unit_gather
 from funcshard.plan import Event
 
 
@@ -68,14 +68,17 @@ class GraphStorages:
                     graph_storages._add(storage, node, tensor.untyped_storage().nbytes())
             # Note: several results may be views of one storage.
             of[node] = tuple(dict.fromkeys(own_storages))
-            used_nodes = (node, *node.all_input_nodes, *held_until(node))
-            for storage in {storage for used in used_nodes for storage in of[used]}:
+            for storage in graph_storages.under((node, *node.all_input_nodes, *held_until(node))):
                 # Note: the maker is no user, so that a storage without users is free at once.
                 if made_by[storage] is not node:
                     graph_storages.users[storage].append(node)
             if is_wait:
                 graph_storages._add_sent(start, node)
         return graph_storages
+
+    def under(self, nodes: Iterable[fx.Node]) -> set[int]:
+        """Return the storages of some nodes."""
+        return {storage for node in nodes for storage in self.of[node]}
 
     def _add(self, storage: int, node: fx.Node, size: int) -> None:
         self.made[storage], self.bytes[storage], self.users[storage] = node, size, []
@@ -218,9 +221,7 @@ def memory_of(step_graph: StepGraph) -> StepMemory:
         storage for storage, node in storages.made.items() if node.op == "placeholder"
     }
     output_node = step_graph.graph.output_node()
-    returned_storages = {
-        storage for node in output_node.all_input_nodes for storage in storages.of[node]
-    }
+    returned_storages = storages.under(output_node.all_input_nodes)
     bytes_of = storages.bytes.__getitem__
     argument_bytes, temporary_bytes = sum(map(bytes_of, input_storages)), live_bytes[peak_node]
     return StepMemory(
@@ -281,7 +282,7 @@ def cost_of(step_graph: StepGraph) -> StepCost:
     total_flops = total_bytes = 0
     for node in step_graph.graph.nodes:
         if operator_name(node.target) and not collective_of(node):
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
+            args, kwargs = arguments_of(node)
             total_flops += count_flops(node.target, args, kwargs, node.meta["val"])
             total_bytes += _moved(node, args, kwargs)
     # Note: collectives of torch itself have no event, and no known ranks.
@@ -362,7 +363,7 @@ def _owners(graph: fx.Graph) -> dict[fx.Node, str]:
         unit_of = (
             unit_of_params | unit_of_grads if node.meta.get("phase") == "update" else unit_of_params
         )
-        read_storages = {storage for used in node.all_input_nodes for storage in storages.of[used]}
+        read_storages = storages.under(node.all_input_nodes)
         units = {unit_of[storage] for storage in read_storages if storage in unit_of}
         # Note: a norm over all gradients belongs to no unit, and stays where it is.
         if len(units) == 1:

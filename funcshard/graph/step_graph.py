@@ -218,8 +218,16 @@ def _result(node: fx.Node, inputs: Any, constants: Mapping[str, torch.Tensor], m
         return torch.zeros((), dtype=torch.int64, device="cpu").item() if tensor is None else tensor
     if node.op == "get_attr":
         return mode.from_tensor(constants[str(node.target)])
+    return called(node)
+
+
+def called(node: fx.Node) -> Any:
+    """Return the result of an operation on tensors without data."""
     node_target: Any = node.target
-    given_args, given_kwargs = fx.node.map_arg(
-        (node.args, node.kwargs), lambda used: used.meta["val"]
-    )
-    return node_target(*given_args, **given_kwargs)
+    args, kwargs = arguments_of(node)
+    return node_target(*args, **kwargs)
+
+
+def arguments_of(node: fx.Node) -> Any:
+    """Return the arguments of an operation, without data."""
+    return fx.node.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])

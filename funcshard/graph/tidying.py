@@ -11,7 +11,7 @@ from funcshard._utils.tensors import tensors_in
 from funcshard._utils.torch_operators import is_random, operator_name, writes_inputs
 from funcshard._utils.torch_private import storage_id
 from funcshard.graph.memory import GraphStorages
-from funcshard.graph.step_graph import collective_of
+from funcshard.graph.step_graph import called, collective_of
 
 _VIEWS = ("aten::view", "aten::_unsafe_view", "aten::reshape")
 
@@ -147,11 +147,7 @@ def _storages(node: fx.Node) -> set[int]:
 
 def _form_of(node: fx.Node) -> Any:
     """Return the result of a node without data."""
-    node_target: Any = node.target
-    given_args, given_kwargs = fx.node.map_arg(
-        (node.args, node.kwargs), lambda used: used.meta["val"]
-    )
     # Why: a user may call a pass inside autocast, which the graph has recorded as operations.
     cpu_off, cuda_off = (torch.autocast(device, enabled=False) for device in ("cpu", "cuda"))
     with torch.no_grad(), cpu_off, cuda_off:
-        return node_target(*given_args, **given_kwargs)
+        return called(node)

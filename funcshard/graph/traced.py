@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -9,6 +10,7 @@ import operator
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -91,7 +93,7 @@ def trace(step: TrainStep, state: Any, batch: Any, *, dynamic_shapes: Any = None
         raise TypeError(
             f"trace takes the step that make_train_step returned; found {type(step).__name__}"
         )
-    traced = Traced(step, step.mesh, names=NamedSizes(dynamic_shapes))
+    traced = Traced(step, step.mesh, _names=NamedSizes(dynamic_shapes))
     traced.graph_for(state, batch)
     return traced
 
@@ -101,6 +103,11 @@ class Entry(NamedTuple):
 
     step_graph: StepGraph
     run: Callable[..., list[Any]]
+
+
+def by_signature(entries: Iterable[Entry]) -> dict[Signature, Entry]:
+    """Return recordings by the arguments that they serve."""
+    return {entry.step_graph.signature: entry for entry in entries}
 
 
 Change = Callable[[StepGraph], StepGraph]  # a pass: it leaves its argument as it is
@@ -114,6 +121,7 @@ def _run_later(make: Callable[[], Callable[..., list[Any]]]) -> Callable[..., li
     return lambda *inputs: make_once()(*inputs)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Traced:
     """A step as a graph, made by ``trace``. You call it like the step.
 
@@ -122,34 +130,14 @@ class Traced:
         mesh: the ranks.
     """
 
-    def __init__(
-        self,
-        step: Any,
-        mesh: Mesh,
-        entries: Iterable[Entry] = (),
-        *,
-        changes: tuple[Change, ...] = (),
-        bind: Bind = bind,
-        fixed: str = "",
-        earlier: int = 0,
-        names: NamedSizes | None = None,
-    ) -> None:
-        """Make a step of recordings; you call ``trace``.
-
-        Arguments:
-            step: the step.
-            mesh: the ranks.
-            entries: the recordings, after all changes.
-            changes: the changes of each recording, in order.
-            bind: makes a graph a function that runs.
-            fixed: why it can't record again, or ``""``.
-            earlier: number of changes before it was loaded.
-            names: the sizes of batches that may change.
-        """
-        self.step, self.mesh = step, mesh
-        self._changes, self._bind, self._fixed, self._earlier = changes, bind, fixed, earlier
-        self._names = names or NamedSizes(None)
-        self._entries = {entry.step_graph.signature: entry for entry in entries}
+    step: Any
+    mesh: Mesh
+    _entries: dict[Signature, Entry] = field(default_factory=dict)  # after all changes
+    _names: NamedSizes = field(default_factory=lambda: NamedSizes(None))
+    _changes: tuple[Change, ...] = ()  # of each recording, in order
+    _bind: Bind = bind  # makes a graph a function that runs
+    _fixed: str = ""  # why it can't record again, if it can't
+    _earlier: int = 0  # number of changes before it was loaded
 
     def changed(self, change: Change) -> Traced:
         """Return a new step with one more change of its graphs.
@@ -173,7 +161,8 @@ class Traced:
             # Why later: most passes are not the last.
             run = _run_later(functools.partial(self._bind, step_graph, self.mesh))
             new_entries.append(Entry(step_graph, run))
-        return self._like(new_entries, (*self._changes, checked), self._bind)
+        changes = (*self._changes, checked)
+        return dataclasses.replace(self, _entries=by_signature(new_entries), _changes=changes)
 
     def compile(self, backend: Backend = "inductor") -> Traced:
         """Return a new step with compiled operations.
@@ -208,11 +197,7 @@ class Traced:
         bind = CompilingBind(backend)
         step_graphs = [entry.step_graph for entry in self._entries.values()]
         new_entries = [Entry(step_graph, bind(step_graph, self.mesh)) for step_graph in step_graphs]
-        return self._like(new_entries, self._changes, bind)
-
-    def _like(self, entries: Iterable[Entry], changes: tuple[Change, ...], bind: Bind) -> Traced:
-        facts: Any = {"fixed": self._fixed, "earlier": self._earlier, "names": self._names}
-        return Traced(self.step, self.mesh, entries, changes=changes, bind=bind, **facts)
+        return dataclasses.replace(self, _entries=by_signature(new_entries), _bind=bind)
 
     def with_sizes(self, **sizes: int) -> Traced:
         """Return this step with ``memory()``, ``cost()`` and text for other sizes.
@@ -262,7 +247,7 @@ class Traced:
                 f"no recording serves {sizes_text(sizes)}; the last one needs {failing}: call it "
                 "with such a batch"
             )
-        return self._like(new_entries, self._changes, self._bind)
+        return dataclasses.replace(self, _entries=by_signature(new_entries))
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -7,11 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-
 from funcshard._utils.options import check_choice, check_count
 from funcshard.estimate.machine.hardware import ALL_KINDS, Hardware, Link, weakest
-from funcshard.plan import dtype_name
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -77,7 +74,7 @@ def collective_time(
 
 
 def compute_time(
-    hardware: Hardware, flops: int, nbytes: int, dtype: str | torch.dtype, *, kernels: int = 0
+    hardware: Hardware, flops: int, nbytes: int, dtype: str, *, kernels: int = 0
 ) -> Timed:
     """Return the time of a computation on one rank.
 
@@ -91,20 +88,19 @@ def compute_time(
     Raises:
         ValueError: the description has no peak for the dtype.
     """
-    name = dtype if isinstance(dtype, str) else dtype_name(dtype)
     flop_seconds = 0.0
     if flops:
-        if name not in hardware.flops:
+        if dtype not in hardware.flops:
             raise ValueError(
                 f"dtype must be one that {hardware.name!r} has a peak for, "
-                f"{', '.join(hardware.flops)}; found {name!r}: add its FLOP/s to a copy of the "
+                f"{', '.join(hardware.flops)}; found {dtype!r}: add its FLOP/s to a copy of the "
                 "description"
             )
-        flop_seconds = flops / (hardware.flops[name] * hardware.flops_efficiency)
+        flop_seconds = flops / (hardware.flops[dtype] * hardware.flops_efficiency)
     memory_seconds = nbytes / (hardware.memory_bandwidth * hardware.memory_efficiency)
     used_figures = ("memory_bandwidth", "memory_efficiency")
     if flop_seconds > memory_seconds:
-        used_figures = (f"flops.{name}", "flops_efficiency")
+        used_figures = (f"flops.{dtype}", "flops_efficiency")
     seconds_by_figures: dict[tuple[str, ...], float] = {
         used_figures: max(flop_seconds, memory_seconds),
         ("kernel_overhead",): kernels * hardware.kernel_overhead,

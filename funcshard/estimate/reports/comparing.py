@@ -13,13 +13,14 @@ from typing import Any
 from funcshard._utils import table
 from funcshard._utils.table import Bullets, Part, Shown, Table
 from funcshard.estimate.reports.report import (
-    COLUMNS,
     Report,
     by_unit,
     left_text,
     moment_text,
+    moved_cells,
     rate_text,
     recomputed_units,
+    unit_table,
 )
 from funcshard.plan import MixedPrecision, UnitPlan, fold_units, mesh_text, unit_class
 
@@ -68,22 +69,9 @@ class Comparison(Shown):
                 for report, names in zip(both, recomputed_names, strict=True)
             )  # fmt: skip
 
-        old_uses, new_uses = ({use.names: use for use in by_unit(report, key)} for report in both)
-        all_uses = old_uses | new_uses
-        names_in_order = dict.fromkeys((*new_uses, *old_uses))
-        header, rows, total = ["unit"], [[all_uses[n].title] for n in names_in_order], ["total"]
-        for title, number, text in COLUMNS:
-            header += [title, "±"]
-            old_numbers, new_numbers = (
-                [number(uses[names]) if names in uses else 0 for names in names_in_order]
-                for uses in (old_uses, new_uses)
-            )
-            for row, old, new in zip(rows, old_numbers, new_numbers, strict=True):
-                row += _cells(old, new, text)
-            total += _cells(sum(old_numbers), sum(new_numbers), text)
         plan_names = [report.plan.fingerprint() for report in (self.after, self.before)]
         title = f"Plan {plan_names[0]} compared with plan {plan_names[1]}"
-        return Table(f"{title}; a row n × has the sum over n equal units", header, rows, total)
+        return unit_table(title, by_unit(self.after, key), by_unit(self.before, key))
 
 
 def compare(before: Report, after: Report) -> Comparison:
@@ -193,12 +181,8 @@ def _unit_facts(unit: UnitPlan, recomputed: Collection[str]) -> dict[str, Any]:
 # --- rows of tables -------------------------------------------------------------------------------
 
 
-def _cells(old: Any, new: Any, text: Callable[[Any], str]) -> list[str]:
-    return [text(new), table.signed(new - old, text)]
-
-
 def _row(name: str, old: Any, new: Any, text: Callable[[Any], str]) -> list[str]:
-    return [name, text(old), *_cells(old, new, text)]
+    return [name, text(old), *moved_cells(text, new, old)]
 
 
 def _moves(

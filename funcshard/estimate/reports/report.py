@@ -193,7 +193,7 @@ class Report(Shown):
     def _parts(self) -> Iterator[Part]:
         yield _summary(self)
         yield _memory(self)
-        yield _units(self)
+        yield unit_table("By unit, memory that belongs to units", by_unit(self))
         if any(self.reserved) and self.reserved_source:
             yield f"Reserved memory: {self.reserved_source}."
         if (
@@ -299,21 +299,27 @@ def _memory(report: Report) -> Table:
     return memory_table(report, f"Memory at the peak, in the {moment_text(report.peak_moment)}")
 
 
-def _units(report: Report) -> Table:
-    unit_uses = by_unit(report)
-    header, table_rows, total_row = ["unit"], [[use.title] for use in unit_uses], ["total"]
-    for title, number, text in COLUMNS:
-        header.append(title)
-        numbers = [number(use) for use in unit_uses]
-        total_row.append(text(sum(numbers)))
-        for row, value in zip(table_rows, numbers, strict=True):
-            row.append(text(value))
+def unit_table(title: str, new_uses: Sequence[UnitUse], *old_uses: Sequence[UnitUse]) -> Table:
+    """Return the use of each unit as a table, and how it moved from that of an older report."""
+    reports = [{use.names: use for use in uses} for uses in (new_uses, *old_uses)]
+    all_uses = {names: use for uses in reports for names, use in uses.items()}
+    header, table_rows, total_row = ["unit"], [[use.title] for use in all_uses.values()], ["total"]
+    for column, number, text in COLUMNS:
+        header += [column, *("±" for _ in old_uses)]
+        numbers = [
+            [number(uses[names]) if names in uses else 0 for names in all_uses] for uses in reports
+        ]
+        for row, *cell_numbers in zip(table_rows, *numbers, strict=True):
+            row += moved_cells(text, *cell_numbers)
+        total_row += moved_cells(text, *map(sum, numbers))
     return Table(
-        "By unit, memory that belongs to units; a row n × has the sum over n equal units",
-        header,
-        table_rows,
-        total_row,
+        f"{title}; a row n × has the sum over n equal units", header, table_rows, total_row
     )
+
+
+def moved_cells(text: Callable[[Any], str], new: Any, *old: Any) -> list[str]:
+    """Return a number as text, and how it moved from an older one."""
+    return [text(new), *(table.signed(new - number, text) for number in old)]
 
 
 # --- unit by unit ---------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from funcshard.estimate.machine import Hardware
 from funcshard.estimate.search.space import Candidate, UnitClass, on_mesh, unit_classes
-from funcshard.estimate.trace import Profile, Program, Run
+from funcshard.estimate.trace import Profile, Program
 from funcshard.estimate.walk import (
     HardwareClock,
     OptimizerMemory,
@@ -136,7 +136,7 @@ class Scorer:
             schedule=make_schedule(plan),
             accumulation=Accumulation(micro_batches),
         )
-        return Score(simulation.step_time, simulation.ledger.peak)
+        return Score(simulation.lanes.now, simulation.ledger.peak)
 
     def fixed(self, candidate: Candidate) -> Fixed:
         """Return the lower bounds of the candidate's ladder."""
@@ -170,7 +170,7 @@ class Scorer:
         micro_batches, key = self.profiles[candidate.profile][0], self._key(candidate)
         clock = self._clock(candidate.mesh)
         if key not in self._seconds:
-            runs = [step for step in self.program(candidate).steps if isinstance(step, Run)]
+            runs = self.program(candidate).runs()
             self._seconds[key] = math.fsum(clock.compute(run)[0] for run in runs)
         # Note: computations of more recomputed units only take longer.
         compute_seconds = self._seconds[key] * micro_batches

@@ -124,9 +124,9 @@ def unit_classes(
         seconds: the time of a computation.
     """
     forward_seconds: defaultdict[str, float] = defaultdict(float)
-    for step in program.steps:
-        if isinstance(step, Run) and step.what == "forward":
-            forward_seconds[step.unit] += seconds(step)
+    for run in program.runs():
+        if run.what == "forward":
+            forward_seconds[run.unit] += seconds(run)
     unit_groups = equal_units(plan, program)
     kinds = [units for units in unit_groups if len(units) > 1]
     mixed_classes = []

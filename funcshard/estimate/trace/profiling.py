@@ -17,7 +17,7 @@ from funcshard._utils.process_state import without_collection
 from funcshard._utils.table import Shown, Table
 from funcshard._utils.tensors import is_dtensor, tensors_in
 from funcshard._utils.torch_private import asks_for_data, stored_parts
-from funcshard.estimate.trace.program import Program, Run, equal_units, make_program, splice
+from funcshard.estimate.trace.program import Program, equal_units, make_program, splice
 from funcshard.estimate.trace.tape import Tape
 from funcshard.estimate.trace.tracing import ModelCall, leaf_dtypes, trace_model
 from funcshard.plan import MixedPrecision, Plan, dtype_name, make_plan, match
@@ -174,9 +174,9 @@ class Profile(Shown):
 
     def _flops(self, phase: str) -> Mapping[str, int]:
         dtype_flops = Counter[str]()
-        for step in self._root().steps:
-            if isinstance(step, Run) and step.what == phase:
-                for work in step.work:
+        for run in self._root().runs():
+            if run.what == phase:
+                for work in run.work:
                     dtype_flops[work.dtype] += work.flops
         return +dtype_flops  # those above 0
 
@@ -184,10 +184,9 @@ class Profile(Shown):
         return self._once("root", lambda: make_program(self.tape(), {"": ("",)}))
 
     def _parts(self) -> list[Table]:
-        runs = [run for run in self._root().steps if isinstance(run, Run)]
         rows = []
         for phase_name in ("forward", "loss", "backward"):
-            phase_runs = [run for run in runs if run.what == phase_name]
+            phase_runs = [run for run in self._root().runs() if run.what == phase_name]
             work = [work for run in phase_runs for work in run.work]
             figures = (
                 sum(item.flops for item in work),

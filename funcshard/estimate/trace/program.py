@@ -105,6 +105,9 @@ class Program:
     saved: Mapping[str, int]
     reached: tuple[Reached, ...] = field(init=False, compare=False)
 
+    def runs(self) -> Iterator[Run]:
+        return (step for step in self.steps if isinstance(step, Run))
+
     def __post_init__(self) -> None:
         # Why here: many plans share a program.
         reached = tuple(
@@ -361,9 +364,9 @@ _NONE = Memory(0, 0, 0, 0)
 def equal_units(plan: Plan, program: Program) -> list[list[UnitPlan]]:
     """Return the units of a plan in groups of equal ones, each in the order of forward."""
     forward_flops = Counter[str]()
-    for step in program.steps:
-        if isinstance(step, Run) and step.what == "forward":
-            forward_flops[step.unit] += sum(work.flops for work in step.work)
+    for run in program.runs():
+        if run.what == "forward":
+            forward_flops[run.unit] += sum(work.flops for work in run.work)
     units, unit_groups = plan.units, dict[Any, list[UnitPlan]]()
     for unit in (units[name] for name in dict.fromkeys((*program.order, *units)) if name in units):
         buffer_forms = tuple(

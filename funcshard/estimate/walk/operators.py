@@ -129,10 +129,8 @@ def simulate_operator(
     return Simulation(
         schedule=schedule,
         ledger=ledger,
-        spans=tuple(lanes.spans),
+        lanes=lanes,
         events=tuple(events),
-        step_time=lanes.now,
-        exposed=lanes.exposed,
         unit_memory={
             name: {"shards": unit.shard} for name, unit in sizes.items() if not unit.offload
         },

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from funcshard.estimate.trace import Profile, Program, Run
-from funcshard.estimate.walk.lanes import HardwareClock, Lanes, Span
+from funcshard.estimate.walk.lanes import HardwareClock, Lanes
 from funcshard.estimate.walk.ledger import Ledger
 from funcshard.estimate.walk.runtime import (
     BufferSizes,
@@ -50,10 +50,8 @@ class Simulation:
 
     schedule: Schedule
     ledger: Ledger
-    spans: tuple[Span, ...]
+    lanes: Lanes
     events: tuple[Event, ...]
-    step_time: float
-    exposed: float
     unit_memory: Mapping[str, Mapping[str, int]]
 
 
@@ -124,10 +122,8 @@ def simulate_step(
     return Simulation(
         schedule=schedule,
         ledger=step_walk.ledger,
-        spans=tuple(lanes.spans),
+        lanes=lanes,
         events=tuple(event for event in predicted if isinstance(event, Event)),
-        step_time=lanes.now,
-        exposed=lanes.exposed,
         unit_memory=step_walk.unit_memory(),
     )
 

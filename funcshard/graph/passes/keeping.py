@@ -177,9 +177,10 @@ def _is_written(
     """Return whether a node writes to a gathered buffer, or to the shard in between."""
     if writers_of(first.storage, storages) or writers_of(second.storage, storages):
         return True
-    shard_storages = {storage for node in second.sources for storage in storages.of[node]}
     shard_writers = [
-        writer for storage in shard_storages for writer in writers_of(storage, storages)
+        writer
+        for storage in storages.under(second.sources)
+        for writer in writers_of(storage, storages)
     ]
     between_gathers = range(position[first.start], position[second.start])
     return any(position[writer] in between_gathers for writer in shard_writers)

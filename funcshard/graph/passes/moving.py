@@ -193,7 +193,7 @@ def _move_wait(timeline: Timeline, most: int, start: fx.Node, wait: fx.Node) -> 
             views_node = is_view(user, storages) and user.all_input_nodes == [node]
             (moved_nodes if views_node else result_uses).append(user)
     first_use = min(map(position.__getitem__, result_uses), default=position[wait])
-    sent_data = {storage for node in held_until(wait) for storage in storages.of[node]}
+    sent_data = storages.under(held_until(wait))
     # A copy that is sent is data too, and no result of the start.
     sent_data |= {*timeline.made[start]} - {*storages.of[start]}
     sent_data &= timeline.last.keys()  # arguments stay anyway
