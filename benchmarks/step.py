@@ -23,10 +23,9 @@ import torch
 import funcshard as fs
 from benchmarks import results
 from benchmarks.jaxed import Jax, has_jax
-from benchmarks.peers import COMPILED, EXACT, PLANS, TITLES, TRACED, planned
+from benchmarks.peers import COMPILED, EXACT, PLANS, TITLES, TRACED, Ranks, planned
 from benchmarks.results import Table, progress, ratio, spread
 from benchmarks.shapes import SHAPES
-from benchmarks.turns import Ranks
 
 WARM = 2  # steps that are not measured: in the first, libraries make state and compilers compile
 REST = 0.3  # seconds of rest after the turn of JAX

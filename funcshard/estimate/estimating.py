@@ -139,7 +139,7 @@ def estimate(
                 accumulation=accumulation,
             )
     pool_bytes = simulation.ledger.pools(streams=on_device.streams)
-    lanes = simulation.lanes
+    lanes, timeline = simulation.lanes, simulation.ledger.timeline()
     step_how = source_of_sum((span.seconds, span.source) for span in lanes.spans)
     if any(unit.offload for unit in plan.unit_list):  # copies have no spans
         step_how = weakest(step_how, target_hardware.offload.source.how)
@@ -158,7 +158,8 @@ def estimate(
         plan=plan,
         schedule=simulation.schedule,
         hardware=target_hardware.name,
-        timeline=simulation.ledger.timeline(),
+        timeline=timeline,
+        peak_moment=timeline[simulation.ledger.highest],
         spans=tuple(lanes.spans),
         events=simulation.events,
         step_time=lanes.now,

@@ -16,8 +16,8 @@ from benchmarks import cuda, peers, results, step
 from benchmarks.gpu_parts import PARTS
 from benchmarks.jaxed import Jax, has_jax
 from benchmarks.life import racing
+from benchmarks.peers import Ranks
 from benchmarks.shapes import SHAPES
-from benchmarks.turns import Ranks
 
 TINY = SHAPES["tiny"]
 ROOT = Path(__file__).parents[2]

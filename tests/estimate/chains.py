@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +21,11 @@ class Unit:
     out: int
     temporary: int
     flops: int
+
+
+def expanded(tape: Tape) -> Iterator[Event]:
+    """Yield all events of a tape, with those of folds in place of the calls."""
+    return itertools.chain.from_iterable(tape.expanded(tape.events))
 
 
 def chain(units: list[Unit]) -> Profile:

@@ -9,9 +9,13 @@ import torch
 
 import funcshard as fs
 from funcshard.estimate.reports.report import Report
-from funcshard.estimate.walk import Moment, Span
+from funcshard.estimate.walk import CATEGORIES, Moment, Span
 
 MIB = 1 << 20
+
+
+def moment(seconds: float, what: str, unit: str, memory: dict[str, int]) -> Moment:
+    return Moment(seconds, what, unit, tuple(memory.get(category, 0) for category in CATEGORIES))
 
 
 def plan_of(
@@ -35,7 +39,7 @@ def report_of(plan: fs.Plan | None = None, *, seconds: float = 0.01, saved: int 
     sizes = {unit.name: sum(b.padded_numel * 4 for b in unit.buffers) for unit in plan.unit_list}
     shards = sum(b.shard_numel * 4 for unit in plan.unit_list for b in unit.buffers)
     fixed = {"shards": shards, "optimizer": 2 * shards, "inputs": 64}
-    timeline, spans, now, kept = [Moment(0.0, "start", "", fixed)], [], 0.0, 0
+    timeline, spans, now, kept = [moment(0.0, "start", "", fixed)], [], 0.0, 0
     most: tuple[int, dict[str, dict[str, int]]] = (0, {})
     held: dict[str, int] = {}
     for what, order in (("forward", names), ("backward", names[::-1])):
@@ -46,7 +50,7 @@ def report_of(plan: fs.Plan | None = None, *, seconds: float = 0.01, saved: int 
                 held[name] = saved
             kept = sum(held.values())
             memory = {**fixed, "gathered": sizes[name], "activations": kept, "gradients": sizes[name] * (what == "backward")}
-            timeline.append(Moment(now, what, name, {key: value for key, value in memory.items() if value}))
+            timeline.append(moment(now, what, name, memory))
             if timeline[-1].total > most[0]:
                 most = timeline[-1].total, {n: {"activations": size} for n, size in held.items()}
                 most[1].setdefault(name, {})["gathered"] = sizes[name]
@@ -58,10 +62,11 @@ def report_of(plan: fs.Plan | None = None, *, seconds: float = 0.01, saved: int 
                 spans.append(Span("reduce", "reduce_scatter", name, now, seconds / 4, sizes[name], 0, "extrapolated"))
                 held.pop(name, None)
     now += seconds / 4
-    timeline.append(Moment(now, "optimizer", "", fixed))
+    timeline.append(moment(now, "optimizer", "", fixed))
     options = {"remat": (), **changes.pop("options", {})}
     report = Report(
-        plan, schedule, "h100-8x400gbps", tuple(timeline), tuple(spans), fs.predict_events(plan, schedule), now, seconds,
+        plan, schedule, "h100-8x400gbps", tuple(timeline), max(timeline, key=lambda m: m.total), tuple(spans),
+        fs.predict_events(plan, schedule), now, seconds,
         tokens=4096, flops=10**12, peak_flops=1e15, reserved=(int(1.02 * most[0]), int(1.2 * most[0])), budget=80 * MIB,
         reserved_source="a source", unit_memory=most[1], options=options,
     )  # fmt: skip

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import published_cases
-from benchmarks.published import HEADER, compare
-from benchmarks.published_cases import KINDS, UNSEEN, Case, cases, fitted_rows, rows
+from benchmarks import published
+from benchmarks.published import HEADER, KINDS, UNSEEN, Case, cases, compare, fitted_rows, rows
 from funcshard.estimate import load_hardware
 from funcshard.estimate.walk import RESERVED_RUNS
 
@@ -20,7 +19,7 @@ GIB = 2**30
 
 @functools.cache
 def report(case_number: int):
-    return published_cases.report_of(cases()[case_number])
+    return published.report_of(cases()[case_number])
 
 
 def numbered(**wanted) -> list[int]:

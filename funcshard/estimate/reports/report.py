@@ -16,7 +16,7 @@ from typing import Any, cast
 from funcshard._utils import table
 from funcshard._utils.table import Part, Shown, Table
 from funcshard.estimate.machine import source_of_sum
-from funcshard.estimate.walk import CATEGORIES, LANES, Moment, Span, Timeline
+from funcshard.estimate.walk import CATEGORIES, LANES, Moment, Span
 from funcshard.plan import Accumulation, Event, Plan, Schedule, UnitPlan, fold_units, mesh_text
 
 # The sources of numbers that a report does not name itself. Sizes of leaves, collectives and
@@ -49,6 +49,7 @@ class Report(Shown):
     Attributes:
         schedule: the schedule, in the order in which the trace ran the units.
         timeline: the memory of the rank, moment by moment.
+        peak_moment: the first moment with the most memory.
         spans: its computations and collectives, and when they run.
         events: its collectives, in order; equal to ``record_events`` around the step.
         exposed: seconds in which the rank waits for a collective.
@@ -62,7 +63,8 @@ class Report(Shown):
     plan: Plan
     schedule: Schedule
     hardware: str
-    timeline: Sequence[Moment]
+    timeline: tuple[Moment, ...]
+    peak_moment: Moment
     spans: tuple[Span, ...]
     events: tuple[Event, ...]
     step_time: float
@@ -76,16 +78,6 @@ class Report(Shown):
     unit_memory: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, object] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        assert self.timeline, "a step has at least one moment"
-
-    @property
-    def peak_moment(self) -> Moment:
-        # Note: the ledger knows the highest moment; a timeline made by hand is searched.
-        if isinstance(self.timeline, Timeline):
-            return self.timeline.highest
-        return max(self.timeline, key=lambda moment: moment.total)
 
     @property
     def peak(self) -> int:

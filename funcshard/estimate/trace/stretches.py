@@ -2,7 +2,7 @@
 
 A model of 58 equal blocks of 256 experts has a million events. ``compact`` goes through the events
 of a folded module once for all of its calls. It keeps events that act on units or on storages that
-the caller knows, and adds up the rest. The program is the same as that of ``Tape.expanded``.
+the caller knows, and adds up the rest. The program is the same as that of all events.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _summarised(
         call._replace(path="", exchanged=tuple((inside, inside) for inside, _ in call.exchanged))
         for call in life
     ]
-    phase_events = list(tape.expanded_calls(inner_calls))
+    phase_events = list(tape.expanded(inner_calls))
     all_events: list[Event] = []
     for call, events in zip(life, phase_events, strict=True):
         # Why a moment first: a storage may be freed before the first operation.

@@ -162,12 +162,7 @@ class Tape:
     events: tuple[Event, ...]
     folds: tuple[Fold, ...] = ()
 
-    def expanded(self) -> Iterator[Event]:
-        """Yield all events, with those of folds in place of the calls."""
-        for events in self.expanded_calls(self.events):
-            yield from events
-
-    def expanded_calls(self, events: Iterable[Event]) -> Iterator[list[Event]]:
+    def expanded(self, events: Iterable[Event]) -> Iterator[list[Event]]:
         """Yield for each event itself, or the events of the call."""
         numbers = itertools.count(1 << 40)  # far above the numbers of the tape
         instances: dict[int, _Instance] = {}

@@ -15,7 +15,6 @@ from funcshard.estimate.walk.ledger import (
     CATEGORIES,
     RESERVED_RUNS,
     Moment,
-    Timeline,
     reserved_band,
     reserved_how,
 )
@@ -32,6 +31,6 @@ from funcshard.estimate.walk.simulator import Simulation, simulate_step
 
 __all__ = [
     "CATEGORIES", "HardwareClock", "LANES", "OPTIMIZERS", "Moment", "OptimizerMemory", "RESERVED_RUNS",
-    "Runtime", "Simulation", "Span", "Timeline", "UnitSizes", "check_runtime", "reserved_band", "reserved_how",
+    "Runtime", "Simulation", "Span", "UnitSizes", "check_runtime", "reserved_band", "reserved_how",
     "simulate_operator", "simulate_step", "sizes_by_unit",
 ]  # fmt: skip

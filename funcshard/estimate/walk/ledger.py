@@ -6,9 +6,8 @@ depends on the order and sizes of all blocks, so the band comes from published o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from funcshard._utils.options import check_count
 from funcshard.estimate.trace import Run
@@ -19,78 +18,33 @@ CATEGORIES = (
     "gradients", "reduction", "gradient shards",
 )  # fmt: skip
 
-# A moment in the walk: seconds, activity, unit, and bytes by position in CATEGORIES.
-Row = tuple[float, str, str, tuple[int, ...]]
 
-
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """The memory of one rank at one moment of the step.
 
     Attributes:
         seconds: time since the start of the step.
         what: the rank's activity, such as ``"forward"`` or ``"optimizer"``.
         unit: name of the unit; ``""`` is the root.
-        memory: bytes by category, without zeros.
+        sizes: bytes of each of ``CATEGORIES``.
     """
 
     seconds: float
     what: str
     unit: str
-    memory: Mapping[str, int]
+    sizes: tuple[int, ...]
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes by category, without zeros."""
+        return {name: size for name, size in zip(CATEGORIES, self.sizes, strict=True) if size}
 
     @property
     def total(self) -> int:
-        return sum(self.memory.values())
-
-
-class Timeline(Sequence[Moment]):
-    """The moments of a step, in order; equal to a tuple of them.
-
-    Arguments:
-        highest: position of the first moment with the most bytes.
-    """
-
-    __slots__ = ("_highest", "_rows")
-
-    def __init__(self, rows: Sequence[Row], highest: int) -> None:
-        self._rows = rows
-        self._highest = highest
-
-    @property
-    def highest(self) -> Moment:
-        """The first moment with the most memory."""
-        return _moment(self._rows[self._highest])
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Iterator[Moment]:
-        # Why only now: a large step has thousands of moments, and most readers want the highest
-        # one.
-        return map(_moment, self._rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        rows = self._rows[index]
-        return tuple(map(_moment, rows)) if isinstance(index, slice) else _moment(rows)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Timeline | tuple) and tuple(self) == tuple(other)
-
-    __hash__ = None  # type: ignore[assignment]  # a moment holds a dictionary
+        return sum(self.sizes)
 
     def __repr__(self) -> str:
-        return repr(tuple(self))
-
-
-def _moment(row: Row) -> Moment:
-    seconds, moment_kind, unit_name, category_sizes = row
-    return Moment(
-        seconds,
-        moment_kind,
-        unit_name,
-        {name: size for name, size in zip(CATEGORIES, category_sizes, strict=True) if size},
-    )
+        return f"Moment(seconds={self.seconds}, what={self.what!r}, unit={self.unit!r}, memory={self.memory})"
 
 
 _INDEX = {category: position for position, category in enumerate(CATEGORIES)}
@@ -112,7 +66,8 @@ class Ledger:
     __slots__ = ("_now", "_tape", "highest", "moments", "peak", "total")
 
     def __init__(self) -> None:
-        self.moments: list[Row] = []
+        # Why no moments yet: a step of a large model has thousands, and a search reads the peak.
+        self.moments: list[tuple[float, str, str, tuple[int, ...]]] = []
         self.total = 0
         self.peak = -1
         self.highest = -1
@@ -178,8 +133,8 @@ class Ledger:
             + max(pool_sizes[reduced_index] for pool_sizes in moment_sizes)
         )
 
-    def timeline(self) -> Timeline:
-        return Timeline(self.moments, self.highest)
+    def timeline(self) -> tuple[Moment, ...]:
+        return tuple(map(Moment._make, self.moments))
 
 
 # --- reserved memory ------------------------------------------------------------------------------
@@ -210,7 +165,7 @@ _TITAN = "https://github.com/pytorch/torchtitan/pull/165"
 _MEASURED = "benchmarks/measured_h100.json"
 
 # Why these four of TorchTitan: their memory in use is published too, and it agrees with the
-# simulated one. benchmarks/published_cases.py computes the pools. The last two are the least and
+# simulated one. benchmarks/published.py computes the pools. The last two are the least and
 # the most of nineteen runs on one H100.
 RESERVED_RUNS = (
     ReservedRun("Llama 2 7B, FSDP1, full checkpoints", 34_512_631_387, 28_943_208_456, _TITAN),

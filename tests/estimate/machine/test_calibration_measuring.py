@@ -17,6 +17,7 @@ from funcshard.comm.group import DeferredWork
 from funcshard.estimate.machine import calibration
 from funcshard.estimate.machine.calibration import KernelTime, Reference, rates_of, reference_step, times_of
 from funcshard.estimate.trace.tape import Op
+from tests.estimate.chains import expanded
 
 
 class Operations(TorchDispatchMode):
@@ -100,7 +101,7 @@ def test_kernels_are_counted_as_in_a_trace() -> None:
     apply, params, buffers = fs.make_functional(module)
     x, loss = torch.ones(4, 8), lambda out, _: out.square().mean()
     profile = fs.profile(apply, params, buffers, x, loss=loss, targets=torch.zeros(()))
-    traced = [each for each in profile.tape().expanded() if isinstance(each, Op)]
+    traced = [each for each in expanded(profile.tape()) if isinstance(each, Op)]
     timed = times_of(lambda: loss(module(x), None).backward())
     assert sum(each.flops for each in timed) == sum(each.flops for each in traced) > 0
     assert sum(each.bytes for each in timed if each.flops) == sum(each.bytes for each in traced if each.flops)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import torch
 
 from funcshard.estimate import collective_time, hardware_names, load_hardware
 from funcshard.estimate.machine import compute_time, offload_time
@@ -127,7 +126,7 @@ class TestCompute:
         by_flops = flops / (989e12 * H100.flops_efficiency)
         assert compute_time(H100, flops, nbytes, "bfloat16").seconds == pytest.approx(by_flops, rel=1e-12)
         by_bytes = nbytes / (3.35e12 * H100.memory_efficiency)
-        assert compute_time(H100, 10, nbytes, torch.bfloat16).seconds == pytest.approx(by_bytes, rel=1e-12)
+        assert compute_time(H100, 10, nbytes, "bfloat16").seconds == pytest.approx(by_bytes, rel=1e-12)
 
     def test_each_kernel_adds_its_overhead(self):
         without = compute_time(H100, 10**12, 0, "float32").seconds

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import funcshard as fs
 from funcshard.estimate.trace import Run
 from funcshard.estimate.trace.tape import Alloc, Save
+from tests.estimate.chains import expanded
 from tests.module.law import Runs
 
 
@@ -59,6 +60,6 @@ def test_a_sparse_tensor_takes_the_memory_of_its_parts():
     made = fs.profile(apply, params, buffers, torch.zeros(4, 8))
     passed = fs.profile(apply, params, buffers, torch.zeros(4, 8), adjacency)
     assert passed.inputs - made.inputs == parts
-    live = {event.storage: event.bytes for event in made.tape().expanded() if isinstance(event, Alloc)}
-    saved = [live.get(event.storage, 0) for event in made.tape().expanded() if isinstance(event, Save)]
+    live = {event.storage: event.bytes for event in expanded(made.tape()) if isinstance(event, Alloc)}
+    saved = [live.get(event.storage, 0) for event in expanded(made.tape()) if isinstance(event, Save)]
     assert sum(saved) == parts

@@ -8,6 +8,7 @@ from funcshard.estimate.trace.program import make_program
 from funcshard.estimate.trace.stretches import Stretch, compact
 from funcshard.estimate.trace.tape import Tape
 from funcshard.estimate.trace.tracing import ModelCall, trace_model
+from tests.estimate.chains import expanded
 from tests.estimate.trace.test_tracing import MODELS
 
 
@@ -49,16 +50,16 @@ def test_a_program_from_stretches_is_the_one_from_all_events(name, remat):
     tape, whole, modules = traced(MODELS[name], remat=remat, folds=(True, False))
     for paths in choices(modules):
         program = make_program(tape, paths)
-        assert program == make_program(Tape(tuple(tape.expanded()), ()), paths), list(paths)
+        assert program == make_program(Tape(tuple(expanded(tape)), ()), paths), list(paths)
         assert program == make_program(whole, paths), list(paths)
 
 
 def test_the_events_of_equal_calls_are_added_up_once(monkeypatch):
     tape, modules = traced(MODELS["experts with rows of their own"])
     calls = []
-    expanded = Tape.expanded_calls
-    monkeypatch.setattr(Tape, "expanded_calls", lambda self, life: calls.append(1) or expanded(self, life))
+    of_calls = Tape.expanded
+    monkeypatch.setattr(Tape, "expanded", lambda self, life: calls.append(1) or of_calls(self, life))
     found = list(compact(tape, [path for path in modules if path.count(".") == 1]))
     assert len(calls) == 2  # the first layer, whose input needs no gradient, and the other two
     assert any(isinstance(event, Stretch) for event in found)
-    assert len(found) < sum(1 for _ in tape.expanded()) / 5
+    assert len(found) < sum(1 for _ in expanded(tape)) / 5

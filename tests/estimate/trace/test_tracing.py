@@ -14,6 +14,7 @@ from funcshard.estimate.trace.folding import Form
 from funcshard.estimate.trace.program import Run, make_program
 from funcshard.estimate.trace.tape import Alloc, Call, Free, Grad, Op, Save
 from funcshard.estimate.trace.tracing import ModelCall, trace_model
+from tests.estimate.chains import expanded
 from tests.module.law import Runs
 
 
@@ -210,7 +211,7 @@ def tape_of(name, **options):
 def summary(tape):
     """Everything that a program reads from a tape, except for the numbers of storages."""
     live, highest, total, flops, moved, kernels, saved, grads = {}, 0, 0, 0, 0, 0, 0, []
-    for event in tape.expanded():
+    for event in expanded(tape):
         if isinstance(event, Alloc):
             live[event.storage] = event.bytes
             total += event.bytes
@@ -255,7 +256,7 @@ def test_a_folded_trace_has_the_gradients_of_a_repeated_module_call_by_call(insi
     apart = [f"layers.{number}.layer" for number in range(4)] if inside else ["layers.0"]
     tapes = [trace(model, torch.zeros(3, 5, 16), apart=apart, fold=fold) for fold in (False, True)]
     assert summary(tapes[1]) == summary(tapes[0])
-    whole, folded = ([(e.path, e.call) for e in tape.expanded() if isinstance(e, Grad)] for tape in tapes)
+    whole, folded = ([(e.path, e.call) for e in expanded(tape) if isinstance(e, Grad)] for tape in tapes)
     assert folded == whole
     assert len({call for name, call in whole if name.startswith(apart[0])}) == (2 if inside else 3)
 
@@ -559,7 +560,7 @@ def test_grouped_products_have_the_flops_of_all_their_rows():
     x = torch.zeros(64, 16, dtype=torch.bfloat16, requires_grad=True)
     profile = fs.profile(apply, params, buffers, x, ends, loss=lambda out: (out * out).sum())
     assert profile.forward_flops == 2 * 64 * 16 * 32
-    flops = [event.flops for event in profile.tape().expanded() if isinstance(event, Op) and event.flops]
+    flops = [event.flops for event in expanded(profile.tape()) if isinstance(event, Op) and event.flops]
     assert flops == [2 * 64 * 16 * 32] * 2  # forward, and the gradient of the weight
 
 

@@ -1,23 +1,15 @@
-"""The timeline, which makes its moments when they are read, and the band of reserved memory."""
+"""Moments, and the band of reserved memory."""
 
 import pytest
 
-from funcshard.estimate.walk import CATEGORIES, RESERVED_RUNS, Moment, Timeline, reserved_band
+from funcshard.estimate.walk import RESERVED_RUNS, reserved_band
+from tests.estimate.made_reports import moment
 
 
-def row(seconds: float, **sizes: int) -> tuple[float, str, str, tuple[int, ...]]:
-    return seconds, "forward", "a", tuple(sizes.get(category, 0) for category in CATEGORIES)
-
-
-def test_a_timeline_equals_the_tuple_of_its_moments_and_the_highest_is_the_first_of_equals() -> None:
-    sizes: list[dict[str, int]] = [{"shards": 4}, {"shards": 4, "loss": 3}, {"shards": 7}]
-    timeline = Timeline([row(float(number), **each) for number, each in enumerate(sizes)], 1)
-    moments = tuple(Moment(float(number), "forward", "a", each) for number, each in enumerate(sizes))
-    assert timeline == moments
-    assert moments == timeline
-    assert timeline != moments[:2]
-    assert (len(timeline), timeline[-1], timeline[1:]) == (3, moments[2], moments[1:])
-    assert timeline.highest == moments[1] == max(timeline, key=lambda moment: moment.total)
+def test_a_moment_has_its_bytes_by_category_without_zeros() -> None:
+    found = moment(0.5, "forward", "a", {"loss": 3, "shards": 4, "inputs": 0})
+    assert (found.memory, found.total) == ({"shards": 4, "loss": 3}, 7)
+    assert repr(found) == "Moment(seconds=0.5, what='forward', unit='a', memory={'shards': 4, 'loss': 3})"
 
 
 def test_the_band_spans_the_factors_of_the_runs() -> None:
