@@ -175,8 +175,9 @@ def _grads_jvp(chunk: Chunk, *inputs: Any, with_values: bool = False) -> Results
     score_grad, mean = _softmax_jvp(probs, prob_grad)
     # The tangent of score_grad is the product rule's for probs * (prob_grad - mean).
     prob_dot = None
-    score_grad_dot = torch.zeros_like(probs)
-    if prob_grad_dot is not None:
+    if prob_grad_dot is None:
+        score_grad_dot = torch.zeros_like(probs)
+    else:
         score_grad_dot = prob_grad_dot.mul_(probs) if _in_place() else prob_grad_dot * probs
     if score_dot is not None:
         prob_dot, _ = _softmax_jvp(probs, score_dot)

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import funcshard as fs
 from funcshard._utils import tree
+from funcshard.core import attention as attention_module
 from funcshard.core.attention import attention
 from tests.core.units import forward_mode
 
@@ -169,8 +170,23 @@ def test_create_graph_and_dual_levels() -> None:
             grads = torch.autograd.grad(out, x)
             return forward_ad.unpack_dual(out), [forward_ad.unpack_dual(g) for g in grads]
 
+    def reverse_over_product(f: Any) -> Any:
+        x = tuple(tensor.clone().requires_grad_() for tensor in X)
+        grads, products = jvp(grad(lambda x: loss(f, x)), (x,), (T,))
+        return torch.autograd.grad(dot(products, U), x, retain_graph=True), torch.autograd.grad(
+            dot(grads, U) + products[0].sum(), x
+        )
+
     same(reverse, is_causal=True)
     same(forward, is_causal=True)
+    same(reverse_over_product, is_causal=True)
+
+
+def test_values_and_tangents_take_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = mock.Mock(side_effect=attention_module.ChunkMap._run_chunks)
+    monkeypatch.setattr(attention_module.ChunkMap, "_run_chunks", lambda *args: passes(*args))
+    product(attention, X)
+    assert passes.call_count == 2  # forward and backward
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
