@@ -306,7 +306,7 @@ class FullyShard:
                 entry.end(module)
             # Why: of these groups, a module was not called.
             while unit_call.groups:
-                unit_call.groups.popitem()[1][0].close()
+                unit_call.groups.popitem()[1].gathered.close()
             if unit_call.prefetcher is not None:
                 unit_call.prefetcher.post_forward()
         _log.debug("root post_forward")

@@ -136,6 +136,20 @@ def _checked_index(
     )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenGroup:
+    """A group that is gathered, until all of its modules have run.
+
+    Attributes:
+        waiting_modules: the indices of the modules that have not run.
+        mode: whether gradients and inference mode were on.
+    """
+
+    gathered: Gathered
+    waiting_modules: set[int]
+    mode: tuple[bool, bool]
+
+
 class UnitCall:
     """The part of one call that its units share.
 
@@ -144,8 +158,7 @@ class UnitCall:
         mesh: the ranks, while they still compare the order of units.
         level: the number of ``torch.func`` transforms around the call.
         used: version and address of each shard that forward used, by unit.
-        groups: the groups that are gathered, with the indices of their modules that have not run,
-            and with whether gradients and inference mode were on.
+        groups: the groups that are gathered, by name.
     """
 
     def __init__(
@@ -159,7 +172,7 @@ class UnitCall:
         self.shards = dict(shards)
         self.mesh = None if learner.known else mesh
         self.used: dict[str, list[tuple[int, Any]]] = {}
-        self.groups: dict[str, tuple[Gathered, set[int], tuple[bool, bool]]] = {}
+        self.groups: dict[str, OpenGroup] = {}
         self.prefetcher, self.level = None, 0
         if transforms_active():
             self.level = transform_level()
@@ -202,19 +215,16 @@ class UnitCall:
         """Run one module of a group, which backward may run ``again``."""
         unit_name = member.f.unit.name
         mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        open_group = self.groups.get(unit_name)
-        gathered, waiting_modules, gather_mode = open_group or (
-            None,
-            {m.index for m in group},
-            mode,
-        )
+        open_group, waiting_modules = self.groups.get(unit_name), {m.index for m in group}
         # Why by the mode: leaves that were gathered without gradients have no node for backward.
-        if gathered is None or gather_mode != mode:
-            if gathered is not None:
-                gathered.close()
+        if open_group is not None and open_group.mode != mode:
+            open_group.gathered.close()
+            waiting_modules, open_group = open_group.waiting_modules, None
+        if open_group is None:
             # Why not by the inputs: they are those of the first module alone.
             gathered = self._gather(member.f, needed=torch.is_grad_enabled())
-            self.groups[unit_name] = gathered, waiting_modules, mode
+            open_group = self.groups[unit_name] = OpenGroup(gathered, waiting_modules, mode)
+        gathered = open_group.gathered
         if again:
             gathered.note_needed()
         gathered.runs += 1
@@ -222,12 +232,13 @@ class UnitCall:
             return member.f.run(gathered, inputs, {})
         finally:
             gathered.runs -= 1
-            waiting_modules.discard(member.index)
+            open_group.waiting_modules.discard(member.index)
             # Note: the module may have called others of the group, which closed it, or gathered it
             # again.
-            if unit_name in self.groups and not self.groups[unit_name][1]:
-                self.groups.pop(unit_name)[0].close()
-            if unit_name not in self.groups or self.groups[unit_name][0] is not gathered:
+            last_group = self.groups.get(unit_name)
+            if last_group is not None and not last_group.waiting_modules:
+                self.groups.pop(unit_name).gathered.close()
+            if last_group is None or last_group.gathered is not gathered:
                 gathered.close()
 
     def _gather(self, f: Unshard, *, needed: bool) -> Gathered:
