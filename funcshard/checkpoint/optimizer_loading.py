@@ -42,14 +42,13 @@ from funcshard.checkpoint.stored_state import (
 )
 from funcshard.comm import Mesh
 from funcshard.core import LeafChecksums, check_mesh, check_source, empty_shard, on_every_rank
-from funcshard.plan import BufferPlan, Plan, UnitPlan, dtype_name
+from funcshard.plan import BufferPlan, Plan, UnitPlan, dtype_name, trainable_buffers
 from funcshard.train import (
     MuonStep,
     ParamGroupLayout,
     PerMatrixStep,
     TorchStep,
     check_optimizer,
-    trainable_buffers,
 )
 
 

@@ -22,7 +22,7 @@ from funcshard.checkpoint.state_dict import (
 from funcshard.checkpoint.stored_state import buffers_in_tree_order, by_buffer, fits_shard
 from funcshard.comm import Mesh
 from funcshard.core import check_mesh
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan
+from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, trainable_buffers
 from funcshard.train import (
     MuonStep,
     ParamGroupLayout,
@@ -30,7 +30,6 @@ from funcshard.train import (
     TorchStep,
     check_not_donated,
     check_optimizer,
-    trainable_buffers,
 )
 
 LeafState = dict[str, Any]

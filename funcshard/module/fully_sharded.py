@@ -67,6 +67,7 @@ from funcshard.plan import (
     make_schedule,
     read_remat,
     recomputed_modules,
+    trainable_buffers,
 )
 
 _log = logging.getLogger("funcshard.module")
@@ -426,10 +427,7 @@ def _check_plan(skeleton: Skeleton, plan: Plan, ignored: Mapping[str, Any]) -> N
                     f"{unit.title!r} that owns it: pass make_plan the params that make_functional "
                     "returned"
                 )
-    trainable_buffers = [
-        buffer for unit in plan.unit_list for buffer in unit.buffers if buffer.trainable
-    ]
-    trained_names = {leaf.path for buffer in trainable_buffers for leaf in buffer.leaves}
+    trained_names = {leaf.path for _, buffer in trainable_buffers(plan) for leaf in buffer.leaves}
     frozen_names = sorted(skeleton.frozen & trained_names)
     # Note: a plan that freezes others was made on purpose.
     if frozen_names and trained_names == skeleton.shapes.keys():

@@ -49,7 +49,13 @@ from funcshard.plan.mesh_axes import (
     position_of,
     rank_at,
 )
-from funcshard.plan.plan import Plan, check_plan, plan_from_data, plan_to_data
+from funcshard.plan.plan import (
+    Plan,
+    check_plan,
+    plan_from_data,
+    plan_to_data,
+    trainable_buffers,
+)
 from funcshard.plan.planner import make_plan
 from funcshard.plan.precision import MixedPrecision, is_one_of
 from funcshard.plan.predict import (
@@ -168,6 +174,7 @@ __all__ = [
     "slice_offsets",
     "stack",
     "step_numel",
+    "trainable_buffers",
     "unit_class",
     "unit_mode",
     "unstack",

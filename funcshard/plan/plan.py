@@ -266,6 +266,13 @@ def _check_layout(plan: Plan) -> None:
         raise ValueError("its units must be those of make_plan for its leaves and its mesh")
 
 
+def trainable_buffers(plan: Plan) -> list[tuple[UnitPlan, BufferPlan]]:
+    """Return every flat buffer that has gradients, with its unit."""
+    return [
+        (unit, buffer) for unit in plan.unit_list for buffer in unit.buffers if buffer.trainable
+    ]
+
+
 def check_plan(plan: Any) -> None:
     """Raise ``TypeError`` unless ``plan`` is a plan."""
     if not isinstance(plan, Plan):

@@ -29,7 +29,7 @@ from funcshard.train.matrix_step import PerMatrixStep, per_matrix
 from funcshard.train.metering import make_meter
 from funcshard.train.muon_step import MuonStep, muon
 from funcshard.train.optimizers import TorchOptimizer, TorchStep, check_optimizer, torch_optimizer
-from funcshard.train.param_groups import ParamGroupLayout, trainable_buffers
+from funcshard.train.param_groups import ParamGroupLayout
 from funcshard.train.per_sample import per_sample_grad, per_sample_norms
 from funcshard.train.quasi_newton import lbfgs
 from funcshard.train.scaler import GradScaler, ScalerState
@@ -68,5 +68,4 @@ __all__ = [
     "per_sample_norms",
     "torch_optimizer",
     "torch_schedule",
-    "trainable_buffers",
 ]

@@ -32,9 +32,10 @@ from funcshard.plan import (
     dtype_name,
     dtype_of,
     position_of,
+    trainable_buffers,
     whole_shape_of,
 )
-from funcshard.train.param_groups import leaves_under, trainable_buffers
+from funcshard.train.param_groups import leaves_under
 
 Stage = str | None
 """The mesh axis along which slices of matrices meet; ``None`` for elements of flat shards, which

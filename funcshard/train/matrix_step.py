@@ -16,7 +16,7 @@ from funcshard._utils import tree
 from funcshard._utils.options import outline
 from funcshard.comm import Mesh, in_graph
 from funcshard.core import check_fits, check_shards
-from funcshard.plan import Plan, dtype_of, emit, has_recorders
+from funcshard.plan import Plan, dtype_of, emit, has_recorders, trainable_buffers
 from funcshard.train.matrix_owners import AllToAll, Matrix, Owners, assigned, times
 from funcshard.train.optimizers import (
     Schedule,
@@ -26,7 +26,7 @@ from funcshard.train.optimizers import (
     check_optimizer,
     grouped_step,
 )
-from funcshard.train.param_groups import ParamGroupLayout, group_leaves, trainable_buffers
+from funcshard.train.param_groups import ParamGroupLayout, group_leaves
 from funcshard.train.state_checks import (
     DONATED_STATE,
     NEW_STATE,

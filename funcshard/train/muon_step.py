@@ -17,7 +17,7 @@ from funcshard._utils import tree
 from funcshard._utils.options import outline
 from funcshard.comm import Mesh
 from funcshard.core import check_fits, check_shards
-from funcshard.plan import Plan, current_recording
+from funcshard.plan import Plan, current_recording, trainable_buffers
 from funcshard.train.matrix_owners import Owners, assign_owners
 from funcshard.train.matrix_step import MatrixTransport, transport_of
 from funcshard.train.optimizers import (
@@ -29,7 +29,7 @@ from funcshard.train.optimizers import (
     rate_in,
     schedules_in,
 )
-from funcshard.train.param_groups import ParamGroupLayout, trainable_buffers
+from funcshard.train.param_groups import ParamGroupLayout
 from funcshard.train.state_checks import (
     DONATED_STATE,
     NEW_STATE,

@@ -20,13 +20,11 @@ from funcshard._utils.options import check_flag, outline, with_remedies
 from funcshard._utils.torch_private import address
 from funcshard.comm import Mesh
 from funcshard.core import check_fits, check_shards
-from funcshard.plan import Plan, current_recording
+from funcshard.plan import Plan, current_recording, trainable_buffers
 from funcshard.train.param_groups import (
     GroupRange,
     ParamGroupLayout,
-    check_groups,
     group_leaves,
-    trainable_buffers,
 )
 from funcshard.train.state_checks import (
     DONATED_STATE,
@@ -134,7 +132,7 @@ def torch_optimizer(
         elementwise = isinstance(cls, type) and issubclass(cls, ELEMENTWISE)
     if not elementwise:
         raise _refusal(cls)
-    if not check_groups(groups):
+    if not groups:
         check_options(cls, [options])
         return TorchOptimizer(_init, TorchStep(cls, (options,), learn_entries(cls, [options], [0])))
     if plan is None or mesh is None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from funcshard._utils import tree
-from funcshard.plan import BufferPlan, Plan, UnitPlan, match
+from funcshard.plan import BufferPlan, Plan, match, trainable_buffers
 
 # Why groups are ranges and not flat buffers of their own: every further flat buffer of a unit costs
 # an all-gather and a reduce-scatter of its own. Ranges cost no communication at all.
@@ -150,11 +150,4 @@ def leaves_under(plan: Plan, globs: Iterable[str], kind: str) -> list[str]:
         uses[0]
         for uses in leaf_uses
         if any(not nodes.isdisjoint(tree.upwards(path)) for path in uses)
-    ]
-
-
-def trainable_buffers(plan: Plan) -> list[tuple[UnitPlan, BufferPlan]]:
-    """Return every flat buffer that has gradients, with its unit."""
-    return [
-        (unit, buffer) for unit in plan.unit_list for buffer in unit.buffers if buffer.trainable
     ]

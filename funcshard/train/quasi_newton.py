@@ -15,7 +15,7 @@ import torch
 from funcshard._utils.torch_private import untraced
 from funcshard.comm import Mesh
 from funcshard.core import Shards, check_cut, check_fits, pmean, value_and_grad, vdot
-from funcshard.plan import Plan
+from funcshard.plan import Plan, trainable_buffers
 from funcshard.train.clipping import global_norm
 
 
@@ -66,8 +66,7 @@ def lbfgs(
     check_fits(plan, mesh)
     check_cut(plan, shards)
     differentiate = value_and_grad(loss_fn, mesh=mesh)
-    buffers = [(unit, buffer) for unit in plan.unit_list for buffer in unit.buffers]
-    keys = [(unit.name, buffer.key) for unit, buffer in buffers if buffer.trainable]
+    keys = [(unit.name, buffer.key) for unit, buffer in trainable_buffers(plan)]
     likes = [shards[unit_name][key] for unit_name, key in keys]
     nothing = {unit_name: dict.fromkeys(unit_shards) for unit_name, unit_shards in shards.items()}
 

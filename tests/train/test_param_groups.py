@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcshard as fs
 from funcshard._utils import tree
-from funcshard.train.param_groups import ParamGroupLayout, group_leaves, trainable_buffers
+from funcshard.plan import trainable_buffers
+from funcshard.train.param_groups import ParamGroupLayout, group_leaves
 from tests.train.test_optimizers import OPTIMIZERS, example
 
 
