@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -160,3 +161,9 @@ def test_no_file_names_a_folder_of_one_machine():
         text = file.read_text(encoding="utf-8", errors="ignore") if file.suffix not in (".ipynb", ".json") else ""
         found += [f"{file.relative_to(ROOT)}: {match.group()}" for match in machine.finditer(text)]
     assert found == []
+
+
+def test_an_editable_install_is_a_path_so_that_scripts_beside_the_clone_find_the_package():
+    # Why: with a finder, Python takes the clone's folder, of the same name, for a namespace package.
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert options["package-dir"] == {"": "."}
