@@ -215,12 +215,13 @@ class UnitCall:
         """Run one module of a group, which backward may run ``again``."""
         unit_name = member.f.unit.name
         mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        open_group, waiting_modules = self.groups.get(unit_name), {m.index for m in group}
+        open_group = self.groups.get(unit_name)
         # Why by the mode: leaves that were gathered without gradients have no node for backward.
-        if open_group is not None and open_group.mode != mode:
-            open_group.gathered.close()
-            waiting_modules, open_group = open_group.waiting_modules, None
-        if open_group is None:
+        if open_group is None or open_group.mode != mode:
+            waiting_modules = {m.index for m in group}
+            if open_group is not None:
+                open_group.gathered.close()
+                waiting_modules = open_group.waiting_modules
             # Why not by the inputs: they are those of the first module alone.
             gathered = self._gather(member.f, needed=torch.is_grad_enabled())
             open_group = self.groups[unit_name] = OpenGroup(gathered, waiting_modules, mode)
