@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_train.add_argument(
         "--save-every", type=at_least(1), default=0, metavar="N",
-        help="save a checkpoint in DIR/checkpoints every N steps, while training goes on (default: none)",
+        help="save a checkpoint in DIR/checkpoints every N steps, while training continues (default: none)",
     )  # fmt: skip
     add_train.add_argument(
         "--resume",

@@ -36,7 +36,7 @@ def parse(data: str | bytes) -> Any:
         json_text = data.decode() if isinstance(data, bytes) else data
         parsed_data = json.loads(json_text, object_pairs_hook=_without_doubles)
     except UnicodeDecodeError as error:
-        raise ValueError(f"it is no text in UTF-8, because of the byte at {error.start}") from None
+        raise ValueError(f"it isn't text in UTF-8, because of the byte at {error.start}") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"it is no JSON: {error}") from None
     except RecursionError:

@@ -128,9 +128,7 @@ def _conditions(
     condition_places: dict[str, str] = {}  # the place of each condition, by its text
     for symbol, name in symbols:  # a size of 0 or 1 is no symbol
         if symbol.is_Integer:
-            condition_places[f"{name} == {symbol}"] = (
-                "torch gives sizes 0 and 1 graphs of their own"
-            )
+            condition_places[f"{name} == {symbol}"] = "torch gives sizes 0 and 1 separate graphs"
     for guard in env.guards:
         expression = guard.expr.xreplace(known_values)
         if not _is_bound(guard.expr) and expression not in (sympy.true, True):
@@ -140,7 +138,7 @@ def _conditions(
             stride_text = f"{_text(expression.xreplace(known_values))} == {stride}"
             condition_places.setdefault(stride_text, "the strides of the batch")
     for symbol, name in named_symbols.items():
-        # Why not below 2: torch gives sizes 0 and 1 graphs of their own.
+        # Why not below 2: torch gives sizes 0 and 1 separate graphs.
         symbol_range = env.var_to_range[symbol]
         if symbol_range.lower == symbol_range.upper:
             continue

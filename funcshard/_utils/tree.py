@@ -150,7 +150,7 @@ def describe(
         path_twice = next(p for p, uses in Counter(paths).items() if uses > 1)
         raise ValueError(
             f"two leaves of the tree have the path {path_twice!r}; paths join keys with dots, and "
-            "every leaf needs a path of its own: rename one of the keys"
+            "every leaf needs a different path: rename one of the keys"
         )
     return structure, walk.leaf_values, paths
 
@@ -367,7 +367,7 @@ def _construct(structure: Structure) -> Any:
         is_known, title = optree.is_namedtuple_class(cls), node_kind
     if not is_known:
         raise ValueError(
-            f"the tree has a {name!r}, which is no {title}: register the class with optree first, "
+            f"the tree has a {name!r}, which isn't a {title}: register the class with optree first, "
             "or make the plan again"
         )
     try:

@@ -236,7 +236,7 @@ class _Tensor(NamedTuple):
         except Exception as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise ValueError(
-                f"{file} is damaged: the bytes at {place.offset} are no tensor of {shape} and "
+                f"{file} is damaged: the bytes at {place.offset} aren't a tensor of {shape} and "
                 f"{self.dtype}: {reason}"
             ) from error
         return values.detach()

@@ -177,7 +177,7 @@ def _read_config(file: Path) -> Any:
 def _unfit(file: Path, taker: str, error: Exception) -> ValueError:
     reason = " ".join(str(error).split())
     return ValueError(
-        f"{file} is no configuration that {taker} takes ({type(error).__name__}: "
+        f"{file} isn't a configuration that {taker} takes ({type(error).__name__}: "
         f"{reason}): download the folder again, or pass {_ITSELF}"
     )
 

@@ -381,7 +381,7 @@ def _scalars(
             raise ValueError(
                 f"{name!r} must be the same for all leaves of a flat buffer that have the same "
                 f"options; found {float(first_value)} for {first_path!r} and {float(value)} for {path!r}: "
-                "give one a group of its own, in groups="
+                "give one a separate group, in groups="
             )
     return [first_scalars.get(group_index, ("", None))[1] for group_index in range(layout.count)]
 

@@ -488,7 +488,7 @@ def _warn_of_unknown(state_dict: Mapping[str, Any], plan: Plan) -> None:
     ]
     if unknown_names:
         warnings.warn(
-            f"the state dict holds {first_of(unknown_names)}, which are no leaves of the plan and were "
+            f"the state dict holds {first_of(unknown_names)}, which aren't leaves of the plan and were "
             "left out: if they should be loaded, make the plan from the params of the same "
             "module; else delete them from the state dict",
             stacklevel=callers_level(),

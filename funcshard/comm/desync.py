@@ -336,7 +336,7 @@ class DesyncDetector:
             raise RuntimeError(
                 f"{self._title(self.rank)} began {self._describe(number)} on mesh axis "
                 f"{self.axis!r} after torch.distributed.destroy_process_group(), which ended the "
-                "mesh: call init_mesh anew, or destroy the groups last. Communication ended with: "
+                "mesh: call init_mesh again, or destroy the groups last. Communication ended with: "
                 f"{error}"
             ) from error
         why = self._why_within(min(self.limits.patience, 1.0), number)

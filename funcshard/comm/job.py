@@ -300,7 +300,7 @@ def _choose_gpu(number: int) -> None:
     device_count = torch.cuda.device_count()
     if number >= device_count:
         raise ValueError(
-            f"each process of a machine needs a GPU of its own; found process number {number} "
+            f"each process of a machine needs its own GPU; found process number {number} "
             f"(LOCAL_RANK) and {device_count} GPUs: start torchrun with "
             f"--nproc-per-node={device_count}, or pass init_mesh(device='cpu')"
         )

@@ -357,7 +357,7 @@ class _World:
             for other_rank in range(self.size)
         ]
         return (
-            f"simulated ranks wait for each other and none can go on: {'; '.join(rank_lines)}; every "
+            f"simulated ranks wait for each other and none can continue: {'; '.join(rank_lines)}; every "
             "rank has to call the same functions in the same order, even if one rank alone uses a "
             "result"
         )

@@ -70,7 +70,7 @@ MOST_READ, _MOST_NAMED, _MOST_FOLLOWED = 64, 8, 200
 _ANSWER = 1.0
 
 _CIRCLE = (
-    "ranks wait for each other in collectives of different axes or meshes, and none can go on: "
+    "ranks wait for each other in collectives of different axes or meshes, and none can continue: "
 )
 SAME_ORDER = "every rank has to issue the same ones in the same order"
 _LEFT = "has left the job"

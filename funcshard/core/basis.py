@@ -124,7 +124,7 @@ def refuse_mixed_sum(comm: BufferComm, loop: BasisLoop | None) -> None:
     if comm.topology.cut or any(rank_text != rank_digests[0] for rank_text in rank_digests):
         raise RuntimeError(
             f"{_caller(loop)} would mix columns at the gradient of {_unit(comm)}: the "
-            f"{comm.mesh.world_size} ranks differentiate by tensors of their own, and the reduction "
+            f"{comm.mesh.world_size} ranks differentiate by different tensors, and the reduction "
             "would add column k of every rank. Call torch.func.jvp along a tangent that is zero on "
             "all ranks but one"
         )

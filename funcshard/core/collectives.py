@@ -629,7 +629,7 @@ def _check_tensors(caller: str, x: Any, *, adds: bool = False) -> None:
             )
         if adds and leaf.dtype == torch.bool:
             raise TypeError(
-                f"{caller} adds, and a sum of bool tensors is no bool; found torch.bool: count "
+                f"{caller} adds, and a sum of bool tensors isn't a bool; found torch.bool: count "
                 "with psum(x.int(), mesh); psum(x.int(), mesh) > 0 says whether any rank has it"
             )
 

@@ -229,8 +229,8 @@ def check_callable(
     call_rule = f"{caller} takes a function {form}"
     if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
         raise TypeError(
-            f"{call_rule}; found a module with parameters of its own, {type(loss_fn).__name__}, "
-            "which are no shards: call the function of fully_shard inside loss_fn"
+            f"{call_rule}; found a module with its own parameters, {type(loss_fn).__name__}, "
+            "which aren't shards: call the function of fully_shard inside loss_fn"
         )
     if not callable(loss_fn):
         remedy = "pass a function"

@@ -109,7 +109,7 @@ def unshard(
     """
     if isinstance(apply, nn.Module) and next(apply.parameters(), None) is not None:
         raise TypeError(
-            "unshard takes a function of leaves; found a module with parameters of its own, "
+            "unshard takes a function of leaves; found a module with its own parameters, "
             f"{type(apply).__name__}: {module_remedy(apply, 'apply')}"
         )
     if not callable(apply) or not isinstance(unit, UnitPlan) or not isinstance(mesh, Mesh):

@@ -238,7 +238,7 @@ def _compiled(text: str) -> CodeType:
         return compile(parsed_text, "<condition>", "eval", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"found the condition {text[:60]!r}, which is no comparison of sizes: {error}"
+            f"found the condition {text[:60]!r}, which isn't a comparison of sizes: {error}"
         ) from None
 
 

@@ -93,7 +93,7 @@ CASES: dict[str, tuple[Harm, str]] = {
     },
     "a folder in the place of the tensors": (replaced(TENSORS, Path.mkdir), "found a folder"),
     # Text that is none.
-    "an index that is no text": (lambda folder: (folder / INDEX).write_bytes(b"\xff\xfe\x00\x01\n\xff"), "no text in UTF-8"),
+    "an index that is no text": (lambda folder: (folder / INDEX).write_bytes(b"\xff\xfe\x00\x01\n\xff"), "text in UTF-8"),
     "half an index": (lambda folder: os.truncate(folder / INDEX, 700), "its checksum is not the one that"),
     "a missing table": (lambda folder: (folder / TABLE).unlink(), rf"{TABLE} is missing, so the checkpoint is not complete"),
     "missing tensors": (lambda folder: (folder / TENSORS).unlink(), rf"{TENSORS} is missing, so the checkpoint is not"),

@@ -198,11 +198,11 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     ),
     "chunks that overlap": (
         other_boxes(lambda stored: setattr(stored.chunks[1], "offsets", stored.chunks[0].offsets)), ValueError,
-        "damaged: the bytes at .* are no tensor of",
+        "damaged: the bytes at .* aren't a tensor of",
     ),
     "a chunk outside": (
         other_boxes(lambda stored: setattr(stored.chunks[1], "sizes", torch.Size([2**40] * len(stored.size)))), ValueError,
-        "damaged: the bytes at .* are no tensor of",
+        "damaged: the bytes at .* aren't a tensor of",
     ),
     "a chunk in no file": (
         other_boxes(lambda stored: setattr(stored.chunks[1], "offsets", torch.Size([1] * len(stored.size)))), ValueError,

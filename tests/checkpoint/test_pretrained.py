@@ -448,7 +448,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     ),
     "a class of its own": (changed_config(architectures=["Mine"]), ValueError, r"found \['Mine'\]: pass the model itself"),
     "2^60 layers": (changed_config(n_layer=2**60), ValueError, "must have at most 100000 layers; found 1152921504606846976"),
-    "a size that is a text": (changed_config(n_head="many"), ValueError, r"config\.json is no configuration that"),
+    "a size that is a text": (changed_config(n_head="many"), ValueError, r"config\.json isn't a configuration that"),
     "code of the folder": (
         changed_config(model_type="mine", auto_map={"AutoConfig": "code.Config"}), ValueError, "trust_remote_code",
     ),

@@ -36,7 +36,7 @@ DIFFER = (
     "rank 1",
     "every rank has to issue the same ones in the same order",
 )
-CIRCLE = ("^ranks wait for each other in collectives of different axes or meshes, and none can go on: ",)
+CIRCLE = ("^ranks wait for each other in collectives of different axes or meshes, and none can continue: ",)
 SHARED, GLOO, BOTH = (True,), (False,), (True, False)
 
 

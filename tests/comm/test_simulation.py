@@ -52,7 +52,7 @@ def test_an_exception_ends_every_rank_and_names_the_first(kind: Any, failing: in
 
 def test_a_rank_that_returns_early_is_a_deadlock_of_the_others_after_which_a_world_can_run() -> None:
     words = (
-        r"simulated ranks wait for each other and none can go on: rank 0 waits in all_reduce of float32\[1\] \(number 1 on "
+        r"ranks wait for each other and none can continue: rank 0 waits in all_reduce of float32\[1\] \(number 1 on "
         r"mesh axis 'shard'\), which ranks 0, 2 have joined; rank 1 has returned; rank 2 waits in all_reduce"
     )
     for _ in range(3):

@@ -106,7 +106,7 @@ def test_a_circle_counts_when_all_of_its_ranks_wait_at_the_second_look() -> None
     messages = [rank.look() for rank in ranks]
     for rank, message in zip(ranks, messages, strict=True):
         assert message.startswith(
-            "ranks wait for each other in collectives of different axes or meshes, and none can go on: "
+            "ranks wait for each other in collectives of different axes or meshes, and none can continue: "
         )
         assert f"rank {rank.number} waits for {rank.wait().what}" in message
     assert "rank 0 waits for number 8 along shard 0, which rank 1 has not reached" in messages[0]

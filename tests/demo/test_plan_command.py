@@ -132,7 +132,7 @@ BAD = {
     "a path and a plan": (f"{__file__}:linear --auto", "PATH finds the plan itself; found --auto: leave it out"),
     "a PATH's precision": ("--precision bf16-params", "bf16-params belongs to a PATH"),
     "no path": ("no/such", "there is no no/such: pass a config.json, or a folder with one"),
-    "no config": (f"{__file__}", "is no configuration that transformers takes "),
+    "no config": (f"{__file__}", "isn't a configuration that transformers takes "),
     "no function of a file": (f"{__file__}:linea", "found 'linea': did you mean 'linear'?"),
     "no tokens": (LINEAR, "the model failed on its inputs ("),
 }  # fmt: skip

@@ -197,7 +197,7 @@ FORGED: dict[str, tuple[Callable[[str], str], str]] = {
     "a huge number": (replaced("[2,2]", f"[{2**70},2]"), "cannot be loaded"),
     "a constant that is too short": (replaced('"float32",[2],', '"float32",[3],'), "because it is damaged"),
     "a class of a module that is not loaded": (replaced("funcshard:TrainState", "antigravity:x"), "no loaded module has"),
-    "a class that is no container": (replaced("funcshard:TrainState", "subprocess:Popen"), "which is no namedtuple"),
+    "a class that is no container": (replaced("funcshard:TrainState", "subprocess:Popen"), "which isn't a namedtuple"),
     "code in the name of an argument": (replaced('{"dtype"', '{"x=1;import os"'), "cannot be loaded"),
     "an operation before its inputs": (replaced('["%t",', '["%later",'), "because it is damaged"),
     "arguments that do not fit": (replaced('"aten::t.default",[', '"aten::t.default",[3,'), r"::t cannot run: aten::t\("),

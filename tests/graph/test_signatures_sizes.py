@@ -91,5 +91,5 @@ def test_a_condition_holds_for_the_sizes_that_fulfil_it(case: str) -> None:
      "b[0]", "'b'", "b ==", "b; t", "(" * 900, "b + " * 900 + "b", "1 is b"],
 )  # fmt: skip
 def test_other_code_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="which is no comparison of sizes"):
+    with pytest.raises(ValueError, match="which isn't a comparison of sizes"):
         Conditions((text,))

@@ -95,7 +95,9 @@ def error(kind: type[BaseException], *words: str, ranks: Sequence[int] | None = 
 
 
 # Ranks issue different collectives: one rank raises, and the simulation ends the rest.
-DESYNC = error(RuntimeError, "ranks issue different collectives", "simulated ranks wait for each other and none can go on")
+DESYNC = error(
+    RuntimeError, "ranks issue different collectives", "simulated ranks wait for each other and none can continue"
+)
 
 
 def untold(page: str, sentence: str, meant: Any) -> Untold:

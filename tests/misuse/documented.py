@@ -39,7 +39,7 @@ CASES += [
      TypeError("leaf '' must be a torch.Tensor; found Sequential"), lambda s: fs.make_plan(NET, s.mesh),
      f"{MADE}, and pass `params`."),
     ("unshard", "You passed a module to `unshard`.",
-     TypeError("unshard takes a function of leaves; found a module with parameters of its own"),
+     TypeError("unshard takes a function of leaves; found a module with its own parameters"),
      lambda s: fs.unshard(NET, s.plan.units["0"], s.mesh),
      "Pass a function of leaves, e.g. the `apply` of `fs.make_functional(block)`."),
     ("init_shards", "You passed the module itself.",
@@ -323,7 +323,7 @@ CASES.section = "State dicts and checkpoints"
 
 CASES += [
     ("from_state_dict", "Your state dict is of a larger model, or its names differ from the plan's.",
-     UserWarning("the state dict holds ['9.weight'], which are no leaves of the plan and were left out"),
+     UserWarning("the state dict holds ['9.weight'], which aren't leaves of the plan and were left out"),
      lambda s: fs.from_state_dict({**PARAMS, "9.weight": torch.ones(2)}, s.plan, s.mesh),
      "Make the plan from the params of the same module, or delete these names from the state dict."),
     ("from_state_dict", "Your state dict comes from DistributedDataParallel or a compiled module.",

@@ -405,10 +405,14 @@ def test_a_module_of_your_own_takes_your_inputs_by_name() -> None:
 @pytest.mark.parametrize(
     ("fields", "keywords", "words"),
     [
-        ({"model_type": "mine", "auto_map": {"AutoModel": "mine.Mine"}}, {}, "is no configuration that transformers takes"),
+        (
+            {"model_type": "mine", "auto_map": {"AutoModel": "mine.Mine"}},
+            {},
+            "isn't a configuration that transformers takes",
+        ),
         ({"model_type": "mine"}, {}, "has model type `mine` but Transformers does not recognize"),
         ({"architectures": ["MyLlama"]}, {}, "found ['MyLlama']: pass the model itself"),
-        ({"num_attention_heads": "many"}, {}, "is no configuration that"),
+        ({"num_attention_heads": "many"}, {}, "isn't a configuration that"),
         ({}, {"budget": "90GiB"}, "budget must be at most the 79.2 GiB of h100-8x400gbps; found 90.0 GiB"),
         ({}, {"gpus": {"shard": 2, "expert": 4}}, "gpus may have the axes replicate, shard and tensor; found"),
         ({}, {"gpus": {"tensor": 4}}, "tensor must divide num_key_value_heads; found 4 and 2: pass a divisor"),
