@@ -90,10 +90,11 @@ def moved_bytes(
                 for tensor in read_tensors
                 if all(tensor is not written_tensor for written_tensor in written_tensors)
             ]
-    return sum(map(_nbytes, (*read_tensors, *written_tensors, *new)))
+    return sum(map(data_bytes, (*read_tensors, *written_tensors, *new)))
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
+def data_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements, those that share memory once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 

@@ -166,10 +166,7 @@ def _usable(rules: Sequence[tuple[str, str]], sizes: Mapping[str, int]) -> Condi
         except ValueError:
             # Note: such as a condition with a function of torch's symbols that Python lacks.
             place_of |= {f"{name} == {size}": place for name, size in sizes.items()}
-    conditions = Conditions(tuple(place_of), tuple(place_of.values()))
-    failing_rule = conditions.failing(sizes)
-    assert not failing_rule, f"a recording serves its own sizes: {failing_rule}"
-    return conditions
+    return Conditions(tuple(place_of), tuple(place_of.values()))
 
 
 def _fill(

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import funcshard as fs
-from benchmarks.memory_models import MODELS
-from benchmarks.memory_truth import CASES, FILE, Case, Setup, measure, prepare
+from benchmarks.memory_truth import CASES, FILE, MODELS, Case, Setup, measure, prepare
 from funcshard._utils.table import Table
 from funcshard.estimate import OPTIMIZERS, OptimizerMemory, Runtime, profile
 

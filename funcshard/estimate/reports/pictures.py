@@ -66,10 +66,9 @@ def draw_memory(report: Report, *, path: str | Path | None = None) -> Figure:
     )
     axes.plot([peak_moment.seconds], [peak_moment.total / byte_scale], "o", color=_INK)
     legend_title = f"peak {table.size(peak_moment.total)} (dot)\nin the {moment_text(peak_moment)}"
-    if report.budget is not None:
-        legend_title += f"\nbudget {table.size(report.budget)}"
-        if report.budget <= _FAR * report.peak:
-            axes.axhline(report.budget / byte_scale, color=_ALARM, linestyle="--")
+    legend_title += f"\nbudget {table.size(report.budget)}"
+    if report.budget <= _FAR * report.peak:
+        axes.axhline(report.budget / byte_scale, color=_ALARM, linestyle="--")
     axes.set(xlim=(0, last_second), ylim=(0, None))
     _label_times(axes.xaxis, "time in the step")
     axes.set_ylabel(f"memory of a rank ({size_unit})")
@@ -146,7 +145,7 @@ def draw_pareto(reports: Mapping[str, Report], *, path: str | Path | None = None
     front_points = [points[name] for name in front_names]
     axes.plot(*zip(*front_points, strict=True), "o-", drawstyle="steps-post", label="front")
     budget, *other_budgets = {report.budget for report in reports.values()}
-    if budget is not None and not other_budgets and budget <= _FAR * most_bytes:
+    if not other_budgets and budget <= _FAR * most_bytes:
         label = f"budget {table.size(budget)}"
         axes.axvline(budget / byte_scale, color=_ALARM, linestyle="--", label=label)
     for number, name in enumerate(front_names[:_MOST_NAMES], start=1):

@@ -69,12 +69,12 @@ class Report(Shown):
     events: tuple[Event, ...]
     step_time: float
     exposed: float
+    budget: int
     tokens: int = 0
     flops: int = 0
     peak_flops: float = 0.0
     reserved: tuple[int, int] = (0, 0)
     reserved_source: str = ""
-    budget: int | None = None
     unit_memory: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, object] = field(default_factory=dict)
@@ -124,8 +124,8 @@ class Report(Shown):
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the budget; ``True`` without a budget."""
-        return self.budget is None or self.peak <= self.budget
+        """Whether the peak is within the budget."""
+        return self.peak <= self.budget
 
     @property
     def tracks(self) -> dict[str, tuple[Span, ...]]:
@@ -150,7 +150,7 @@ class Report(Shown):
         Memory does if the peak is over the budget; communication if the rank waits for more than a
         quarter of the step; otherwise compute.
         """
-        if not self.fits and self.budget is not None:
+        if not self.fits:
             largest, size = max(self.by_category.items(), key=lambda item: item[1])
             return (
                 f"Memory binds: the peak, {table.size(self.peak)} in the "
@@ -194,10 +194,10 @@ class Report(Shown):
         ):
             yield "Offload: the optimizer's update of offloaded shards runs on the host, and the step time leaves it out."
         asked_budget = self.options.get("budget")
-        if isinstance(asked_budget, int) and self.budget is not None and asked_budget > self.budget:
+        if isinstance(asked_budget, int) and asked_budget > self.budget:
             yield f"Budget: {table.size(asked_budget)} is more than the device has, so its memory counts."
         # Note: in use it fits, but the allocator may not.
-        if self.budget and self.fits and self.reserved[1] >= _FULL * self.budget:
+        if self.fits and self.reserved[1] >= _FULL * self.budget:
             reserved_share = table.share(self.reserved[1], self.budget)
             yield (
                 f"Slow allocations: the allocator may reserve {reserved_share} of the budget. A full one frees "
@@ -221,10 +221,8 @@ def rate_text(report: Report) -> str:
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
-def left_text(budget: int | None, peak: int) -> str:
+def left_text(budget: int, peak: int) -> str:
     """Return how far a peak is below or above a budget, such as ``1.5 GiB left``."""
-    if budget is None:
-        return ""
     return f"{table.size(abs(budget - peak))} {'left' if peak <= budget else 'too little'}"
 
 
@@ -251,11 +249,10 @@ def _summary(report: Report) -> Table:
     if report.reserved != (0, 0):
         low, high = map(table.size, report.reserved)
         row("reserved", f"{low} – {high}", "held by a caching allocator")
-    if report.budget is not None:
-        source, note = report.sources.get("budget", "given"), left_text(report.budget, report.peak)
-        if source != "given":
-            note = f"the device's memory, {note}"
-        row("budget", table.size(report.budget), note, source)
+    source, note = report.sources.get("budget", "given"), left_text(report.budget, report.peak)
+    if source != "given":
+        note = f"the device's memory, {note}"
+    row("budget", table.size(report.budget), note, source)
     row("step time", table.duration(report.step_time))
     row("exposed", table.duration(report.exposed), _of_step(report.exposed, report))
     for track, spans in report.tracks.items():

@@ -10,7 +10,6 @@ higher.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -79,9 +78,7 @@ class Best(Shown):
 
     def _parts(self) -> list[Part]:
         report = self.report
-        peak_text = f"peak {table.size(report.peak)}"
-        if report.budget is not None:
-            peak_text += f" of {table.size(report.budget)}"
+        peak_text = f"peak {table.size(report.peak)} of {table.size(report.budget)}"
         table_rows = [
             [
                 point.text,
@@ -241,9 +238,9 @@ def _search(
 
     def first_end(ladder_index: int, low_rung: int, high_rung: int) -> int:
         """Return the first rung between two that ends; the second one does, the first doesn't."""
-        for attempt in itertools.count():
+        for attempt in range(len(all_ladders[ladder_index].counts)):
             if high_rung - low_rung == 1:
-                return high_rung
+                break
             middle_rung = (low_rung + high_rung) // 2
             # Why by proportion: peak and time change by as much with each unit.
             if low_rung >= 0 and attempt < _PROPORTIONAL:
@@ -257,7 +254,7 @@ def _search(
                 high_rung = middle_rung
             else:
                 low_rung = middle_rung
-        raise AssertionError("each attempt brings the two rungs closer")
+        return high_rung
 
     # Note: after the first ladder whose bound is over the best time, none can win.
     for i in sorted(range(len(all_ladders)), key=least_seconds.__getitem__):

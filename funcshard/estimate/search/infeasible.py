@@ -173,7 +173,6 @@ def _changed(
     ranks = mesh[0] * mesh[1]
     more_modules = [name for name in module_names if name not in set(remat)]
     if more_modules:
-        assert before.budget is not None
         # Why a guess: each number takes a trace if it's near the first or the last one.
         begin = math.ceil((before.peak - before.budget) / max(unit_saved, 1))
         count, report = _fewest(
@@ -245,7 +244,6 @@ def _fewest(
             return most, count_report
         if high_count - low_count == 1:
             return high_count, fitting_report
-        assert count_report.budget is not None
         # Why by proportion: equal units save equally much, so this takes two or three estimates.
         saved_share = (peak - count_report.budget) / max(peak - count_report.peak, 1)
         count = min(max(math.ceil(saved_share * count), low_count + 1), high_count - 1)

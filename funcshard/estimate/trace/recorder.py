@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from funcshard._utils.tensors import tensors_in
-from funcshard._utils.torch_operators import count_flops, moved_bytes, writes_inputs
+from funcshard._utils.torch_operators import count_flops, data_bytes, moved_bytes, writes_inputs
 from funcshard._utils.torch_private import (
     TorchDispatchMode,
     next_sequence_number,
@@ -322,7 +322,7 @@ class Recorder(TorchDispatchMode):
                 func.namespace == "funcshard"
             ):  # a collective, whose arguments end in axis, ranks, label
                 lane = f"{func.name().removeprefix('funcshard::')} {args[-3]}"
-                bytes_moved = max(map(_nbytes, (*tensors_in(args), *stored_results)))
+                bytes_moved = max(map(data_bytes, (*tensors_in(args), *stored_results)))
             if bytes_moved or flops:
                 self.emit(Op(flops, bytes_moved, lane))
         return out
@@ -341,15 +341,15 @@ class Recorder(TorchDispatchMode):
         outside_inputs = [
             tensor for tensor in inputs if self.number(tensor, known=True) not in self._inside
         ]
-        bytes_moved = sum(map(_nbytes, outside_inputs))
+        bytes_moved = sum(map(data_bytes, outside_inputs))
         if is_fused(func):
             self._inside.update(map(self.number, results))
             return bytes_moved
-        bytes_moved += sum(map(_nbytes, results))
+        bytes_moved += sum(map(data_bytes, results))
         # A reduction reads what is in memory, so the fused kernel before it has written it.
         if not is_reduction(func):
             written_inputs = [tensor for tensor in inputs if self.number(tensor) in self._inside]
-            bytes_moved += 2 * sum(map(_nbytes, written_inputs))
+            bytes_moved += 2 * sum(map(data_bytes, written_inputs))
             self._inside.difference_update(map(self.number, written_inputs))
         return bytes_moved
 
@@ -358,7 +358,3 @@ def _form(tensor: torch.Tensor | None) -> Any:
     if tensor is None or tensor.layout is not torch.strided:
         return None
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

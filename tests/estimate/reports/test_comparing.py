@@ -145,7 +145,7 @@ def test_equal_reports_differ_in_nothing() -> None:
 
 
 def test_a_table_has_a_row_for_each_report() -> None:
-    reports = {"many": report_of(budget=2 * MIB), "few": report_of(tokens=0, flops=0, budget=None)}
+    reports = {"many": report_of(budget=2 * MIB), "few": report_of(tokens=0, flops=0)}
     found = tabulate(reports)
     assert len(str(found).splitlines()) == 4 + len(reports) + 1
     assert found._repr_html_().count("<tr>") == 1 + len(reports)
