@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from types import CodeType, FunctionType, MappingProxyType, SimpleNamespace
+from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -29,7 +29,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from funcshard._utils.tensors import byte_view, map_tensors, tensors_in
+from funcshard._utils.tensors import byte_view
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -706,74 +706,6 @@ def cuda_sleep(cycles: int) -> None:
 
 
 # --- traces without data --------------------------------------------------------------------------
-
-_MOST_CONSTANTS = 1 << 20  # elements of a tensor that a trace computes
-
-
-def fake_tensors() -> Any:
-    """Return a context in which tensors have shapes, dtypes and storages, but no data.
-
-    They behave as CPU tensors do. Small whole numbers that depend on no input have their values,
-    because a model may decide by them.
-    """
-    return _fake_mode()(allow_non_fake_inputs=True)
-
-
-@functools.cache
-def _fake_mode() -> Any:
-    """Return a class of fake tensors that computes whole numbers from constants."""
-
-    class FakeTensors(FakeTensorMode):
-        # Why not __torch_dispatch__: torch wraps each override of it in a guard against Dynamo,
-        # which takes as long as all that is done here.
-        def dispatch(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = MappingProxyType({})
-        ) -> Any:
-            if func is _choose_attention:
-                # Why: of tensors without data torch would always choose plain operations.
-                inputs = [_smaller(tensor, keep=1) for tensor in args[:3]]
-                rest, options = map_tensors(_smaller, (args[3:], dict(kwargs)))
-                return func(*inputs, *rest, **options)
-            is_constant = not types and all(
-                type(tensor) is torch.Tensor and _is_constant(tensor)
-                for tensor in tensors_in((args, kwargs))
-            )
-            if not is_constant or not _may_compute(func):
-                return super().dispatch(func, types, args, kwargs)
-            try:
-                out = super().dispatch(func, types, args, kwargs)
-            except Exception as error:
-                if asks_for_data(error):
-                    return func(*args, **kwargs)
-                raise
-            return func(*args, **kwargs) if all(map(_is_constant, tensors_in(out))) else out
-
-    return FakeTensors
-
-
-_choose_attention = torch.ops.aten._fused_sdp_choice.default
-
-
-def _smaller(tensor: torch.Tensor, keep: int = 0) -> torch.Tensor:
-    """Return zeros like a tensor, with at most two in each dim but the last ``keep`` ones."""
-    last_dims = tensor.shape[tensor.dim() - keep :]
-    first_dims = [min(size, 2) for size in tensor.shape[: tensor.dim() - keep]]
-    return torch.zeros([*first_dims, *last_dims], dtype=tensor.dtype, device="cpu")
-
-
-@functools.cache
-def _may_compute(func: Any) -> bool:
-    """Return whether an operator gives the same values in each call."""
-    return (
-        func.namespace == "aten"
-        and "empty" not in str(func)
-        and torch.Tag.nondeterministic_seeded not in func.tags
-    )
-
-
-def _is_constant(tensor: torch.Tensor) -> bool:
-    is_integral = not tensor.is_floating_point() and not tensor.is_complex()
-    return is_integral and tensor.device.type == "cpu" and tensor.numel() <= _MOST_CONSTANTS
 
 
 def recording_tensors() -> Any:

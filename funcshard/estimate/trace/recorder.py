@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from funcshard._utils.tensors import tensors_in
+from funcshard._utils.torch_fakes import without_function_modes
 from funcshard._utils.torch_operators import count_flops, data_bytes, moved_bytes, writes_inputs
 from funcshard._utils.torch_private import (
     TorchDispatchMode,
@@ -297,9 +298,14 @@ class Recorder(TorchDispatchMode):
         # Why here: two of three calls are torch's questions for a device, which fake tensors know.
         if func is _DEVICE:
             return args[0].device
-        out = func(*args, **kwargs)
-        if self.paused or func.namespace == "prim":
-            return out
+        with without_function_modes():
+            out = func(*args, **kwargs)
+            if not self.paused and func.namespace != "prim":
+                self._write(func, args, kwargs, out)
+        return out
+
+    def _write(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Write down an operation."""
         if self.phase == "backward" and len(self._stack) == 1:
             self._follow_backward()
         output_tensors = list(tensors_in(out))
@@ -325,7 +331,6 @@ class Recorder(TorchDispatchMode):
                 bytes_moved = max(map(data_bytes, (*tensors_in(args), *stored_results)))
             if bytes_moved or flops:
                 self.emit(Op(flops, bytes_moved, lane))
-        return out
 
     def _fused_bytes(
         self, func: Any, inputs: list[torch.Tensor], results: list[torch.Tensor]

@@ -30,8 +30,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from funcshard._utils import tree
 from funcshard._utils.tensors import map_tensors, tensors_in
+from funcshard._utils.torch_fakes import fake_tensors
 from funcshard._utils.torch_private import (
-    fake_tensors,
     outer_saved_tensors_hooks,
     refresh_flat_weights,
     storage_id,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from funcshard._utils.tensors import dtype_of, tensors_in
-from funcshard._utils.torch_private import fake_tensors
+from funcshard._utils.torch_fakes import fake_tensors
 from funcshard.comm import DeferredWork, Group, Mesh, Op, concatenate
 from funcshard.comm import Work as Waiting
 from funcshard.core import gnvp, grad, hvp, jvp, linearize, vjp
