@@ -208,7 +208,7 @@ class _FakeTensors(FakeTensorMode):
             return fake_tensor
         # Why by hand: all fake tensors of a device begin with the same attributes, and setting them
         # one by one takes longer than all else here.
-        fake_tensor = torch.Tensor._make_subclass(  # type: ignore[attr-defined]
+        fake_tensor = torch.Tensor._make_subclass(
             FakeTensor, tensor, False, dispatch_device=True, device_for_backend_keys=device
         )
         torch._C._set_throw_on_mutable_data_ptr(fake_tensor)

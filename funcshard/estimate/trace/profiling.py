@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +18,22 @@ from funcshard._utils.process_state import without_collection
 from funcshard._utils.table import Shown, Table
 from funcshard._utils.tensors import is_dtensor, tensors_in
 from funcshard._utils.torch_private import asks_for_data, stored_parts
-from funcshard.estimate.trace.program import Program, equal_units, make_program, splice
+from funcshard.estimate.trace.program import (
+    MARGIN,
+    Program,
+    equal_units,
+    make_program,
+    merge,
+    splice,
+)
 from funcshard.estimate.trace.tape import Tape
 from funcshard.estimate.trace.tracing import ModelCall, leaf_dtypes, trace_model
 from funcshard.plan import MixedPrecision, Plan, dtype_name, make_plan, match
 
 _T = TypeVar("_T")
+
+# By the template of a model: paths of modules that represent no others.
+_unfolded: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -108,15 +119,30 @@ class Profile(Shown):
         # Note: a trace takes a third of a second, a splice milliseconds. The program of a splice
         # may be spliced itself, along other equal units.
         base_program = self.program(plan)
+        groups: list[tuple[list[str], int]] = []
         for equal_group in sorted(equal_units(plan, base_program), key=len, reverse=True):
             names = [unit.name for unit in equal_group if unit.name in base_program.order]
-            middle_count, wanted_count = len(names) // 2, len(remat.intersection(names))
-            if wanted_count == middle_count or not remat.issuperset(names[:wanted_count]):
-                continue
-            middle_names = remat.difference(names).union(names[:middle_count])
-            middle_program = functools.partial(self.program, plan, remat=middle_names)
+            wanted_count = len(remat.intersection(names))
+            if wanted_count != len(names) // 2 and remat.issuperset(names[:wanted_count]):
+                groups.append((names, wanted_count))
+
+        def recomputing(names: Sequence[str], count: int) -> Program:
+            return self.program(plan, remat=remat.difference(names).union(names[:count]))
+
+        for names, wanted_count in groups:
+            middle_count = len(names) // 2
+            middle_program = functools.partial(recomputing, names, middle_count)
             if spliced_program := splice(middle_program, names, middle_count, wanted_count):
                 return spliced_program
+        # Note: similar units, and borders near the first or the last one, take two more traces.
+        for names, wanted_count in groups:
+            middle_count = len(names) // 2
+            if 0 < wanted_count < len(names) and middle_count > MARGIN:
+                counts = 0, len(names), middle_count
+                none, all_units, border = (recomputing(names, count) for count in counts)
+                merged_program = merge(none, all_units, border, names, middle_count, wanted_count)
+                if merged_program is not None:
+                    return merged_program
         return None
 
     def check(self, plan: Plan) -> None:
@@ -278,7 +304,8 @@ def profile(
     param_forms = {name: _form(param, dtypes[name][1]) for name, param in params.items()}
 
     model_call = ModelCall(apply, buffers, args, kwargs, loss, targets)
-    unfolded_modules: set[str] = set()  # which all traces of the model learn
+    # Note: all traces of the model learn which modules can't be folded, whatever its inputs.
+    unfolded_modules = _unfolded.setdefault(apply.skeleton.template, set())
     # Note: estimates trace again later, outside of the caller's autocast.
     autocast_dtype = _autocast()
 

@@ -437,6 +437,133 @@ def splice(
     return Program(tuple(steps), program.order, program.backward, not_saved, saved)
 
 
+def merge(
+    none: Program, all_units: Program, border: Program, units: Sequence[str], made: int, wanted: int
+) -> Program | None:
+    """Return the program in which backward recomputes another number of similar units.
+
+    Units may differ, as layers with other masks do. Each takes its own steps of a program that
+    recomputes it, or doesn't. A border changes the steps beside it as another border does.
+
+    Arguments:
+        none: the program that recomputes none of the units.
+        all_units: the program that recomputes all of them.
+        border: the program that recomputes the first ``made`` of them.
+        units: names of the units, in the order of forward.
+        made: number of units that ``border`` recomputes.
+        wanted: number of units that the result recomputes.
+
+    Returns:
+        The program; ``None`` if the steps of a unit are not one piece in forward and one in
+        backward, or if a border reaches further than ``MARGIN``.
+    """
+    programs = (none, all_units, border)
+    if any(
+        (program.order, program.backward) != (none.order, none.backward) for program in programs
+    ):
+        return None
+    none_parts, all_parts, border_parts = (list(_parts(program.steps)) for program in programs)
+    names = [name for name, _, _ in none_parts]
+    positions = {name: i for i, name in enumerate(units)}
+    if any([name for name, _, _ in parts] != names for parts in (all_parts, border_parts)):
+        return None
+    if any(names.count(name) != 2 for name in units):
+        return None
+
+    def plain(part_index: int, count: int) -> tuple[Any, ...]:
+        """Return the steps of a part far from any border, if ``count`` units are recomputed."""
+        parts = all_parts if positions[names[part_index]] < count else none_parts
+        return _piece(parts[part_index])
+
+    # By whether it is in forward, and the distance from the border: what the border changes.
+    changes: dict[tuple[bool, int], list[tuple[Memory, Memory]]] = {}
+    for i, name in enumerate(names):
+        if name in positions and (piece := _piece(border_parts[i])) != (usual := plain(i, made)):
+            if [_kind(step) for step in piece] != [_kind(step) for step in usual]:
+                return None
+            place = names.index(name) == i, positions[name] - made
+            changes[place] = [
+                (_less(step.highest, old.highest), _less(step.end, old.end))
+                for step, old in zip(piece, usual, strict=True)
+                if isinstance(step, Run) and isinstance(old, Run)
+            ]
+    reach = max((max(-distance, distance + 1) for _, distance in changes), default=0)
+    if not reach <= min(wanted, len(units) - wanted, MARGIN):
+        return None
+    steps: list[Run | Reached] = []
+    memory_now = _NONE
+    for i, name in enumerate(names):
+        piece = _piece(border_parts[i], name)
+        if name in positions:
+            piece = tuple(_moved(step, name, _NONE) for step in plain(i, wanted))
+            place = names.index(name) == i, positions[name] - wanted
+            if place in changes:
+                source_index = [
+                    j for j, other in enumerate(names) if other == units[made + place[1]]
+                ]
+                source_piece = plain(source_index[not place[0]], made)
+                changed_piece = _changed(piece, source_piece, changes[place])
+                if changed_piece is None:
+                    return None
+                piece = changed_piece
+        moved_steps = [_moved(step, step.unit, memory_now) for step in piece]
+        steps += moved_steps
+        memory_now = _end(moved_steps, memory_now)
+    # Note: all that forward makes is freed, so a wrong border would show at the end.
+    if memory_now != _end(none.steps, _NONE):
+        return None
+    recomputed_units = set(units[:wanted])
+    sources = {name: all_units if name in recomputed_units else none for name in units}
+    not_saved = border.not_saved.difference(units).union(
+        name for name, program in sources.items() if name in program.not_saved
+    )
+    saved = {name: size for name, size in border.saved.items() if name not in positions}
+    for name in units:
+        # Note: what the unit before a border makes may be kept by no unit.
+        ends = changes.get((True, positions[name] - wanted), ())
+        size = sources[name].saved.get(name, 0) + sum(end.activations for _, end in ends[-1:])
+        if size:
+            saved[name] = size
+    return Program(tuple(steps), none.order, none.backward, not_saved, saved)
+
+
+def _kind(step: Run | Reached) -> Any:
+    return (step.what, step.work) if isinstance(step, Run) else step.what
+
+
+def _less(memory: Memory, less: Memory) -> Memory:
+    return Memory(*map(operator.sub, memory, less))
+
+
+def _changed(
+    piece: Sequence[Run | Reached],
+    source_piece: Sequence[Run | Reached],
+    changes: Sequence[tuple[Memory, Memory]],
+) -> tuple[Run | Reached, ...] | None:
+    """Return the steps of a unit beside a border, by what one changes in those of another."""
+    runs, source_runs = ([s for s in part if isinstance(s, Run)] for part in (piece, source_piece))
+    # Note: memory that is there all the time adds to any steps, other memory to equal ones only.
+    is_constant = len({memory for change in changes for memory in change}) == 1
+    is_equal = [(r.highest, r.end) for r in runs] == [(r.highest, r.end) for r in source_runs]
+    if len(runs) != len(changes) or not (is_constant or is_equal):
+        return None
+    more = iter(changes)
+    return tuple(
+        step
+        if isinstance(step, Reached)
+        else Run(
+            step.unit,
+            step.what,
+            step.work,
+            *(
+                Memory(*map(operator.add, memory, added))
+                for memory, added in zip((step.highest, step.end), next(more), strict=True)
+            ),
+        )
+        for step in piece
+    )
+
+
 def _source(position: int, made: int, wanted: int) -> int:
     # Note: units beside the new border take the steps of those beside the old one.
     if abs(2 * (position - wanted) + 1) <= 2 * MARGIN:
@@ -456,11 +583,11 @@ def _parts(steps: Sequence[Run | Reached]) -> Iterator[tuple[str, Memory, list[R
         memory_begin = _end(group_steps, memory_begin)
 
 
-def _piece(part: tuple[str, Memory, list[Run | Reached]]) -> tuple[Any, ...]:
-    """Return the steps of a unit without its name and the memory before them."""
+def _piece(part: tuple[str, Memory, list[Run | Reached]], name: str = "") -> tuple[Any, ...]:
+    """Return the steps of a unit under another name, without the memory before them."""
     _, memory_begin, steps = part
     less_memory = Memory(*map(operator.neg, memory_begin))
-    return tuple(_moved(step, "", less_memory) for step in steps)
+    return tuple(_moved(step, name, less_memory) for step in steps)
 
 
 def _end(steps: Sequence[Run | Reached], memory: Memory) -> Memory:

@@ -9,7 +9,7 @@ import torch
 
 import funcshard as fs
 from funcshard.estimate import Profile, profile
-from funcshard.estimate.trace.program import MARGIN, Program, Run, make_program, splice
+from funcshard.estimate.trace.program import MARGIN, Program, Run, make_program, merge, splice
 
 NAMES = [str(i) for i in range(10)]
 
@@ -73,3 +73,19 @@ def test_a_unit_in_pieces_is_left_to_the_trace(found: Profile) -> None:
     plan = fs.make_plan(found.forms, 2, units=[*NAMES, *(f"{name}.2" for name in NAMES)])
     program = found.program(plan, remat=NAMES[:5])
     assert splice(lambda: program, [f"{name}.0" for name in NAMES], 5, 4) is None
+
+
+@pytest.mark.parametrize("wanted", [2, 3, 5, 6, 11, 12])
+def test_units_of_two_kinds_take_their_own_steps(wanted: int) -> None:
+    names = [str(i) for i in range(14)]
+    net = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ELU() if i % 6 == 5 else torch.nn.GELU()) for i in range(14))
+    )
+    apply, params, buffers = fs.make_functional(net)
+    mixed = profile(apply, params, buffers, torch.zeros(4, 8))
+    plan = fs.make_plan(params, 2, units=names)
+    paths = {unit.name: unit.paths for unit in plan.unit_list}
+    none, every, middle, traced = (make_program(mixed.tape(names[:count]), paths) for count in (0, 14, 7, wanted))
+    merged = merge(none, every, middle, names, 7, wanted)
+    assert merged is not None
+    assert without_pauses(merged) == without_pauses(traced)
