@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -225,5 +226,15 @@ _COMMANDS = {
 }
 
 
+def run() -> NoReturn:
+    """Run the command line as a process, and end it."""
+    # Why twice: searches for garbage walk through all objects of torch and transformers, the last
+    # one when the process ends, for a second.
+    gc.freeze()
+    exit_code = main()
+    gc.freeze()
+    sys.exit(exit_code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -8,6 +8,6 @@
 - ``options``: check options, and advise on habits of other libraries.
 - ``closures``: the objects that a function or a value refers to.
 - ``process_state``: the random number generators, and code without searches for garbage.
-- ``torch_private``, ``torch_operators``, ``torch_compilers``, ``torch_symbols``, ``torch_modules``,
-  ``torch_groups``: torch's private API, which no other file touches.
+- ``torch_private``, ``torch_operators``, ``torch_compilers``, ``torch_fakes``, ``torch_symbols``,
+  ``torch_modules``, ``torch_groups``: torch's private API, which no other file touches.
 """

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils.process_state import without_collection
 from funcshard.checkpoint import default_units, module_of_config
 from funcshard.estimate import Hardware, Space
 from funcshard.plan import MixedPrecision, Storage
@@ -76,8 +75,7 @@ def planned_model(
         tensor: number of ranks that divide each layer.
     """
     path = None if isinstance(model, nn.Module) else os.fspath(model)
-    with without_collection():  # the files of transformers take a third less time to import
-        module = model if isinstance(model, nn.Module) else module_of_config(Path(model))
+    module = model if isinstance(model, nn.Module) else module_of_config(Path(model))
     drops_layers = path is not None and _without_layerdrop(module)
     lora = task.lora if isinstance(task, Training) else None
     dpo = isinstance(task, Training) and task.dpo

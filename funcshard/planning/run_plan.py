@@ -13,6 +13,7 @@ from torch import nn
 
 from funcshard._utils import table
 from funcshard._utils.options import check_count, outline
+from funcshard._utils.process_state import without_collection
 from funcshard._utils.table import Bullets, Part, Table
 from funcshard.estimate import (
     Best,
@@ -247,6 +248,8 @@ def plan_run(
 ) -> GenerationPlan: ...
 
 
+# Why: a search for garbage walks through all objects of torch and transformers.
+@without_collection()
 def plan_run(
     model: nn.Module | str | os.PathLike[str],
     *,
