@@ -138,8 +138,8 @@ def estimate(
                 schedule=used_schedule,
                 accumulation=accumulation,
             )
+        lanes, timeline = simulation.lanes, simulation.ledger.timeline()
     pool_bytes = simulation.ledger.pools(streams=on_device.streams)
-    lanes, timeline = simulation.lanes, simulation.ledger.timeline()
     step_how = source_of_sum((span.seconds, span.source) for span in lanes.spans)
     if any(unit.offload for unit in plan.unit_list):  # copies have no spans
         step_how = weakest(step_how, target_hardware.offload.source.how)
