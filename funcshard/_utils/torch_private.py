@@ -611,6 +611,9 @@ def recording_or_transforming() -> bool:
     return dispatch_modes() > 0 or bool(transforms_active())
 
 
+weight_norm_kernel: Callable[..., torch.Tensor] = torch._weight_norm
+"""Return ``g * v / |v|``, of ``(v, g, dim)``: what ``parametrizations.weight_norm`` computes."""
+
 function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
 """Return the modes of this thread that see calls of torch's functions."""
 

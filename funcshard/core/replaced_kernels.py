@@ -1,9 +1,10 @@
 """``any_order``: where kernels of torch that lack derivatives are replaced by what has them.
 
-``attention`` has derivatives of any order. So have the losses and norms here, as plain operations:
+``attention`` has derivatives of any order. So have the functions here, as plain operations:
 
-- torch's kernels for these losses have no derivative of their gradient in forward mode, so a
-  product with a Hessian, which is forward over reverse, fails in them.
+- torch's kernels for these losses, for ``hardsigmoid`` and for weight norm have no derivative of
+  their gradient in forward mode, so a product with a Hessian, which is forward over reverse, fails
+  in them.
 - Those for norms have right derivatives of the first order, and right derivatives of a gradient.
   All others are wrong, as they take the batch's statistics for constants. So norms are replaced
   there, and nowhere else.
@@ -26,6 +27,7 @@ from funcshard._utils.torch_private import (
     derivatives_of,
     function_modes,
     transforms_active,
+    weight_norm_kernel,
     without_mode_check,
 )
 from funcshard.core.attention import attention
@@ -105,7 +107,7 @@ class _AnyOrder(torch.overrides.TorchFunctionMode):
         if func is functional.multi_head_attention_forward:
             with self:  # Why again: torch leaves the mode while this method runs.
                 return without_mode_check(func)(*args, **kwargs)
-        replacement = _PLAIN_LOSSES.get(func)
+        replacement = _PLAIN_KERNELS.get(func)
         if func in _PLAIN_NORMS and _is_of_high_order(args[0] if args else kwargs["input"]):
             replacement = _PLAIN_NORMS[func]
         if func is functional.scaled_dot_product_attention and not _kernel_chosen():
@@ -133,7 +135,7 @@ def _kernel_chosen() -> bool:
     )
 
 
-# --- losses ---------------------------------------------------------------------------------------
+# --- kernels whose gradient has no forward derivative ---------------------------------------------
 
 
 def _plain(kernel: Any, elementwise: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -171,10 +173,24 @@ def _soft_margin(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.softplus(-targets * inputs)
 
 
-_PLAIN_LOSSES: dict[Any, Callable[..., torch.Tensor]] = {
+def _hardsigmoid(input: torch.Tensor, inplace: bool = False) -> torch.Tensor:  # noqa: A002
+    out = functional.relu6(input + 3) / 6
+    return input.copy_(out) if inplace else out
+
+
+def _weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    # Note: -1 means the norm of the whole tensor.
+    dims = [i for i in range(v.ndim) if dim == -1 or i != dim % v.ndim]
+    # Why not vector_norm: its third derivatives fail in torch, which writes to a tensor in place.
+    return v * (g / v.square().sum(dims, keepdim=True).sqrt())
+
+
+_PLAIN_KERNELS: dict[Any, Callable[..., torch.Tensor]] = {
     functional.mse_loss: _plain(functional.mse_loss, _squares),
     functional.huber_loss: _plain(functional.huber_loss, _huber),
     functional.soft_margin_loss: _plain(functional.soft_margin_loss, _soft_margin),
+    functional.hardsigmoid: _hardsigmoid,
+    weight_norm_kernel: _weight_norm,
 }
 
 

@@ -189,6 +189,8 @@ def _main_input(module: Any, batch: int, seq: int) -> dict[str, Any]:
     elif name == "input_features" and hasattr(config, "max_source_positions"):
         # Note: Whisper's second convolution halves the frames.
         inputs[name] = empty(config.num_mel_bins, 2 * config.max_source_positions)
+    elif name == "input_values" and hasattr(config, "num_mel_bins"):  # a spectrogram
+        inputs[name] = empty(config.max_length, config.num_mel_bins)
     elif name == "input_values":
         inputs[name] = empty(seq)
     elif not takes_tokens:

@@ -1,4 +1,4 @@
-"""Norms under ``any_order``: derivatives of every order and mode are those of written-out operations."""
+"""Norms and the like under ``any_order``: derivatives of every order and mode are those of written-out operations."""
 
 import functools
 
@@ -16,6 +16,8 @@ pytestmark = forward_mode
 X, V, C = torch.randn(3, 4, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 W, B = torch.randn(2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 STATISTICS = torch.zeros(6, dtype=torch.float64), torch.ones(6, dtype=torch.float64)
+
+WEIGHT_NORM = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2)).parametrizations.weight[0]
 
 
 def written_out(dims, x):
@@ -37,6 +39,11 @@ NORMS = {
     "batch_norm, eval": (
         lambda x: F.batch_norm(x, *STATISTICS, W, B),
         lambda x: x / (1 + 1e-5) ** 0.5 * W[:, None] + B[:, None],
+    ),
+    "hardsigmoid": (F.hardsigmoid, lambda x: (x + 3).clamp(0, 6) / 6),
+    "weight_norm": (
+        lambda x: WEIGHT_NORM(W[:4, None, None], x),
+        lambda x: W[:4, None, None] * x / x.square().sum((1, 2), True).sqrt(),
     ),
     "glu": (lambda x: F.glu(x, 1), lambda x: x[:, :3] * x[:, 3:].sigmoid()),
 }

@@ -23,17 +23,17 @@ X = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
 IMAGE = X.view(2, 4, 2, 3)
 IDS, ENDS = torch.tensor([1, 2, 4, 5, 4, 3]), torch.tensor([0, 3])
 TARGETS, LENGTHS = torch.tensor([[1, 2], [2, 3]]), (torch.full((2,), 4), torch.full((2,), 2))
+WEIGHT_NORM = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)).parametrizations.weight[0]
 
-
-ATTENTION = "nothing, or `fs.any_order()` outside of transforms"
+REPLACED = ["scaled_dot_product_attention", "MultiheadAttention", "TransformerEncoderLayer, eval", "weight_norm"]
 CURES = {
-    **dict.fromkeys(["scaled_dot_product_attention", "MultiheadAttention", "TransformerEncoderLayer, eval"], ATTENTION),
+    **dict.fromkeys(REPLACED, "nothing, or `fs.any_order()` outside of transforms"),
     "LSTM": "`with torch.backends.mkldnn.flags(enabled=False):`, which takes away `vmap`",
     **dict.fromkeys(["RNN", "GRU"], "a loop over samples in place of `vmap`"),
     **dict.fromkeys(["embedding_bag, sum", "embedding_bag, max"], "`embedding`, then `sum` or `amax`"),
     "ctc_loss": "only first derivatives, in reverse mode",
     "grid_sample": "reverse over reverse in place of forward over reverse",
-    "cdist": "`(x[:, :, None] - y[:, None]).norm(dim=-1)`",
+    **dict.fromkeys(["cdist", "pdist"], "`(x[:, :, None] - y[:, None]).norm(dim=-1)`"),
     "grouped_mm": 'a product for each group; `experts_implementation="eager"` in transformers',
 }
 
@@ -54,6 +54,7 @@ OPERATORS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
     "scaled_dot_product_attention": (lambda x: F.scaled_dot_product_attention(x, x, x), X[:, None]),
     "MultiheadAttention": (lambda x: nn_attention(x, x, x, need_weights=False)[0], X),
     "TransformerEncoderLayer, eval": (of(nn.TransformerEncoderLayer(6, 2, 8, batch_first=True).eval()), X),
+    "weight_norm": (lambda w: WEIGHT_NORM(w.norm(dim=1, keepdim=True), w), X[0]),
     "RNN": (recurrent(nn.RNN(6, 3)), X),
     "LSTM": (recurrent(nn.LSTM(6, 3)), X),
     "GRU": (recurrent(nn.GRU(6, 3)), X),
@@ -75,6 +76,7 @@ OPERATORS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
     "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, 1), IMAGE),
     "grid_sample": (lambda x: F.grid_sample(x, torch.zeros(2, 2, 2, 2), align_corners=False), IMAGE),
     "cdist": (lambda x: torch.cdist(x, x.flip(1)), X),
+    "pdist": (lambda x: F.pdist(x[0]), X),
     "grouped_mm": (lambda x: F.grouped_mm(x.bfloat16().repeat(1, 2, 4), X.bfloat16().repeat(1, 6, 4)), X),
     "cumprod": (lambda x: x.cumprod(-1), X),
     "linalg.svd": (lambda x: torch.linalg.svd(x, full_matrices=False)[1], X),
@@ -126,6 +128,6 @@ def test_the_table_is_what_torch_does() -> None:
 
 @pytest.mark.slow
 def test_what_is_replaced_has_every_derivative() -> None:
-    for name in list(OPERATORS)[:3]:
+    for name in REPLACED:
         with fs.any_order():
             assert row(*OPERATORS[name]) == ["yes"] * 3, name
