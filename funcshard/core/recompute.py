@@ -132,8 +132,12 @@ def _repeatable(f: Callable[..., Any], held: Any) -> Callable[..., Any]:
         ):
             raise RuntimeError(_CHANGED)
         assert ambient is not None
-        with ambient.restored():
-            return f(*args)
+        try:
+            with ambient.restored():
+                return f(*args)
+        except Exception as error:  # of any kind: the function is the user's
+            error.add_note(_FAILED_AGAIN)
+            raise
 
     return run
 
@@ -366,6 +370,12 @@ _CHANGED = (
     "a tensor in the arguments of a function under fs.remat was modified in place, or got other "
     "data, before backward, which computes the function again and needs the values of forward: "
     "modify a copy, and update shards after backward"
+)
+
+_FAILED_AGAIN = (
+    "raised in backward, where fs.remat computes a function again that ran in forward: it may have "
+    "changed an argument, such as a cache of keys and values. For models of transformers pass "
+    "use_cache=False"
 )
 
 # --- captured tensors, which _Remat cannot differentiate ------------------------------------------

@@ -230,6 +230,18 @@ def test_a_list_that_a_function_fills_is_no_change():
     assert len(kept) == 2
 
 
+def test_a_failure_in_backward_says_where_the_function_ran_again():
+    w, cache = made((4, 4), 0).requires_grad_(), []
+
+    def f(cache, w):  # as attention with a cache of keys
+        cache.append(w.detach())
+        return (w @ torch.cat(cache).view(4, 4)).sum()
+
+    with pytest.raises(RuntimeError, match="invalid for input") as info:
+        fs.remat(f)(cache, w).backward()
+    assert any("pass use_cache=False" in note for note in info.value.__notes__)
+
+
 def test_autocast_is_the_same_the_second_time():
     dtypes = []
 
