@@ -506,17 +506,20 @@ def _run(ops: Sequence[Op]) -> list[str] | None:
     kind, sources = ops[0].kind, [op.out if op.data is None else op.data for op in ops]
     if kind == "all_gather_text":
         return sources
-    # That of all ranks, if they have one; of a reduce-scatter its slices.
-    result = sources[ops[0].src]
+    result = ops[0].out if kind == "all_gather" else sources[ops[0].src]
     if kind == "all_gather":
-        result = torch.cat([source.reshape(-1) for source in sources])
-    elif kind in ("all_reduce", "reduce_scatter"):
+        # Why not cat: it would hold the whole result once more.
+        for part, source in zip(result.chunk(len(ops)), sources, strict=True):
+            part.copy_(source)
+    elif kind == "all_reduce":
         result = torch.empty_like(sources[0])
         sum_in_rank_order(result, sources)
+    chunks = [source.chunk(len(ops)) for source in sources] if kind == "reduce_scatter" else []
     for rank, op in enumerate(ops):
-        if kind == "all_to_all":
+        if kind == "reduce_scatter":
+            sum_in_rank_order(op.out, [parts[rank].view_as(op.out) for parts in chunks])
+        elif kind == "all_to_all":
             op.out.copy_(torch.cat([part.data.split(list(part.sizes))[rank] for part in ops]))
-        else:
-            own_part = result.chunk(len(ops))[rank] if kind == "reduce_scatter" else result
-            op.out.copy_(own_part.view_as(op.out))
+        elif op.out is not result:
+            op.out.copy_(result)
     return None

@@ -128,7 +128,7 @@ CASES: dict[str, tuple[Harm, str]] = {
     ),
     "a custom node of a class that is no container": (
         put(INDEX, "outline", value=["custom", None, ["subprocess:Popen", None], [["value", "echo called"]]]),
-        "no registered container",
+        "isn't a registered container",
     ),
     "a list with data that are an object": (
         put(INDEX, "outline", value=["list", None, {"a": 1}, [["value", 1]]]), NOT_OURS,

@@ -208,7 +208,7 @@ UNFIT: dict[str, tuple[Any, Any, str]] = {  # a change of AdamW's state, which o
     ),
     "another step": (
         lambda s: {**s, "state": {**s["state"], "norm.bias": {**s["state"]["norm.bias"], "step": torch.tensor(7.0)}}}, PLAIN,
-        r"'step' must be the same for all leaves of a flat buffer .* 7\.0 for 'norm\.bias'.*: give one a group",
+        r"'step' must be the same for all leaves of a flat buffer .* 7\.0 for 'norm\.bias'.*: give one a separate group",
     ),
     "of another class": (
         lambda s: s, lambda plan, mesh: pair_of("Rprop", plan, mesh),

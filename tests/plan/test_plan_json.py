@@ -104,7 +104,7 @@ def test_a_text_that_is_no_plan_is_refused(text: str, words: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("antigravity:Thing", "import the module first"), ("subprocess:Popen", "is no namedtuple")],
+    [("antigravity:Thing", "import the module first"), ("subprocess:Popen", "isn't a namedtuple")],
 )
 def test_a_plan_calls_nothing_that_its_text_names(name: str, words: str, capfd: pytest.CaptureFixture[str]) -> None:
     plan = fs.Plan.from_json(edited(PLAN, f"{__name__}:Pair", name))  # a plan may be shown without its classes
