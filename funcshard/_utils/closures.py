@@ -1,13 +1,15 @@
-"""Walk the objects that a Python object refers to."""
+"""Walk the objects that a Python object refers to, and empty the caches of functions."""
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import gc
+import sys
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -101,3 +103,43 @@ def _loaded_globals(code: types.CodeType) -> tuple[str, ...]:
         for instruction in dis.get_instructions(code)
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
     )
+
+
+# --- caches of functions --------------------------------------------------------------------------
+
+_CACHE = type(functools.lru_cache(id))
+
+
+@contextlib.contextmanager
+def emptied_caches(classes: Iterable[type]) -> Iterator[None]:
+    """Empty the caches of functions in the files of classes, before the block and after it.
+
+    In the block tensors have no data. With ``functools.lru_cache``, a function would return them to
+    later calls, and the tensors of earlier calls to the block.
+    """
+    caches = _caches_in(frozenset([cls.__module__ for cls in classes]))
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        yield
+    finally:
+        for cache in caches:
+            cache.cache_clear()
+
+
+@functools.cache
+def _caches_in(file_names: frozenset[str]) -> tuple[Any, ...]:
+    """Return the cached functions and methods of Python modules, also those in wrappers."""
+    caches = {}
+    for file_name in file_names:
+        file_values = (
+            list(vars(sys.modules[file_name]).values()) if file_name in sys.modules else []
+        )
+        file_classes = [v for v in file_values if isinstance(v, type) and v.__module__ == file_name]
+        for value in [*file_values, *[v for cls in file_classes for v in vars(cls).values()]]:
+            function = getattr(value, "__func__", value)  # of a static method
+            if isinstance(function, types.FunctionType | _CACHE):
+                for part in captured(function):
+                    if isinstance(part, _CACHE) and part.__wrapped__.__module__ in file_names:
+                        caches[id(part)] = part
+    return tuple(caches.values())

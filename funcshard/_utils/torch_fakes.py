@@ -93,8 +93,12 @@ class _FakeTensors(FakeTensorMode):
         )
         if not is_constant or not _may_compute(func):
             return self.dispatch(func, types, args, kwargs)
+        fake_args, fake_kwargs = args, kwargs
+        if func._schema.is_mutable:
+            # Why copies: of real tensors torch's mode runs additions and the like itself.
+            fake_args, fake_kwargs = map_tensors(torch.clone, (args, dict(kwargs)))
         try:
-            out = self.dispatch(func, types, args, kwargs)
+            out = self.dispatch(func, types, fake_args, fake_kwargs)
         except Exception as error:
             if asks_for_data(error):
                 return func(*args, **kwargs)

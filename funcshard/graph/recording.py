@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from funcshard._utils import tree
-from funcshard._utils.closures import captured
+from funcshard._utils.closures import captured, emptied_caches, reachable
 from funcshard._utils.tensors import is_dtensor
 from funcshard._utils.torch_operators import is_random
 from funcshard._utils.torch_private import (
@@ -97,7 +97,8 @@ def record(step: Step, state: Any, batch: Any, names: Mapping[int, Any]) -> tupl
     # Why: an optimizer that changes a variable of its own would compute with the old value for
     # ever.
     captured_before = _variables(step)
-    with record_step() as recording:
+    classes = [type(part) for part in reachable(step) if isinstance(part, torch.nn.Module)]
+    with emptied_caches(classes), record_step() as recording:
         try:
             if names:
                 input_names = [names.get(i, ()) for i in input_leaves]

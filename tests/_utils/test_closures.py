@@ -1,4 +1,4 @@
-"""``captured`` and ``reachable``: the objects that a walk yields, and those it does not enter."""
+"""The objects that walks yield, and those they don't enter; functions whose caches a trace empties."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+import funcshard as fs
 from funcshard._utils.closures import captured, reachable
+from tests.core.units import forward_mode
 from tests.strange_objects import NO_COPY, STRANGE, RaisingDict, RaisingList, RaisingTuple
 
 WALKS = pytest.mark.parametrize("walk", [captured, reachable])
@@ -164,3 +166,62 @@ def test_a_walk_survives_objects_that_raise_when_looked_at(walk, make):
 def test_a_walk_enters_containers_that_do_not_iterate(walk, hold):
     marker = Marker()
     assert finds(walk, hold(marker), marker)
+
+
+# --- caches of functions --------------------------------------------------------------------------
+
+
+def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a cached function in a wrapper, as transformers does it."""
+    cached = functools.lru_cache(maxsize=2)(function)
+    return functools.wraps(function)(lambda *args: cached(*args))
+
+
+@functools.lru_cache
+def positions(size: int) -> torch.Tensor:
+    rows = torch.arange(size)
+    rows[1:] += 1  # in place, and of whole numbers, which a trace computes
+    return rows[1:] - 2
+
+
+class Cached(torch.nn.Module):
+    """A model whose functions cache a table, as BEiT's, or one of real numbers, as DINOv3's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = torch.nn.Linear(4, 4)
+
+    @staticmethod
+    @wrapped
+    def weights(size: int) -> torch.Tensor:
+        return torch.linspace(0.0, 1.0, size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.lin(x)[:, positions(5)] * self.weights(4)).square().mean()
+
+
+def recorded(mesh: fs.Mesh, apply: Any, params: Any) -> None:
+    plan = fs.make_plan(params, mesh)
+    sharded = fs.fully_shard(apply, plan, mesh)
+    step = fs.make_train_step(lambda s, b, x: sharded(s, b, x), fs.torch_optimizer(torch.optim.SGD, lr=0.1), plan, mesh)
+    state = step.init(fs.shard(params, plan, mesh), {})
+    loss = step(state, torch.ones(2, 4))[1]["loss"]
+    state = step.init(fs.shard(params, plan, mesh), {})
+    assert torch.equal(fs.trace(step, state, torch.ones(2, 4))(state, torch.ones(2, 4))[1]["loss"], loss)
+
+
+def estimated(mesh: fs.Mesh, apply: Any, params: Any) -> None:
+    profile = fs.profile(apply, params, {}, torch.ones(2, 4))
+    fs.estimate(profile, fs.make_plan(params, 2), transform="hvp")
+
+
+@forward_mode
+@pytest.mark.parametrize("verb", [recorded, estimated])
+def test_a_model_that_caches_tensors_is_the_same_before_and_after_a_trace(verb: Callable[..., Any]) -> None:
+    apply, params, _ = fs.make_functional(Cached())
+    x = torch.ones(2, 4)
+    expected = ((x @ params["lin.weight"].T + params["lin.bias"]) * torch.linspace(0.0, 1.0, 4)).square().mean()
+    for _ in range(3):
+        verb(fs.Mesh(), apply, params)
+        torch.testing.assert_close(apply(params, {}, x), expected)
+        verb(fs.Mesh(), apply, params)

@@ -29,6 +29,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from funcshard._utils import tree
+from funcshard._utils.closures import emptied_caches
 from funcshard._utils.tensors import map_tensors, tensors_in
 from funcshard._utils.torch_fakes import fake_tensors
 from funcshard._utils.torch_private import (
@@ -64,6 +65,12 @@ class ModelCall(NamedTuple):
     loss: Loss | None = None
     targets: Any = None
 
+    @contextlib.contextmanager
+    def without_data(self) -> Iterator[None]:
+        """Return a context in which the model may run with tensors that have no data."""
+        with emptied_caches(spec.cls for spec in self.apply.skeleton.specs), fake_tensors():
+            yield
+
     def faked(self) -> tuple[tuple[Any, ...], dict[str, Any], Any, Any, Loss]:
         """Return arguments, keyword arguments, buffers, targets and the loss, without data."""
         args, kwargs, buffers, targets = map_tensors(
@@ -98,7 +105,7 @@ def trace_model(
         accelerator: whether attention and dropout run as on a GPU.
     """
     # Note: fake tensors on the CPU behave like real ones, storages and their lifetimes included.
-    with fake_tensors(), AcceleratorKernels() if accelerator else contextlib.nullcontext():
+    with call.without_data(), AcceleratorKernels() if accelerator else contextlib.nullcontext():
         args, kwargs, buffers, targets, loss = call.faked()
         depth = 2 if fold else 0
         whole_paths = set[str]() if unfolded is None else unfolded

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from funcshard._utils.tensors import dtype_of, tensors_in
-from funcshard._utils.torch_fakes import fake_tensors
 from funcshard.comm import DeferredWork, Group, Mesh, Op, concatenate
 from funcshard.comm import Work as Waiting
 from funcshard.core import gnvp, grad, hvp, jvp, linearize, vjp
@@ -144,7 +143,7 @@ def _record(
     recorder = Recorder(Frame("", None, 0))
     log: list[Any] = recorder.log
     gathered: set[int] = set()
-    with fake_tensors(), torch.enable_grad(), record_events_apart() as events:
+    with call.without_data(), torch.enable_grad(), record_events_apart() as events:
         notes = _Notes(recorder, log, events, gathered)
         groups = {axis: _AbsentRanks(size, notes) for axis, size in plan.mesh_axes.items()}
         mesh = Mesh(groups, torch.device("cpu"))
