@@ -2,7 +2,8 @@
 
 Plans that differ only in how many units of the largest class backward recomputes form a ladder. The
 search takes ladders in the order of a lower bound of their time, until the bound is over the best
-time. On each it looks for the first rung that fits, by bisection if the ladder is long.
+time. On each it looks for the first rung that fits. On a long ladder, it does so by bisection, from
+the first rung whose lower bound of the peak fits.
 
 It takes for granted that recomputing more units makes no step faster, and on a long ladder no peak
 higher.
@@ -10,6 +11,8 @@ higher.
 
 from __future__ import annotations
 
+import bisect
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -215,10 +218,6 @@ def _search(
     all_ladders = list(ladders(space, ranks, scorer.classes, len(scorer.profiles)))
     assert all_ladders, "a space has at least one plan"
     fixed_figures = [scorer.fixed(ladder.first) for ladder in all_ladders]
-    least_seconds = [
-        scorer.least_seconds(ladder.first, fixed_part)
-        for ladder, fixed_part in zip(all_ladders, fixed_figures, strict=True)
-    ]
     scores: dict[Candidate, Score] = {}
     best: tuple[float, int, int, int] | None = None
 
@@ -231,19 +230,44 @@ def _search(
     def too_slow(seconds: float) -> bool:
         return best is not None and seconds > best[0]
 
+    def time_bound(ladder_index: int, rung: int) -> float:
+        candidate = all_ladders[ladder_index].rung(rung)
+        return scorer.least_seconds(candidate, fixed_figures[ladder_index])
+
+    def peak_bound(ladder_index: int, rung: int) -> int:
+        candidate = all_ladders[ladder_index].rung(rung)
+        return scorer.least_peak(candidate, fixed_figures[ladder_index])
+
+    def may_fit(ladder_index: int, rung: int) -> bool:
+        return peak_bound(ladder_index, rung) <= budget
+
     def ends(ladder_index: int, rung: int) -> bool:
         """Return whether a rung fits, or is too slow, as are all above it."""
         seconds, peak = score(ladder_index, rung)
         return peak <= budget or too_slow(seconds)
 
-    def first_end(ladder_index: int, low_rung: int, high_rung: int) -> int:
-        """Return the first rung between two that ends; the second one does, the first doesn't."""
-        for attempt in range(len(all_ladders[ladder_index].counts)):
+    def first_end(ladder_index: int, low_rung: int) -> int | None:
+        """Return the first rung from one on that ends, or ``None`` if no rung can win."""
+        counts = all_ladders[ladder_index].counts
+        high_rung = len(counts) - 1
+        # Note: the last rung is traced, as those beside it are, so it says first whether to look
+        # there.
+        if not may_fit(ladder_index, high_rung):
+            return None
+        fitting = functools.partial(may_fit, ladder_index)
+        low_rung = bisect.bisect_left(range(len(counts)), True, lo=low_rung, key=fitting)
+        if too_slow(time_bound(ladder_index, low_rung)):
+            return None
+        if ends(ladder_index, low_rung):
+            return low_rung
+        if not ends(ladder_index, high_rung):
+            return None
+        for attempt in range(len(counts)):
             if high_rung - low_rung == 1:
                 break
             middle_rung = (low_rung + high_rung) // 2
             # Why by proportion: peak and time change by as much with each unit.
-            if low_rung >= 0 and attempt < _PROPORTIONAL:
+            if attempt < _PROPORTIONAL:
                 low, high = score(ladder_index, low_rung), score(ladder_index, high_rung)
                 shares = [(low.peak - budget) / max(low.peak - high.peak, 1)]
                 if best is not None and high.step_time > best[0]:
@@ -256,9 +280,15 @@ def _search(
                 low_rung = middle_rung
         return high_rung
 
+    time_bounds = [time_bound(i, 0) for i in range(len(all_ladders))]
+    ladder_order = sorted(range(len(all_ladders)), key=time_bounds.__getitem__)
+    has_rungs = any(len(ladder.counts) > 1 for ladder in all_ladders)
+    # Why not with rungs: the bound of a last one would take a trace.
+    if not has_rungs and not any(may_fit(i, 0) for i in ladder_order):
+        ladder_order = []
     # Note: after the first ladder whose bound is over the best time, none can win.
-    for i in sorted(range(len(all_ladders)), key=least_seconds.__getitem__):
-        if too_slow(least_seconds[i]):
+    for i in ladder_order:
+        if too_slow(time_bounds[i]):
             break
         # Note: no rung of the ladder fits, because recomputation frees activations only.
         if fixed_figures[i].held > budget:
@@ -269,13 +299,8 @@ def _search(
             # there is one, a first rung that recomputes other units would take a trace.
             is_traced = not any(choice.remat for choice in all_ladders[i].first.choices)
             begins = best is not None or is_traced
-            if begins and ends(i, 0):
-                first_rung = 0
-            # Note: the last rung is traced, as those beside it are, so it says first whether to
-            # look there.
-            elif ends(i, rungs[-1]):
-                first_rung = first_end(i, begins - 1, rungs[-1])
-            else:
+            first_rung = 0 if begins and ends(i, 0) else first_end(i, int(begins))
+            if first_rung is None:
                 continue
             rungs = rungs[first_rung : first_rung + 1]
         for rung in rungs:
@@ -290,9 +315,17 @@ def _search(
     if best is not None:
         return all_ladders[best[2]].rung(best[3]), True, scores, plan_count
     # Note: nothing fits, so the last rungs of the smallest ladders are candidates for the leanest
-    # plan.
-    for i in sorted(range(len(all_ladders)), key=lambda i: fixed_figures[i].held)[:_LEAN]:
-        score(i, len(all_ladders[i].counts) - 1)
+    # plan. None is leaner after the first one whose bound is over the least peak.
+    held_bytes = [fixed_part.held for fixed_part in fixed_figures]
+    lean_count = max(_LEAN, sum(size <= budget for size in held_bytes))
+    lean_ladders = sorted(range(len(all_ladders)), key=held_bytes.__getitem__)[:lean_count]
+    last_rungs = {i: len(all_ladders[i].counts) - 1 for i in lean_ladders}
+    peak_bounds = {i: peak_bound(i, rung) for i, rung in last_rungs.items()}
+    least_peak = math.inf
+    for i in sorted(lean_ladders, key=peak_bounds.__getitem__):
+        if peak_bounds[i] > least_peak:
+            break
+        least_peak = min(least_peak, score(i, last_rungs[i]).peak)
     lean_candidate = min(
         scores, key=lambda candidate: (scores[candidate].peak, scores[candidate].step_time)
     )

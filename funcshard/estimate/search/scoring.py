@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 from funcshard.estimate.machine import Hardware
 from funcshard.estimate.search.space import Candidate, UnitClass, on_mesh, unit_classes
-from funcshard.estimate.trace import Profile, Program
+from funcshard.estimate.trace import Profile, Program, Run
 from funcshard.estimate.walk import (
     HardwareClock,
     OptimizerMemory,
@@ -23,7 +24,16 @@ from funcshard.estimate.walk import (
     simulate_step,
     sizes_by_unit,
 )
-from funcshard.plan import Accumulation, Plan, UnitPlan, make_plan, make_schedule, predict_events
+from funcshard.plan import (
+    Accumulation,
+    Event,
+    Plan,
+    Reached,
+    UnitPlan,
+    make_plan,
+    make_schedule,
+    predict_events,
+)
 
 _LESS = 1 - 1e-9  # sums in another order differ in their last digits
 
@@ -38,7 +48,10 @@ class Score(NamedTuple):
 class Fixed(NamedTuple):
     """Lower bounds for all plans of a ladder."""
 
-    held: int  # bytes between steps, and of the units that stay gathered
+    resting: int  # bytes between steps
+    held: int  # those, and the bytes of the units that stay gathered
+    before: float  # seconds of the gathers before the first computation
+    after: float  # seconds of the reductions after the last one
     communicating: float  # seconds of the collectives of a step
     updating: float  # seconds of the optimizer
 
@@ -56,6 +69,25 @@ class _Base(NamedTuple):
     plan: Plan
     sizes: Mapping[str, UnitSizes]
     seconds: Mapping[str, list[float]]  # of gathers, of reductions, and of all-reduces apart
+    once: Mapping[str, list[float]]  # of one gather, and of one reduction
+
+
+class _Bounds(NamedTuple):
+    """What bounds the time and the peak of all plans with one program.
+
+    Attributes:
+        computing: seconds of its computations.
+        highest: most bytes of the model's own tensors.
+        between: their bytes between forward and backward.
+        first: the units that forward reaches before the first computation.
+        last: the units that are reduced after the last one.
+    """
+
+    computing: float
+    highest: int
+    between: int
+    first: set[str]
+    last: set[str]
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +114,7 @@ class Scorer:
     _bases: dict[Any, _Base] = field(default_factory=dict)
     _clocks: dict[Any, HardwareClock] = field(default_factory=dict)
     _programs: dict[Any, Program] = field(default_factory=dict)
-    _seconds: dict[Any, float] = field(default_factory=dict)  # of a program's computations
+    _bounds: dict[Any, _Bounds] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Note: units are cut from the plan for one rank, which is planned once.
@@ -142,18 +174,22 @@ class Scorer:
         """Return the lower bounds of the candidate's ladder."""
         micro_batches, profile = self.profiles[candidate.profile]
         optimizer, runtime = self.optimizer, self.runtime
-        held_bytes = profile.buffers + profile.inputs * micro_batches + runtime.communicators
-        updated_bytes, lane_totals = 0, [0.0, 0.0, 0.0]
+        resting_bytes = profile.buffers + profile.inputs * micro_batches + runtime.communicators
+        kept_bytes, updated_bytes = 0, 0
+        lane_totals, last_totals, before = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0], 0.0
+        bounds = self._bounds_of(candidate)
         for name, strategy in self._strategies(candidate).items():
             base = self._base(candidate, strategy)
             sizes = base.sizes[name]
             states = 0 if optimizer is None else optimizer.states_before
-            held_bytes += sizes.shard + states * sizes.trainable_shard
+            resting_bytes += sizes.shard + states * sizes.trainable_shard
             updated_bytes += sizes.trainable_shard
             if strategy == "shard_grad_op" and sizes.reduced:  # it stays until backward
-                held_bytes += sizes.gathered
+                kept_bytes += sizes.gathered
+            before += base.once[name][0] * (name in bounds.first)
             for lane_index, unit_seconds in enumerate(base.seconds[name]):
                 lane_totals[lane_index] += unit_seconds
+                last_totals[lane_index] += base.once[name][lane_index] * (name in bounds.last)
         gathering, reducing, apart = lane_totals
         # Note: no step is faster than the busiest lane of communication.
         lane_seconds = gathering + reducing if runtime.one_lane else max(gathering, reducing)
@@ -163,18 +199,27 @@ class Scorer:
             # and each state.
             moved_bytes = updated_bytes * (3 + 2 * optimizer.states)
             update_seconds = self._clock(candidate.mesh).move(moved_bytes)[0]
-        return Fixed(held_bytes, max(lane_seconds, apart) * micro_batches, update_seconds)
+        return Fixed(
+            resting=resting_bytes,
+            held=resting_bytes + kept_bytes,
+            before=before,
+            after=max(last_totals[1:]),
+            communicating=max(lane_seconds, apart) * micro_batches,
+            updating=update_seconds,
+        )
 
     def least_seconds(self, candidate: Candidate, fixed: Fixed) -> float:
-        """Return the least seconds of the candidate's ladder; the candidate is its first rung."""
-        micro_batches, key = self.profiles[candidate.profile][0], self._key(candidate)
-        clock = self._clock(candidate.mesh)
-        if key not in self._seconds:
-            runs = self.program(candidate).runs()
-            self._seconds[key] = math.fsum(clock.compute(run)[0] for run in runs)
+        """Return the least seconds of a candidate, and of those above it on its ladder."""
+        micro_batches = self.profiles[candidate.profile][0]
         # Note: computations of more recomputed units only take longer.
-        compute_seconds = self._seconds[key] * micro_batches
-        return (max(compute_seconds, fixed.communicating) + fixed.updating) * _LESS
+        compute_seconds = self._bounds_of(candidate).computing * micro_batches
+        waiting_seconds = max(fixed.before + compute_seconds + fixed.after, fixed.communicating)
+        return (waiting_seconds + fixed.updating) * _LESS
+
+    def least_peak(self, candidate: Candidate, fixed: Fixed) -> int:
+        """Return the least bytes at the peak of a candidate."""
+        bounds = self._bounds_of(candidate)
+        return max(fixed.resting + bounds.highest, fixed.held + bounds.between)
 
     # --- shared by candidates --------------------------------------------------------------------
 
@@ -185,6 +230,27 @@ class Scorer:
             profile, plan = self.profiles[candidate.profile][1], self.singles[candidate.profile]
             self._programs[key] = profile.program(plan, remat=names)
         return self._programs[key]
+
+    def _bounds_of(self, candidate: Candidate) -> _Bounds:
+        key = self._key(candidate)
+        if key not in self._bounds:
+            program, clock = self.program(candidate), self._clock(candidate.mesh)
+            steps, runs = program.steps, list(program.runs())
+
+            def takes_none(step: Run | Reached) -> bool:
+                return isinstance(step, Reached) or not clock.compute(step)[0]
+
+            first_steps = itertools.takewhile(takes_none, steps)
+            last_steps = itertools.takewhile(takes_none, reversed(steps))
+            forward_steps = steps[: steps.index(Reached("backward", ""))]
+            self._bounds[key] = _Bounds(
+                computing=math.fsum(clock.compute(run)[0] for run in runs),
+                highest=max(run.highest.total for run in runs),
+                between=[step for step in forward_steps if isinstance(step, Run)][-1].end.total,
+                first={step.unit for step in first_steps if step.what == "forward"},
+                last={step.unit for step in last_steps if step.what == "reduce"},
+            )
+        return self._bounds[key]
 
     def _key(self, candidate: Candidate) -> tuple[int, tuple[int, ...]]:
         return candidate.profile, tuple(choice.remat for choice in candidate.choices)
@@ -206,10 +272,17 @@ class Scorer:
         program = profile.program(self.singles[candidate.profile])
         clock = self._clock(candidate.mesh)
         lane_seconds = {name: [0.0, 0.0, 0.0] for name in plan.units}
+        once_seconds = {name: [0.0, 0.0, 0.0] for name in plan.units}
+        events = set[Event]()
         forward_order = [name for name in program.order if name in lane_seconds]
         for event in predict_events(plan, forward_order, not_saved=program.not_saved):
             lane = int(event.kind != "all_gather")
             if self.runtime.replicates_apart and event.kind == "all_reduce":
                 lane = 2
-            lane_seconds[event.unit or ""][lane] += clock.collective(event)[0]
-        return _Base(plan, sizes_by_unit(plan, accelerator=self.runtime.accelerator), lane_seconds)
+            seconds = clock.collective(event)[0]
+            lane_seconds[event.unit or ""][lane] += seconds
+            if event not in events:
+                once_seconds[event.unit or ""][lane] += seconds
+                events.add(event)
+        unit_sizes = sizes_by_unit(plan, accelerator=self.runtime.accelerator)
+        return _Base(plan, unit_sizes, lane_seconds, once_seconds)
