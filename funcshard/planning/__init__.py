@@ -5,12 +5,13 @@ In reading order:
 - ``model_inputs``: a batch of a model, its loss, and its trace.
 - ``adapters``: adapters of peft around frozen weights.
 - ``tensor_parts``: one rank's part of a model under tensor parallelism.
-- ``preferences``: a policy and its reference, for DPO.
+- ``task_models``: a task as one module: a decoder that generates, a policy and its reference for
+  DPO.
 - ``tasks``: ``Training`` and ``Generation``: what a run does.
 - ``planned_model``: a model as a task uses it.
 - ``planned_run``: what the plans of both tasks say alike, and the memory that a run may use.
 - ``run_plan``: ``plan_run`` and its result.
-- ``generation``: its result for a model that generates; ``cached_model``: what a pass needs.
+- ``generation``: its result for a model that generates.
 - ``script``: the script of a result.
 - ``answers``: answers of the command on disk.
 """

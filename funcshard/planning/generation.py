@@ -12,11 +12,11 @@ from funcshard._utils.table import Bullets, Part, Table
 from funcshard.estimate import Hardware, Profile, Report, estimate, memory_table
 from funcshard.module import make_functional
 from funcshard.plan import Plan, make_plan
-from funcshard.planning.cached_model import cache_bytes
 from funcshard.planning.model_inputs import trace
 from funcshard.planning.planned_model import PlannedModel
 from funcshard.planning.planned_run import LARGEST_BATCH, WIDE, PlannedRun, least_reserved
 from funcshard.planning.script import generation_script
+from funcshard.planning.task_models import cache_bytes
 from funcshard.planning.tasks import Generation
 from funcshard.planning.tensor_parts import AXIS
 

@@ -16,14 +16,13 @@ from funcshard.checkpoint import default_units, module_of_config
 from funcshard.estimate import Hardware, Space
 from funcshard.plan import MixedPrecision, Storage
 from funcshard.planning.adapters import add_adapters, storage_of
-from funcshard.planning.cached_model import CachedModel, prompts
 from funcshard.planning.model_inputs import (
     InputMaker,
     context_of,
     has_vision,
     takes_text_alone,
 )
-from funcshard.planning.preferences import Preferences, pairs
+from funcshard.planning.task_models import CachedModel, Preferences, pairs, prompts
 from funcshard.planning.tasks import PRECISIONS, Generation, Training
 from funcshard.planning.tensor_parts import AXIS, cut_along_tensor
 

@@ -10,7 +10,7 @@ from funcshard.checkpoint import is_hugging_face
 from funcshard.estimate import Report
 from funcshard.plan import Plan
 from funcshard.planning.planned_model import PlannedModel
-from funcshard.planning.preferences import SCRIPT
+from funcshard.planning.task_models import SCRIPT
 from funcshard.planning.tasks import Generation, Training
 from funcshard.planning.tensor_parts import AXIS
 
