@@ -52,7 +52,7 @@ def average(net, x, adjacency=None):
     return torch.sparse.mm(adjacency, net.linear(x))
 
 
-@pytest.mark.filterwarnings("ignore:no FLOPs are counted")
+@pytest.mark.filterwarnings("ignore:no FLOPs are counted", "ignore:Sparse invariant checks")
 def test_a_sparse_tensor_takes_the_memory_of_its_parts():
     adjacency = torch.eye(4).to_sparse()
     parts = 2 * 4 * 8 + 4 * 4  # indices and values

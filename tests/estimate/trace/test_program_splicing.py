@@ -75,6 +75,7 @@ def test_a_unit_in_pieces_is_left_to_the_trace(found: Profile) -> None:
     assert splice(lambda: program, [f"{name}.0" for name in NAMES], 5, 4) is None
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch's checkpoint makes tensors outside of the unit")
 @pytest.mark.parametrize("wanted", [2, 3, 5, 6, 11, 12])
 def test_units_of_two_kinds_take_their_own_steps(wanted: int) -> None:
     names = [str(i) for i in range(14)]
