@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -52,6 +53,9 @@ class Fixed(NamedTuple):
     held: int  # those, and the bytes of the units that stay gathered
     before: float  # seconds of the gathers before the first computation
     after: float  # seconds of the reductions after the last one
+    gathering: float  # seconds of the gathers of a forward
+    backward: float  # seconds of the collectives of a backward
+    stalled: float  # seconds in which backward waits for reductions beside no computation
     communicating: float  # seconds of the collectives of a step
     updating: float  # seconds of the optimizer
 
@@ -70,24 +74,32 @@ class _Base(NamedTuple):
     sizes: Mapping[str, UnitSizes]
     seconds: Mapping[str, list[float]]  # of gathers, of reductions, and of all-reduces apart
     once: Mapping[str, list[float]]  # of one gather, and of one reduction
+    first: Mapping[str, float]  # of the first collective of a reduction
+    late: Mapping[str, float]  # of the last buffer's collectives along further mesh axes
 
 
 class _Bounds(NamedTuple):
     """What bounds the time and the peak of all plans with one program.
 
     Attributes:
-        computing: seconds of its computations.
+        forward: seconds of its computations until backward.
+        backward: seconds of those afterwards.
+        calls: how often forward calls each unit.
         highest: most bytes of the model's own tensors.
         between: their bytes between forward and backward.
         first: the units that forward reaches before the first computation.
         last: the units that are reduced after the last one.
+        reduced: all units in the order of their reductions.
     """
 
-    computing: float
+    forward: float
+    backward: float
+    calls: Counter[str]
     highest: int
     between: int
     first: set[str]
     last: set[str]
+    reduced: list[str]
 
 
 @dataclass(slots=True, eq=False)
@@ -176,23 +188,45 @@ class Scorer:
         optimizer, runtime = self.optimizer, self.runtime
         resting_bytes = profile.buffers + profile.inputs * micro_batches + runtime.communicators
         kept_bytes, updated_bytes = 0, 0
-        lane_totals, last_totals, before = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0], 0.0
+        lane_totals, last_totals = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
+        before, forward_seconds, backward_gathers = 0.0, 0.0, 0.0
         bounds = self._bounds_of(candidate)
+        bases = {
+            name: self._base(candidate, strategy)
+            for name, strategy in self._strategies(candidate).items()
+        }
         for name, strategy in self._strategies(candidate).items():
-            base = self._base(candidate, strategy)
+            base = bases[name]
             sizes = base.sizes[name]
             states = 0 if optimizer is None else optimizer.states_before
             resting_bytes += sizes.shard + states * sizes.trainable_shard
             updated_bytes += sizes.trainable_shard
             if strategy == "shard_grad_op" and sizes.reduced:  # it stays until backward
                 kept_bytes += sizes.gathered
-            before += base.once[name][0] * (name in bounds.first)
+            once_seconds, calls = base.once[name], bounds.calls[name]
+            before += once_seconds[0] * (name in bounds.first)
+            forward_seconds += once_seconds[0] * (calls > 0)
+            # Note: a unit that is called again may be gathered once more, or stay gathered.
+            backward_gathers += max(base.seconds[name][0] - calls * once_seconds[0], 0.0)
             for lane_index, unit_seconds in enumerate(base.seconds[name]):
                 lane_totals[lane_index] += unit_seconds
-                last_totals[lane_index] += base.once[name][lane_index] * (name in bounds.last)
+                last_totals[lane_index] += once_seconds[lane_index] * (name in bounds.last)
         gathering, reducing, apart = lane_totals
         # Note: no step is faster than the busiest lane of communication.
         lane_seconds = gathering + reducing if runtime.one_lane else max(gathering, reducing)
+        backward_seconds = max(backward_gathers, reducing)
+        if runtime.one_lane:
+            backward_seconds = backward_gathers + reducing
+        stalled_seconds = 0.0
+        reduced_units = [
+            name for name in bounds.reduced if name in bases and bases[name].sizes[name].reduced
+        ]
+        # Note: a reduction along further axes starts behind that of the next unit, and then the
+        # rank waits for it.
+        for name, next_name in itertools.pairwise(reduced_units):
+            late_seconds = bases[name].late[name]
+            if late_seconds and not runtime.replicates_apart:
+                stalled_seconds += late_seconds + bases[next_name].first[next_name]
         update_seconds = 0.0
         if optimizer is not None and updated_bytes:
             # Why 3 + 2 a state: an update reads the gradient, and reads and writes the parameter
@@ -204,6 +238,9 @@ class Scorer:
             held=resting_bytes + kept_bytes,
             before=before,
             after=max(last_totals[1:]),
+            gathering=forward_seconds,
+            backward=backward_seconds,
+            stalled=stalled_seconds,
             communicating=max(lane_seconds, apart) * micro_batches,
             updating=update_seconds,
         )
@@ -211,9 +248,14 @@ class Scorer:
     def least_seconds(self, candidate: Candidate, fixed: Fixed) -> float:
         """Return the least seconds of a candidate, and of those above it on its ladder."""
         micro_batches = self.profiles[candidate.profile][0]
-        # Note: computations of more recomputed units only take longer.
-        compute_seconds = self._bounds_of(candidate).computing * micro_batches
-        waiting_seconds = max(fixed.before + compute_seconds + fixed.after, fixed.communicating)
+        bounds = self._bounds_of(candidate)
+        # Note: forward waits for all of its gathers, and backward or the next forward for the
+        # collectives of backward.
+        first_seconds = max(fixed.before + bounds.forward, fixed.gathering)
+        middle_seconds = bounds.forward + max(bounds.backward + fixed.stalled, fixed.backward)
+        last_seconds = max(bounds.backward + max(fixed.stalled, fixed.after), fixed.backward)
+        step_seconds = first_seconds + (micro_batches - 1) * middle_seconds + last_seconds
+        waiting_seconds = max(step_seconds, fixed.communicating)
         return (waiting_seconds + fixed.updating) * _LESS
 
     def least_peak(self, candidate: Candidate, fixed: Fixed) -> int:
@@ -243,12 +285,16 @@ class Scorer:
             first_steps = itertools.takewhile(takes_none, steps)
             last_steps = itertools.takewhile(takes_none, reversed(steps))
             forward_steps = steps[: steps.index(Reached("backward", ""))]
+            forward_runs = [step for step in forward_steps if isinstance(step, Run)]
             self._bounds[key] = _Bounds(
-                computing=math.fsum(clock.compute(run)[0] for run in runs),
+                forward=math.fsum(clock.compute(run)[0] for run in forward_runs),
+                backward=math.fsum(clock.compute(run)[0] for run in runs[len(forward_runs) :]),
+                calls=Counter(program.order),
                 highest=max(run.highest.total for run in runs),
-                between=[step for step in forward_steps if isinstance(step, Run)][-1].end.total,
+                between=forward_runs[-1].end.total,
                 first={step.unit for step in first_steps if step.what == "forward"},
                 last={step.unit for step in last_steps if step.what == "reduce"},
+                reduced=[place.unit for place in program.reached if place.what == "reduce"],
             )
         return self._bounds[key]
 
@@ -273,16 +319,26 @@ class Scorer:
         clock = self._clock(candidate.mesh)
         lane_seconds = {name: [0.0, 0.0, 0.0] for name in plan.units}
         once_seconds = {name: [0.0, 0.0, 0.0] for name in plan.units}
-        events = set[Event]()
+        first_seconds, late_seconds = dict.fromkeys(plan.units, 0.0), dict.fromkeys(plan.units, 0.0)
+        events, begun = set[Event](), set[tuple[str, str]]()
         forward_order = [name for name in program.order if name in lane_seconds]
         for event in predict_events(plan, forward_order, not_saved=program.not_saved):
             lane = int(event.kind != "all_gather")
             if self.runtime.replicates_apart and event.kind == "all_reduce":
                 lane = 2
-            seconds = clock.collective(event)[0]
-            lane_seconds[event.unit or ""][lane] += seconds
-            if event not in events:
-                once_seconds[event.unit or ""][lane] += seconds
-                events.add(event)
+            seconds, name = clock.collective(event)[0], event.unit or ""
+            lane_seconds[name][lane] += seconds
+            if event in events:
+                continue
+            events.add(event)
+            once_seconds[name][lane] += seconds
+            if event.kind == "all_gather":
+                continue
+            if (name, event.buffer) in begun:
+                late_seconds[name] += seconds
+            else:
+                begun.add((name, event.buffer))
+                late_seconds[name] = 0.0
+                first_seconds[name] = first_seconds[name] or seconds
         unit_sizes = sizes_by_unit(plan, accelerator=self.runtime.accelerator)
-        return _Base(plan, unit_sizes, lane_seconds, once_seconds)
+        return _Base(plan, unit_sizes, lane_seconds, once_seconds, first_seconds, late_seconds)
