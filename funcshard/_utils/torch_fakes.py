@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from funcshard._utils.tensors import map_tensors, tensors_in
-from funcshard._utils.torch_private import asks_for_data, storage_id
+from funcshard._utils.torch_private import asks_for_data, is_zero_tensor, storage_id
 
 _MOST_CONSTANTS = 1 << 20  # elements of a tensor that a trace computes
 
@@ -87,6 +87,8 @@ class _FakeTensors(FakeTensorMode):
             inputs = [_smaller(tensor, keep=1) for tensor in args[:3]]
             rest, options = map_tensors(_smaller, (args[3:], dict(kwargs)))
             return func(*inputs, *rest, **options)
+        # Why: torch 2.14 reads numbers, and the tangent of one is a zero without data.
+        args, kwargs = map_tensors(_with_data, (args, dict(kwargs)))
         is_constant = not types and all(
             type(tensor) is torch.Tensor and _is_constant(tensor)
             for tensor in tensors_in((args, kwargs))
@@ -96,7 +98,7 @@ class _FakeTensors(FakeTensorMode):
         fake_args, fake_kwargs = args, kwargs
         if func._schema.is_mutable:
             # Why copies: of real tensors torch's mode runs additions and the like itself.
-            fake_args, fake_kwargs = map_tensors(torch.clone, (args, dict(kwargs)))
+            fake_args, fake_kwargs = map_tensors(torch.clone, (args, kwargs))
         try:
             out = self.dispatch(func, types, fake_args, fake_kwargs)
         except Exception as error:
@@ -221,6 +223,12 @@ class _FakeTensors(FakeTensorMode):
 
 
 _choose_attention = torch.ops.aten._fused_sdp_choice.default
+
+
+def _with_data(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() or type(tensor) is not torch.Tensor or not is_zero_tensor(tensor):
+        return tensor
+    return torch.zeros((), dtype=tensor.dtype, device=tensor.device)
 
 
 def _smaller(tensor: torch.Tensor, keep: int = 0) -> torch.Tensor:
