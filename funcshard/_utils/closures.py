@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from funcshard._utils.tensors import tensors_in
+
 
 def captured(function: Any) -> Iterator[Any]:
     """Yield ``function`` and the objects that it captured, each once.
@@ -112,34 +114,39 @@ _CACHE = type(functools.lru_cache(id))
 
 @contextlib.contextmanager
 def emptied_caches(classes: Iterable[type]) -> Iterator[None]:
-    """Empty the caches of functions in the files of classes, before the block and after it.
+    """Empty caches of tensors in the files of classes, before the block and after it.
 
     In the block tensors have no data. With ``functools.lru_cache``, a function would return them to
-    later calls, and the tensors of earlier calls to the block.
+    later calls, and the tensors of earlier calls to the block. Caches of other values stay, such as
+    that of a function that always has to return the same object.
     """
-    caches = _caches_in(frozenset([cls.__module__ for cls in classes]))
-    for cache in caches:
-        cache.cache_clear()
+    caches = list(_caches_in({cls.__module__ for cls in classes}))
+    _empty(caches)
     try:
         yield
     finally:
-        for cache in caches:
+        _empty(caches)
+
+
+def _empty(caches: Iterable[Any]) -> None:
+    for cache in caches:
+        # Note: the results are among the referents, or in a dictionary there.
+        if any(True for _ in tensors_in(gc.get_referents(cache))):
             cache.cache_clear()
 
 
-@functools.cache
-def _caches_in(file_names: frozenset[str]) -> tuple[Any, ...]:
-    """Return the cached functions and methods of Python modules, also those in wrappers."""
-    caches = {}
-    for file_name in file_names:
-        file_values = (
-            list(vars(sys.modules[file_name]).values()) if file_name in sys.modules else []
-        )
-        file_classes = [v for v in file_values if isinstance(v, type) and v.__module__ == file_name]
-        for value in [*file_values, *[v for cls in file_classes for v in vars(cls).values()]]:
-            function = getattr(value, "__func__", value)  # of a static method
-            if isinstance(function, types.FunctionType | _CACHE):
+def _caches_in(file_names: set[str]) -> Iterator[Any]:
+    """Yield the cached functions and methods of Python modules, also those in wrappers."""
+    for file_name in file_names & sys.modules.keys():
+        values = list(vars(sys.modules[file_name]).values())
+        for value in list(values):
+            # Why the type: an object of a user may raise in __class__.
+            if issubclass(type(value), type) and value.__module__ == file_name:
+                values += vars(value).values()
+        for value in values:
+            is_method = issubclass(type(value), staticmethod | classmethod)
+            function = value.__func__ if is_method else value
+            if issubclass(type(function), types.FunctionType | _CACHE):
                 for part in captured(function):
-                    if isinstance(part, _CACHE) and part.__wrapped__.__module__ in file_names:
-                        caches[id(part)] = part
-    return tuple(caches.values())
+                    if type(part) is _CACHE and part.__wrapped__.__module__ in file_names:
+                        yield part
