@@ -373,9 +373,9 @@ _CHANGED = (
 )
 
 _FAILED_AGAIN = (
-    "raised in backward, where fs.remat computes a function again that ran in forward: it may have "
-    "changed an argument, such as a cache of keys and values. For models of transformers pass "
-    "use_cache=False"
+    "raised in backward, where fs.remat computes a function again that ran in forward. If it changes "
+    "an argument, such as a cache of keys and values, pass it a new one; for models of transformers, "
+    "pass use_cache=False"
 )
 
 # --- captured tensors, which _Remat cannot differentiate ------------------------------------------

@@ -318,6 +318,7 @@ class _Tracer:
         specs, skeleton = self.skeleton.specs, self.skeleton
 
         def known_fake(tensor: torch.Tensor) -> torch.Tensor:
+            # Note: the tensors of attributes may be on any device, as on meta.
             fake_tensor = _fake_like(tensor)
             self.know(fake_tensor)
             return fake_tensor

@@ -66,11 +66,11 @@ class Chain(RoutedExperts):
 
 
 class Rotated(Layer):
-    """A layer with a plain tensor, as reference code of Llama holds its rotations."""
+    """A layer with a plain tensor, as reference code of Llama holds its rotations, on another device."""
 
     def __init__(self, number):
         super().__init__(number)
-        self.tables = [torch.polar(torch.ones(8), torch.arange(8.0))]
+        self.tables = [torch.polar(torch.ones(8), torch.arange(8.0)).to("meta")]
 
     def forward(self, x):
         rotated = torch.view_as_complex(x.unflatten(-1, (8, 2))) * self.tables[0]
@@ -172,10 +172,10 @@ def floats(model):
 MODELS = {
     "gpt": lambda: lookups(GPT(GPTConfig(width=16, layers=3, heads=2, context=8))),
     "layers with dropout": lambda: floats(Stack(Layer)),
-    "layers with a plain tensor": lambda: floats(Stack(Rotated)),
     "layers of two kinds": lambda: floats(Stack(lambda i: Layer(i, p=0.5 * (i % 2)))),
     "experts with rows of their own": lambda: floats(Stack(lambda _: RoutedExperts(), 3)),
     "experts with the same input": lambda: floats(Stack(lambda _: AllExperts(), 3)),
+    "layers with a plain tensor": lambda: floats(Stack(Rotated)),
     "experts whose weights are read": lambda: floats(Stack(lambda _: WeightsOfExperts(), 3)),
     "experts in a row": lambda: floats(Stack(lambda _: Chain(), 2)),
     "every layer checkpointed": lambda: floats(Stack(Layer, checkpointed=1)),
