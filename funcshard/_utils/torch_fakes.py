@@ -24,6 +24,7 @@ from funcshard._utils.torch_private import asks_for_data, is_zero_tensor, storag
 _MOST_CONSTANTS = 1 << 20  # elements of a tensor that a trace computes
 
 # By operator and the forms of its arguments: the class of its results, and a recipe of each.
+# Note: a memo, as functools.cache: forms follow from forms alone. Planning T5 fills 727 entries.
 _known: dict[Hashable, tuple[type | None, tuple[Any, ...]]] = {}
 
 _PLAIN = frozenset({
