@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,9 +95,13 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
             return f(*args, **kwargs)
         repeated_f = repeating_any_order(f)
         if hooks_allowed():
-            repeatable_call = _repeatable(functools.partial(repeated_f, **kwargs), kwargs)
             # Why no state: torch would set the generator while a graph is recorded, and not in it.
-            return checkpoint(repeatable_call, *args, use_reentrant=False, preserve_rng_state=False)
+            return checkpoint(
+                _repeatable(repeated_f, kwargs),
+                *args,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
         if any(isinstance(value, torch.Tensor) and is_transformed(value) for value in captured(f)):
             raise ValueError(_CAPTURED)
         tensors, build = _flattened((args, kwargs), ())
@@ -111,35 +115,48 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _repeatable(f: Callable[..., Any], held: Any) -> Callable[..., Any]:
-    """Return ``f`` such that each later call computes what the first call did, or raises."""
-    # Weak: a function may take tensors out of the lists that it gets, and they should be free then.
+def _repeatable(f: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return ``f`` with ``kwargs``, whose later calls compute what the first one did, or raise."""
     states_before: list[tuple[weakref.ref[torch.Tensor], tuple[int, int]]] | None = None
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     ambient: _AmbientState | None = None
 
     def run(*args: Any) -> Any:
-        nonlocal states_before, ambient
+        nonlocal states_before, arguments, ambient
         if states_before is None:
             # Note: torch compares the arguments that are tensors, but not those inside trees.
             containers = [arg for arg in args if not isinstance(arg, torch.Tensor)]
-            inner_tensors = tensors_in((containers, held))
+            inner_tensors = tensors_in((containers, kwargs))
             states_before = [(weakref.ref(tensor), _data_state(tensor)) for tensor in inner_tensors]
+            # Why copies: a list may grow afterwards, as that of the features in DenseNet.
+            arguments = _container_copies((args, kwargs))
             ambient = _AmbientState.capture()
-            return f(*args)
+            return f(*args, **kwargs)
         if any(
             (tensor := ref()) is not None and _data_state(tensor) != state
             for ref, state in states_before
         ):
             raise RuntimeError(_CHANGED)
         assert ambient is not None
+        assert arguments is not None
+        again_args, again_kwargs = _container_copies(arguments)
         try:
             with ambient.restored():
-                return f(*args)
+                return f(*again_args, **again_kwargs)
         except Exception as error:  # of any kind: the function is the user's
             error.add_note(_FAILED_AGAIN)
             raise
 
     return run
+
+
+def _container_copies(value: Any) -> Any:
+    """Return a tree whose lists and dictionaries are copies, with the same leaves."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_container_copies, value))
+    if type(value) is dict:
+        return {key: _container_copies(item) for key, item in value.items()}
+    return value
 
 
 def _data_state(tensor: torch.Tensor) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import types
 
 import optree
 import pytest
@@ -224,18 +225,30 @@ def test_a_captured_tensor_is_refused_under_torch_func(case):
         CAPTURES[case]()
 
 
-def test_a_list_that_a_function_fills_is_no_change():
-    w, kept = made((4, 4), 0).requires_grad_(), []
-    fs.remat(lambda kept, w: kept.append(w.detach().clone()) or torch.tanh(w).square().sum())(kept, w).backward()
-    assert len(kept) == 2
+def test_a_function_runs_again_with_the_lists_of_its_call():
+    """As torch.func's way rebuilds them: a list that it fills, or that grows after the call, as DenseNet's."""
+    x, w = made((4, 4), 0).requires_grad_(), made((4, 4), 1).requires_grad_()
+
+    def f(features, w):
+        features["seen"].append(w.detach())
+        return torch.tanh(torch.cat(features["all"] + features["seen"]) @ w)
+
+    grads = []
+    for run in (f, fs.remat(f)):
+        features = {"all": [x], "seen": []}
+        for _ in range(3):
+            features["all"].append(run(features, w))
+        grads.append(torch.autograd.grad(features["all"][-1].square().sum(), (x, w)))
+        assert len(features["seen"]) == 3
+    assert all(map(torch.equal, *grads))
 
 
 def test_a_failure_in_backward_says_where_the_function_ran_again():
-    w, cache = made((4, 4), 0).requires_grad_(), []
+    w, cache = made((4, 4), 0).requires_grad_(), types.SimpleNamespace(keys=[])
 
-    def f(cache, w):  # as attention with a cache of keys
-        cache.append(w.detach())
-        return (w @ torch.cat(cache).view(4, 4)).sum()
+    def f(cache, w):  # as attention with an object of keys
+        cache.keys.append(w.detach())
+        return (w @ torch.cat(cache.keys).view(4, 4)).sum()
 
     with pytest.raises(RuntimeError, match="invalid for input") as info:
         fs.remat(f)(cache, w).backward()
