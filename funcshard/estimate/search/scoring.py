@@ -191,11 +191,12 @@ class Scorer:
         lane_totals, last_totals = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
         before, forward_seconds, backward_gathers = 0.0, 0.0, 0.0
         bounds = self._bounds_of(candidate)
-        bases = {
-            name: self._base(candidate, strategy)
-            for name, strategy in self._strategies(candidate).items()
+        unit_strategies = self._strategies(candidate)
+        base_of = {
+            strategy: self._base(candidate, strategy) for strategy in {*unit_strategies.values()}
         }
-        for name, strategy in self._strategies(candidate).items():
+        bases = {name: base_of[strategy] for name, strategy in unit_strategies.items()}
+        for name, strategy in unit_strategies.items():
             base = bases[name]
             sizes = base.sizes[name]
             states = 0 if optimizer is None else optimizer.states_before
