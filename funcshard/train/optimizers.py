@@ -234,7 +234,9 @@ class TorchStep:
         optimizer = self._optimizer(group_members, state["steps"])
         # Note: the class looks its state up by parameter, so that of the old views moves to these.
         for leaf_views, leaf_state in zip(all_views, leaf_states, strict=True):
-            view_states = _split_state(leaf_state, leaf_views, num_groups)
+            view_states = [dict(leaf_state)]
+            if num_groups is not None:
+                view_states = _split_state(leaf_state, leaf_views)
             for view, view_state in zip(leaf_views, view_states, strict=True):
                 if view_state:  # a class may have made the state of the first step already
                     optimizer.state[view.parameter] = view_state
@@ -243,7 +245,10 @@ class TorchStep:
         new_states = []
         for leaf_views, leaf_state in zip(all_views, leaf_states, strict=True):
             view_states = [optimizer.state.pop(view.parameter, {}) for view in leaf_views]
-            new_states.append(_merge_state(leaf_state, leaf_views, view_states, num_groups))
+            new_state = view_states[0]
+            if num_groups is not None:
+                new_state = _merge_state(leaf_state, leaf_views, view_states, num_groups)
+            new_states.append(new_state)
         # Whoever uses the old state gets an error, and no tensors that a step has changed.
         state["leaves"] = DONATED_STATE
         state_after = {"steps": state["steps"] + 1, "leaves": unflatten(new_states)}
@@ -296,10 +301,22 @@ class TorchStep:
                         f"{outline(shard)}: make the optimizer with the plan of these shards"
                     )
             leaf_ranges = tree.leaves_up_to(params, self.ranges)
-        return [
-            _views_of(leaf.detach(), grad, ranges)
-            for leaf, grad, ranges in zip(leaves, leaf_grads, leaf_ranges, strict=True)
-        ]
+        all_views = []
+        for leaf, grad, ranges in zip(leaves, leaf_grads, leaf_ranges, strict=True):
+            if grad is not None:
+                if getattr(grad, "shape", None) != leaf.shape:
+                    raise ValueError(
+                        f"a gradient must have the shape of its leaf, {tuple(leaf.shape)}; found "
+                        f"{outline(grad)}: {_PASS_GRADIENTS}"
+                    )
+                grad = grad.to(leaf.dtype)  # it may be of lower precision
+            if ranges is not None:
+                all_views.append(_views_of_groups(leaf.detach(), grad, ranges))
+                continue
+            parameter = torch.nn.Parameter(leaf.detach())
+            parameter.grad = grad
+            all_views.append([_View(parameter, 0, slice(None))])
+        return all_views
 
     def _optimizer(
         self, members: Sequence[Sequence[torch.nn.Parameter]], steps: int
@@ -387,20 +404,9 @@ class _View(NamedTuple):
     in_state: slice
 
 
-def _views_of(
-    leaf: torch.Tensor, grad: torch.Tensor | None, ranges: Sequence[GroupRange] | None
+def _views_of_groups(
+    leaf: torch.Tensor, grad: torch.Tensor | None, ranges: Sequence[GroupRange]
 ) -> list[_View]:
-    if grad is not None:
-        if getattr(grad, "shape", None) != leaf.shape:
-            raise ValueError(
-                f"a gradient must have the shape of its leaf, {tuple(leaf.shape)}; found "
-                f"{outline(grad)}: {_PASS_GRADIENTS}"
-            )
-        grad = grad.to(leaf.dtype)  # it may be of lower precision
-    if ranges is None:
-        parameter = torch.nn.Parameter(leaf)
-        parameter.grad = grad
-        return [_View(parameter, 0, slice(None))]
     views, stop_in_state = [], 0
     for group, start, stop in ranges:
         parameter = torch.nn.Parameter(leaf[start:stop])
@@ -411,12 +417,8 @@ def _views_of(
     return views
 
 
-def _split_state(
-    leaf_state: Mapping[str, Any], views: Sequence[_View], num_groups: int | None
-) -> list[dict[str, Any]]:
+def _split_state(leaf_state: Mapping[str, Any], views: Sequence[_View]) -> list[dict[str, Any]]:
     """Return the state of each view, given its leaf's state; inverse of ``_merge_state``."""
-    if num_groups is None:
-        return [dict(leaf_state)]
     view_states: list[dict[str, Any]] = [{} for _ in views]
     fresh_states: list[dict[str, Any]] = []
     for name, value in leaf_state.items():
@@ -450,11 +452,9 @@ def _merge_state(
     leaf_state: Mapping[str, Any],
     views: Sequence[_View],
     states: list[dict[str, Any]],
-    num_groups: int | None,
+    num_groups: int,
 ) -> dict[str, Any]:
     """Return the state of a leaf in the flat tensors of ``leaf_state``, given that of its views."""
-    if num_groups is None:
-        return states[0]
     merged_state: dict[str, Any] = {}
     # In the order in which the class made the entries, which is the same on all ranks.
     for name in dict.fromkeys(name for state in states for name in state):
