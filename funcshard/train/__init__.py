@@ -9,10 +9,10 @@ Read the files in this order:
 - ``clipping``: ``global_norm`` and ``clip_by_global_norm`` of sharded gradients.
 - ``scaler``: ``GradScaler``, loss scaling for float16.
 - ``learning_rate``: ``torch_schedule``, a scheduler of torch as a function of the step.
-- ``optimizers``: an optimizer as a pair of pure functions; ``torch_optimizer``; one update.
+- ``optimizers``: an optimizer as a pair of pure functions; ``torch_optimizer``, and its options.
+- ``optimizer_step``: one update of shards; whether a state fits an optimizer; donation of a state.
 - ``quasi_newton``: ``lbfgs``, ``torch.optim.LBFGS`` on shards.
 - ``param_groups``: the ranges of flat shards that parameter groups occupy.
-- ``state_checks``: whether options and a state fit an optimizer; donation of a state.
 - ``matrix_step``: ``per_matrix``, an optimizer written for one whole matrix.
 - ``muon_step``: ``muon``, the optimizer that updates whole matrices.
 - ``matrix_owners``: ``assign_owners``, which rank computes the update of which matrix.
@@ -28,12 +28,19 @@ from funcshard.train.matrix_owners import Matrix, Owners, assign_owners
 from funcshard.train.matrix_step import PerMatrixStep, per_matrix
 from funcshard.train.metering import make_meter
 from funcshard.train.muon_step import MuonStep, muon
-from funcshard.train.optimizers import TorchOptimizer, TorchStep, check_optimizer, torch_optimizer
+from funcshard.train.optimizer_step import (
+    DONATED_STATE,
+    TorchOptimizer,
+    TorchStep,
+    check_not_donated,
+    donate,
+    is_donated,
+)
+from funcshard.train.optimizers import check_optimizer, torch_optimizer
 from funcshard.train.param_groups import ParamGroupLayout
 from funcshard.train.per_sample import per_sample_grad, per_sample_norms
 from funcshard.train.quasi_newton import lbfgs
 from funcshard.train.scaler import GradScaler, ScalerState
-from funcshard.train.state_checks import DONATED_STATE, check_not_donated, donate, is_donated
 from funcshard.train.train_state import TrainState, copy
 from funcshard.train.train_step import TrainStep, make_train_step
 

@@ -11,7 +11,7 @@ from funcshard._utils import tree
 from funcshard._utils.process_state import RandomState
 from funcshard.comm import AGREEMENT, UNDO, AttemptLog, Mesh, all_gather_texts
 from funcshard.core import raise_on_every_rank
-from funcshard.train.state_checks import is_donated
+from funcshard.train.optimizer_step import is_donated
 
 _log = logging.getLogger("funcshard.train")
 

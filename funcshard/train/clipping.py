@@ -12,7 +12,7 @@ from funcshard._utils.torch_private import untraced
 from funcshard.comm import Mesh, Topology, at_own_rank
 from funcshard.core import Shards, check_cut, check_fits, psum_world, start_gather_flat
 from funcshard.plan import BufferPlan, Plan
-from funcshard.train.state_checks import donate as donated
+from funcshard.train.optimizer_step import donate as donated
 
 PIECE = 1024  # elements that norm_of_rows adds up in one pass
 

@@ -18,21 +18,18 @@ from funcshard.comm import Mesh, in_graph
 from funcshard.core import check_fits, check_shards
 from funcshard.plan import Plan, dtype_of, emit, has_recorders, trainable_buffers
 from funcshard.train.matrix_owners import AllToAll, Matrix, Owners, assigned, times
-from funcshard.train.optimizers import (
+from funcshard.train.optimizer_step import (
+    DONATED_STATE,
+    NEW_STATE,
     Schedule,
     TorchOptimizer,
     TorchStep,
     apply_optimizer,
-    check_optimizer,
-    grouped_step,
-)
-from funcshard.train.param_groups import ParamGroupLayout, group_leaves
-from funcshard.train.state_checks import (
-    DONATED_STATE,
-    NEW_STATE,
     check_form,
     donate,
 )
+from funcshard.train.optimizers import check_optimizer, grouped_step
+from funcshard.train.param_groups import ParamGroupLayout, group_leaves
 
 
 def per_matrix(

@@ -20,22 +20,19 @@ from funcshard.core import check_fits, check_shards
 from funcshard.plan import Plan, current_recording, trainable_buffers
 from funcshard.train.matrix_owners import Owners, assign_owners
 from funcshard.train.matrix_step import MatrixTransport, transport_of
-from funcshard.train.optimizers import (
+from funcshard.train.optimizer_step import (
+    DONATED_STATE,
+    NEW_STATE,
     Schedule,
     TorchOptimizer,
     TorchStep,
-    grouped_step,
+    check_form,
     options_at,
     rate_in,
     schedules_in,
 )
+from funcshard.train.optimizers import check_options, grouped_step
 from funcshard.train.param_groups import ParamGroupLayout
-from funcshard.train.state_checks import (
-    DONATED_STATE,
-    NEW_STATE,
-    check_form,
-    check_options,
-)
 
 
 def muon(

@@ -1,70 +1,38 @@
 """An optimizer as a pair of functions: a ``TorchOptimizer``, or ``(init, update)`` as in optax.
 
-``torch_optimizer`` makes such a pair of a class of ``torch.optim``.
-
-The class computes on views of this rank's flat shards.
+``torch_optimizer`` makes such a pair of a class of ``torch.optim``. It checks the options, and
+``learn_entries`` steps one small parameter to see which entries the class keeps of a leaf.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from funcshard._utils import tree
-from funcshard._utils.options import check_flag, outline, with_remedies
-from funcshard._utils.torch_private import address
+from funcshard._utils.options import check_flag
 from funcshard.comm import Mesh
-from funcshard.core import check_fits, check_shards
-from funcshard.plan import Plan, current_recording, trainable_buffers
-from funcshard.train.param_groups import (
-    GroupRange,
-    ParamGroupLayout,
-    group_leaves,
-)
-from funcshard.train.state_checks import (
-    DONATED_STATE,
+from funcshard.core import check_fits
+from funcshard.plan import Plan, trainable_buffers
+from funcshard.train.optimizer_step import (
     ELEMENTWISE,
     ELEMENTWISE_NAMES,
-    NEW_STATE,
-    check_entries,
-    check_form,
-    check_options,
+    TorchOptimizer,
+    TorchStep,
     check_value,
-    donate,
-    learn_entries,
-    subtrees,
     with_plain_factories,
 )
+from funcshard.train.param_groups import GroupRange, ParamGroupLayout, group_leaves
 
-_PASS_GRADIENTS = "pass the gradients that value_and_grad returned for these shards"
-_REMEDIES = {
-    "zero_grad": "leave it out; value_and_grad returns new gradients each time",
-    "state_dict": "the state is state.opt_state: call fs.optimizer_to_state_dict, or fs.save",
-    "param_groups": "pass options that change as functions of the step, as in lr=lambda step: ...",
-}
-
-
-@with_remedies("an optimizer of torch_optimizer or muon", _REMEDIES)
-class TorchOptimizer(NamedTuple):
-    """An optimizer as a pair of functions; made by ``torch_optimizer`` or ``muon``.
-
-    Attributes:
-        init: ``init(params) -> state``.
-        step: ``step(grads, state, params) -> (params, state)``. It donates ``state`` and
-            ``params``: it updates their tensors in place, and the old ones raise an error if you
-            use them.
-    """
-
-    init: Callable[[Any], Any]
-    step: Callable[[Any, Any, Any], tuple[Any, Any]]
-
-    def __repr__(self) -> str:
-        return getattr(self.step, "title", f"TorchOptimizer({self.init!r}, {self.step!r})")
+# Only the kernel, or the size of the update, depends on these; where it computes does not matter.
+_IGNORED = ("capturable", "differentiable", "foreach", "fused", "lr", "weight_decay")
+# The options of torch.optim's classes on which the names depend.
+_DECISIVE = ("amsgrad", "centered", "momentum")
 
 
 def torch_optimizer(
@@ -182,317 +150,102 @@ def grouped_step(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class TorchStep:
-    """The step of a ``torch.optim`` class: its options and parameter groups, without any state.
+# --- the options of a class -----------------------------------------------------------------------
 
-    Attributes:
+
+def check_options(cls: type[torch.optim.Optimizer], options: Sequence[Mapping[str, Any]]) -> None:
+    """Raise unless a class takes the options of all leaves, and those that each group overrides."""
+    try:
+        signature = inspect.signature(cls)
+    except (TypeError, ValueError):  # a class that does not say what it takes
+        signature = None
+    # Group 0 has the options of all leaves, so they are checked first.
+    for group_index, group_options in enumerate(options):
+        where = f" of group {group_index}" if group_index else ""
+        # Why here: ``torch.optim`` does not check the options of groups, and takes unknown ones.
+        merged_options = {**options[0], **group_options}
+        for name, value in merged_options.items():
+            if hasattr(value, "get_last_lr"):
+                scheduler = getattr(value, "__name__", type(value).__name__)
+                raise TypeError(
+                    f"{name} must be a number, or a function of the number of steps; found "
+                    f"{scheduler} of torch, which changes an optimizer of torch: pass "
+                    f"{name}=fs.torch_schedule({scheduler}, lr=..., ...)"
+                )
+            if not callable(value):
+                check_value(name, value, where)
+        if signature is None:
+            continue
+        schedule_names = {name for name, value in merged_options.items() if callable(value)}
+        try:
+            signature.bind(None, **merged_options)
+            # A class checks the values of schedules in each step.
+            if cls in ELEMENTWISE and schedule_names <= {"lr", "weight_decay"}:
+                cls(
+                    [_tiny()],
+                    **{
+                        name: merged_options[name]
+                        for name in merged_options.keys() - schedule_names
+                    },
+                )
+        except (TypeError, ValueError) as error:
+            raise type(error)(
+                f"{cls.__name__} does not take the options{where}: {error}; "
+                f"it takes {', '.join(signature.parameters)}"
+            ) from None
+
+
+def learn_entries(
+    cls: type[torch.optim.Optimizer],
+    options: Sequence[Mapping[str, Any]],
+    members: Collection[int],
+) -> dict[str, bool] | None:
+    """Return whether an entry that a class keeps of a leaf has a value for each of its elements.
+
+    Arguments:
         cls: the class.
         options: the options of all leaves, then those that each further group overrides.
-        known: the entries that the class keeps of each leaf, if known; see ``learn_entries``.
-        groups: the groups as they were passed.
-        plan: the plan of the shards; ``None`` without groups, for any pytree.
-        layout: the groups of leaves; ``None`` without groups.
-        ranges: the ranges of each shard that groups occupy, a tree like the shards.
-        title: name of the optimizer in messages.
-        is_exact: whether the class keeps no other entries than those of ``known``.
+        members: the groups that have leaves.
+
+    Returns:
+        A flag by the name of each entry; ``None`` if that cannot be learned here.
     """
-
-    cls: type[torch.optim.Optimizer]
-    options: tuple[Mapping[str, Any], ...]
-    known: Mapping[str, bool] | None
-    groups: Sequence[Mapping[str, Any]] = ()
-    plan: Plan | None = None
-    layout: ParamGroupLayout | None = None
-    ranges: Any = None
-    title: str = field(init=False, compare=False)
-    is_exact: bool = field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "title", f"torch_optimizer({self.cls.__name__})")
-        object.__setattr__(self, "is_exact", self.cls in ELEMENTWISE)
-
-    def __call__(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        """Update ``params`` and ``state``, which are donated, by one step."""
-        check_form(state, {"steps", "leaves"}, self.title)
-        leaves, unflatten = tree.flatten(params)
-        leaf_states = subtrees(params, state["leaves"], f"a state of {self.title}", NEW_STATE)
-        all_views = self._views(grads, leaves, params)
-        num_groups: int | None = None
-        state_sizes: list[tuple[int, ...]] = [leaf.shape for leaf in leaves]
-        if self.layout is not None:
-            num_groups = self.layout.count
-            # The entries of a leaf leave out its elements of no group.
-            state_sizes = [
-                (sum(view.parameter.numel() for view in leaf_views),) for leaf_views in all_views
-            ]
-        check_entries(self, leaf_states, state_sizes, num_groups, params)
-        group_members: list[list[torch.nn.Parameter]] = [[] for _ in self.options]
-        for leaf_views in all_views:
-            for view in leaf_views:
-                group_members[view.group].append(view.parameter)
-        optimizer = self._optimizer(group_members, state["steps"])
-        # Note: the class looks its state up by parameter, so that of the old views moves to these.
-        for leaf_views, leaf_state in zip(all_views, leaf_states, strict=True):
-            view_states = [dict(leaf_state)]
-            if num_groups is not None:
-                view_states = _split_state(leaf_state, leaf_views)
-            for view, view_state in zip(leaf_views, view_states, strict=True):
-                if view_state:  # a class may have made the state of the first step already
-                    optimizer.state[view.parameter] = view_state
-        with with_plain_factories():
-            optimizer.step()
-        new_states = []
-        for leaf_views, leaf_state in zip(all_views, leaf_states, strict=True):
-            view_states = [optimizer.state.pop(view.parameter, {}) for view in leaf_views]
-            new_state = view_states[0]
-            if num_groups is not None:
-                new_state = _merge_state(leaf_state, leaf_views, view_states, num_groups)
-            new_states.append(new_state)
-        # Whoever uses the old state gets an error, and no tensors that a step has changed.
-        state["leaves"] = DONATED_STATE
-        state_after = {"steps": state["steps"] + 1, "leaves": unflatten(new_states)}
-        return unflatten(donate(leaves)), state_after
-
-    @property
-    def rate(self) -> Any:
-        """The learning rate of the leaves for which no group has another one."""
-        return self.schedules.get("lr") or rate_in(self.options[0], self.cls)
-
-    @property
-    def schedules(self) -> dict[str, Schedule]:
-        """The options that are functions of the number of steps, such as ``"groups[0].lr"``."""
-        option_schedules = schedules_in(self.options[0])
-        for group_index, options in enumerate(self.options[1:]):
-            for name, schedule in schedules_in(options).items():
-                option_schedules[f"groups[{group_index}].{name}"] = schedule
-        return option_schedules
-
-    def param_groups(self, steps: int, paths: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the options of each group as ``torch.optim`` writes them, with the group's paths.
-
-        Arguments:
-            steps: number of steps taken, which schedules depend on.
-            paths: the trainable leaves, in the order to list them.
-        """
-        # The class fills in its defaults, for which it needs parameters of some kind.
-        no_elements = torch.empty(0, dtype=torch.float32, device="cpu")
-        group_members = [[torch.nn.Parameter(no_elements)] for _ in self.options]
-        group_of = dict.fromkeys(paths, 0) if self.layout is None else self.layout.group_of
-        return [
-            {**options, "params": [path for path in paths if group_of.get(path) == group_index]}
-            for group_index, options in enumerate(
-                self._optimizer(group_members, steps).param_groups
-            )
-        ]
-
-    def _views(self, grads: Any, leaves: Sequence[torch.Tensor], params: Any) -> list[list[_View]]:
-        leaf_grads = subtrees(params, grads, "the gradient", _PASS_GRADIENTS)
-        # Without groups each leaf is one view of itself, whatever its shape.
-        leaf_ranges: list[Any] = [None] * len(leaves)
-        if self.plan is not None:
-            check_shards(self.plan, params)
-            for unit, buffer in trainable_buffers(self.plan):
-                shard = params[unit.name][buffer.key]
-                if shard.shape != (buffer.shard_numel,):
-                    raise ValueError(
-                        f"shard {buffer.key!r} of unit {unit.title!r} must have shape "
-                        f"({buffer.shard_numel},), as in the optimizer's plan; found "
-                        f"{outline(shard)}: make the optimizer with the plan of these shards"
-                    )
-            leaf_ranges = tree.leaves_up_to(params, self.ranges)
-        all_views = []
-        for leaf, grad, ranges in zip(leaves, leaf_grads, leaf_ranges, strict=True):
-            if grad is not None:
-                if getattr(grad, "shape", None) != leaf.shape:
-                    raise ValueError(
-                        f"a gradient must have the shape of its leaf, {tuple(leaf.shape)}; found "
-                        f"{outline(grad)}: {_PASS_GRADIENTS}"
-                    )
-                grad = grad.to(leaf.dtype)  # it may be of lower precision
-            if ranges is not None:
-                all_views.append(_views_of_groups(leaf.detach(), grad, ranges))
-                continue
-            parameter = torch.nn.Parameter(leaf.detach())
-            parameter.grad = grad
-            all_views.append([_View(parameter, 0, slice(None))])
-        return all_views
-
-    def _optimizer(
-        self, members: Sequence[Sequence[torch.nn.Parameter]], steps: int
-    ) -> torch.optim.Optimizer:
-        """Return an instance of the class over each group's members, with this step's options."""
-        common_options, *overrides = [options_at(options, steps) for options in self.options]
-        param_groups: Any = [
-            {"params": group_members, **group_options}
-            for group_members, group_options in zip(members, [{}, *overrides], strict=True)
-        ]
-        if not overrides and members[0]:
-            param_groups = members[0]  # what a class without groups of its own expects
-        optimizer = self.cls(param_groups, **common_options)
-        graph_recording = current_recording()
-        if graph_recording is not None:
-            for group, group_options in zip(optimizer.param_groups, self.options, strict=True):
-                for name, schedule in schedules_in({**self.options[0], **group_options}).items():
-                    # Why a tensor: the fused kernels take lr as one, or as a constant.
-                    is_fused = name == "lr" and bool(group.get("fused"))
-                    group[name] = graph_recording.number(schedule, steps, tensor=is_fused)
-        return optimizer
+    is_flat: dict[str, bool] = {}
+    try:
+        for group in sorted(members):
+            merged = {**options[0], **options[group]}
+            if any(callable(merged.get(name)) for name in _DECISIVE):
+                return None
+            first_options = {
+                name: value(0) if callable(value) else value
+                for name, value in merged.items()
+                if name not in _IGNORED
+            }
+            if "lr" in merged:
+                first_options["lr"] = 0.0
+            # Two elements: an entry of this shape has a value for each element of a leaf.
+            parameter = _tiny()
+            # A class may draw random numbers, and the caller's must not change.
+            with (
+                torch.random.fork_rng(devices=[]),
+                warnings.catch_warnings(),
+                with_plain_factories(),
+            ):
+                warnings.simplefilter("ignore")
+                optimizer: Any = cls([parameter], **first_options)
+                optimizer.step()
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if value is not None:
+                    is_flat[name] = getattr(value, "shape", None) == parameter.shape
+    except Exception:  # such as a class that computes on CUDA only
+        return None
+    return is_flat if members else None
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """An option that is a function of the number of steps, with a check of its values.
-
-    Attributes:
-        name: name of the option.
-        function: the function.
-    """
-
-    name: str
-    function: Callable[[int], Any]
-
-    def __call__(self, steps: int) -> Any:
-        # Note: a schedule of NumPy or of optax returns a scalar of its own class.
-        value = _plain_number(self.function(steps))
-        check_value(self.name, value, f" at step {steps}")
-        return value
-
-
-def schedules_in(options: Mapping[str, Any]) -> dict[str, Schedule]:
-    """Return the options that are functions of the number of steps."""
-    return {name: Schedule(name, value) for name, value in options.items() if callable(value)}
-
-
-def rate_in(options: Mapping[str, Any], cls: type) -> Any:
-    """Return the learning rate in the options of a class, or its default, if any."""
-    if "lr" in options:
-        return _plain_number(options["lr"])
-    return getattr(inspect.signature(cls).parameters.get("lr"), "default", None)
-
-
-def _plain_number(value: Any) -> Any:
-    """Return a scalar of another library as a ``float``, and anything else unchanged."""
-    is_plain = isinstance(value, float | int | torch.Tensor) or not hasattr(value, "__float__")
-    return value if is_plain else float(value)
-
-
-def options_at(options: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """Return options with the values that schedules have after so many steps."""
-    if current_recording() is not None:
-        steps = 0  # a graph that fs.trace records asks the schedules each time it runs
-    option_values = dict(options)
-    for name, value in options.items():
-        if callable(value):
-            option_values[name] = Schedule(name, value)(steps)
-        else:
-            option_values[name] = _plain_number(value)
-    return option_values
-
-
-class _View(NamedTuple):
-    """A view of a leaf as a parameter, all of one group.
-
-    Attributes:
-        parameter: the view, with its part of the gradient.
-        group: number of its group.
-        in_state: the place of its elements in the flat tensors of the leaf's state.
-    """
-
-    parameter: torch.nn.Parameter
-    group: int
-    in_state: slice
-
-
-def _views_of_groups(
-    leaf: torch.Tensor, grad: torch.Tensor | None, ranges: Sequence[GroupRange]
-) -> list[_View]:
-    views, stop_in_state = [], 0
-    for group, start, stop in ranges:
-        parameter = torch.nn.Parameter(leaf[start:stop])
-        if grad is not None:
-            parameter.grad = grad[start:stop]
-        start_in_state, stop_in_state = stop_in_state, stop_in_state + stop - start
-        views.append(_View(parameter, group, slice(start_in_state, stop_in_state)))
-    return views
-
-
-def _split_state(leaf_state: Mapping[str, Any], views: Sequence[_View]) -> list[dict[str, Any]]:
-    """Return the state of each view, given its leaf's state; inverse of ``_merge_state``."""
-    view_states: list[dict[str, Any]] = [{} for _ in views]
-    fresh_states: list[dict[str, Any]] = []
-    for name, value in leaf_state.items():
-        if isinstance(value, torch.Tensor) and value.ndim:
-            for state, view in zip(view_states, views, strict=True):
-                state[name] = value[view.in_state]
-            continue
-        scalars = value if isinstance(value, tuple) else (value,)
-        has_begun = any(scalar is not None for scalar in scalars)
-        for group, scalar in enumerate(scalars):
-            group_states = [
-                state for state, view in zip(view_states, views, strict=True) if view.group == group
-            ]
-            # Note: a group without a scalar that another group has begins from scratch.
-            if scalar is None and has_begun:
-                fresh_states += group_states
-                continue
-            copies = [scalar] * len(group_states)
-            if isinstance(scalar, torch.Tensor) and len(group_states) > 1:
-                # The class counts steps in place, once for each view, so two views cannot share a
-                # scalar.
-                copies[:-1] = scalar.expand(len(group_states) - 1).clone().unbind()
-            for state, scalar_copy in zip(group_states, copies, strict=True):
-                state[name] = scalar_copy
-    for state in fresh_states:
-        state.clear()
-    return view_states
-
-
-def _merge_state(
-    leaf_state: Mapping[str, Any],
-    views: Sequence[_View],
-    states: list[dict[str, Any]],
-    num_groups: int,
-) -> dict[str, Any]:
-    """Return the state of a leaf in the flat tensors of ``leaf_state``, given that of its views."""
-    merged_state: dict[str, Any] = {}
-    # In the order in which the class made the entries, which is the same on all ranks.
-    for name in dict.fromkeys(name for state in states for name in state):
-        view_values = [state.pop(name, None) for state in states]
-        first_value = next((value for value in view_values if value is not None), None)
-        if not isinstance(first_value, torch.Tensor) or not first_value.ndim:
-            # The last view of a group has the scalar itself, the others have copies.
-            scalar_of = {view.group: value for view, value in zip(views, view_values, strict=True)}
-            scalars = tuple(scalar_of.get(group) for group in range(num_groups))
-            merged_state[name] = scalars if num_groups > 1 else scalars[0]
-            continue
-        flat_entry = leaf_state.get(name)
-        if flat_entry is None:
-            flat_entry = first_value.new_zeros(views[-1].in_state.stop)
-        for view, value in zip(views, view_values, strict=True):
-            flat_slice = flat_entry[view.in_state]
-            # A class that made a new tensor, in place of updating the old one, is copied.
-            if value is not None and address(value) != address(flat_slice):
-                flat_slice.copy_(value)
-        merged_state[name] = flat_entry
-    return merged_state
-
-
-def apply_optimizer(optimizer: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    """Return ``(params, state)`` after one update by an optimizer of either kind."""
-    if isinstance(optimizer, TorchOptimizer):
-        return optimizer.step(grads, state, params)
-    _, update = optimizer
-    # TorchOpt and optax name the parameters differently, and TorchOpt has further options.
-    accepted = inspect.signature(update).parameters
-    keywords: dict[str, Any] = {}
-    if "inplace" in accepted:  # TorchOpt's would write into the gradients
-        keywords["inplace"] = False
-    if "params" in accepted:
-        updates, state = update(grads, state, params=params, **keywords)
-    else:
-        updates, state = update(grads, state, params, **keywords)
-    return tree.map(lambda leaf, change: leaf + change.to(leaf.dtype), params, updates), state
+def _tiny() -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.float32, device="cpu"))
+    parameter.grad = torch.zeros_like(parameter)
+    return parameter
 
 
 # --- checks ---------------------------------------------------------------------------------------

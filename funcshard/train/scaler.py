@@ -14,7 +14,7 @@ from funcshard.comm import Mesh
 from funcshard.core import check_cut, check_fits, psum_world
 from funcshard.plan import Plan, current_recording
 from funcshard.train.clipping import without_padding
-from funcshard.train.state_checks import donate as donated
+from funcshard.train.optimizer_step import donate as donated
 
 
 class ScalerState(NamedTuple):

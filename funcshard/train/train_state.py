@@ -10,8 +10,8 @@ import torch
 from funcshard._utils import tree
 from funcshard._utils.options import with_remedies
 from funcshard.core import Shards
+from funcshard.train.optimizer_step import check_not_donated
 from funcshard.train.scaler import ScalerState
-from funcshard.train.state_checks import check_not_donated
 
 T = TypeVar("T")
 

@@ -46,7 +46,8 @@ from funcshard.plan import (
 from funcshard.train.clipping import clip_by_global_norm, global_norm
 from funcshard.train.matrix_step import PairStep, PerMatrixStep
 from funcshard.train.muon_step import MuonStep
-from funcshard.train.optimizers import TorchOptimizer, TorchStep, apply_optimizer, check_optimizer
+from funcshard.train.optimizer_step import TorchOptimizer, TorchStep, apply_optimizer
+from funcshard.train.optimizers import check_optimizer
 from funcshard.train.scaler import GradScaler
 from funcshard.train.train_state import TrainState, choose_tree, copy, same_form
 

@@ -9,7 +9,7 @@ import torch
 
 import funcshard as fs
 from funcshard._utils import tree
-from funcshard.train.optimizers import apply_optimizer
+from funcshard.train.optimizer_step import apply_optimizer
 from funcshard.train.param_groups import group_leaves
 from tests.ranks import run_ranks, run_simulated
 
