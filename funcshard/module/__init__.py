@@ -2,10 +2,10 @@
 
 Read in this order:
 
-- ``copying``, ``skeleton``: copies of module trees, of which every call gets its own; modules that
-  cannot be functions.
-- ``functional``: ``make_functional``, which turns a module into a function; changes of a module or
-  its parameters that the function cannot keep.
+- ``functional``: a module as a function, whose calls each get their own copies of the modules;
+  changes of a module or its parameters that the function cannot keep.
+- ``splitting``: ``make_functional``, which makes such a function; modules that cannot be one.
+  ``copying``: copies of module trees.
 - ``unit_forward``: how units run during a call, and the tensor that a module holds for a parameter
   outside its unit's forward.
 - ``unit_setup``, ``fully_sharded``: ``fully_shard``, which turns that function into one of shards.
@@ -16,9 +16,10 @@ Read in this order:
 from __future__ import annotations
 
 from funcshard.module.fully_sharded import fully_shard
-from funcshard.module.functional import Functional, make_functional
+from funcshard.module.functional import Functional
 from funcshard.module.init import init_module, init_shards
 from funcshard.module.resets import init_buffers, init_missing
+from funcshard.module.splitting import make_functional
 
 __all__ = [
     "Functional", "fully_shard", "init_buffers", "init_missing", "init_module", "init_shards", "make_functional"

@@ -33,8 +33,7 @@ from funcshard.core import (
     unit_comms,
 )
 from funcshard.module.copying import NamedTensors, Tensors
-from funcshard.module.functional import Functional, absent_attribute
-from funcshard.module.skeleton import Skeleton
+from funcshard.module.functional import Functional, Skeleton, absent_attribute
 from funcshard.module.unit_forward import (
     UnitCall,
     UnitEntry,

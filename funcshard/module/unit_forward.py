@@ -48,7 +48,7 @@ from funcshard.core import (
 )
 from funcshard.core import remat as rematerialised
 from funcshard.module.copying import NamedTensors, Tensors
-from funcshard.module.skeleton import Skeleton
+from funcshard.module.functional import Skeleton
 from funcshard.plan import BufferPlan, LeafSpec, UnitPlan
 
 Forward = Callable[[Any, Any], Any]  # of args and kwargs

@@ -23,8 +23,7 @@ from funcshard._utils.options import outline
 from funcshard._utils.torch_private import check_thread, recording_graph, transforms_active
 from funcshard.core import any_order_active, run_in_full_precision
 from funcshard.module.copying import NamedTensors, Tensors
-from funcshard.module.functional import Functional
-from funcshard.module.skeleton import Skeleton
+from funcshard.module.functional import Functional, Skeleton
 from funcshard.module.unit_forward import Method, UnitMethods, through_unit
 from funcshard.plan import (
     MixedPrecision,

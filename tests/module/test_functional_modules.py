@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import funcshard as fs
 from funcshard._utils.process_state import without_collection
-from funcshard.module.skeleton import make_skeleton
+from funcshard.module.splitting import make_skeleton
 from tests.module.law import Runs, check_equal
 
 x = torch.randn(4, 3)

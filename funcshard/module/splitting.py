@@ -1,210 +1,118 @@
-"""A module tree without its tensors, from which every call gets its own module objects.
-
-``torch.func.functional_call`` swaps tensors into one shared module and out again. Every call of a
-``Skeleton`` builds new module objects, with its tensors in their tables, which takes less time:
-
-- Threads, such as simulated ranks, and nested calls don't see each other's tensors.
-- Activation checkpointing, which runs parts of forward again later, still has the call's modules.
-- A forward that changes its module (a counter, a cache, a buffer) changes the call's objects only.
-"""
+"""``make_functional``: split any ``nn.Module`` into a pure function, parameters and buffers."""
 
 from __future__ import annotations
 
 import warnings
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
 
-from funcshard._utils import tree
 from funcshard._utils.closures import reachable
+from funcshard._utils.options import check_flag
+from funcshard._utils.process_state import without_collection
 from funcshard._utils.tensors import check_plain
-from funcshard._utils.torch_modules import LARGE, class_for_calls, late_copy
-from funcshard._utils.torch_private import (
-    callers_level,
-    dispatch_modes,
-    is_compiled_in_place,
-    storage_id,
-    transforms_active,
-)
+from funcshard._utils.torch_modules import LARGE, class_for_calls
+from funcshard._utils.torch_private import callers_level, is_compiled_in_place, storage_id
 from funcshard.comm import Mesh
 from funcshard.module.copying import (
     TABLES,
-    TORCH_ATTRIBUTES,
     TORCH_CONTAINERS,
     NamedTensors,
     References,
     Tensors,
     attributes_to_follow,
-    copied,
     is_immutable,
     make_template,
 )
+from funcshard.module.functional import (
+    DiscardedChanges,
+    Functional,
+    LateChanges,
+    ModuleSpec,
+    Names,
+    Skeleton,
+    plain_tensors,
+)
 
-Names = dict[str, tuple[str, ...]]
 Modules = Sequence[tuple[str, nn.Module]]  # path and module
 Entry = TypeVar("Entry", str, int)
 
-# Why the modules of a call share these of torch's tables: an empty dictionary for each would double
-# the time of a call. The tables that say how a hook is called have the numbers of hooks as keys,
-# and these are unique. The others are about state dicts, for which a call has no use. No call
-# shares a table with another call.
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_SHARED_TABLES = tuple(
-    (key, kind) for key, kind in TORCH_CONTAINERS.items() if key not in (*TABLES, *_HOOKS)
-)
 
+def make_functional(
+    module: nn.Module, mutable: bool = False
+) -> tuple[Functional, Tensors, Tensors]:
+    """Turn your module into a pure function of its parameters and buffers.
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ModuleSpec:
-    """One module of a skeleton.
+    A call changes neither the module nor its arguments, and later changes of the module do not
+    reach the function. So set training modes, freeze parameters, add hooks and load state dicts
+    before. You may call it in several threads at once, inside itself, and under the transforms of
+    ``torch.func``. A tied parameter appears once, under its first name, and stays tied; DTensors
+    stay DTensors.
 
-    Attributes:
-        path: its path, or its first path if it is shared.
-        attributes: its attributes, except for the three tables below and torch's empty tables.
-        parameters: key in its parameter table -> name of the parameter in the model.
-        buffers: key in its buffer table -> name of the buffer in the model.
-        children: key in its module table -> index of the child in ``Skeleton.specs``.
+    Arguments:
+        module: any module, on any device, including ``"meta"``.
+        mutable: whether the function also returns the new buffers, such as the running statistics
+            of BatchNorm. If not, the first call that would change one warns you.
+
+    Returns:
+        ``(apply, params, buffers)``. ``apply(params, buffers, *args, **kwargs)`` returns the output
+        of the module; with ``mutable`` ``(output, new_buffers)``. ``params`` and ``buffers`` are
+        ``{name: tensor}``, copies under the names of ``named_parameters`` and ``named_buffers``,
+        with their ``requires_grad``. ``apply.eval()``, ``apply.train()`` and ``apply.method(name)``
+        return functions that run the module in another mode, or another method.
+
+    Raises:
+        TypeError: ``module`` is not an ``nn.Module``; ``torch.compile``, DistributedDataParallel,
+            FSDP or ``torch.jit`` wrapped, changed or made one of its modules; an attribute refers
+            to one in a way that copying does not follow, such as a global variable; a parameter or
+            buffer is of a tensor class with its own operations, other than DTensor.
+        ValueError: a lazy module has not been initialised; an embedding has a ``max_norm``.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> apply, params, buffers = fs.make_functional(torch.nn.Linear(2, 1))
+        >>> zeros = {name: torch.zeros_like(value) for name, value in params.items()}
+        >>> apply(zeros, buffers, torch.ones(1, 2))
+        tensor([[0.]])
+
+        With ``mutable``, a call returns the buffers that it would have changed:
+
+        >>> apply, params, buffers = fs.make_functional(torch.nn.BatchNorm1d(2), mutable=True)
+        >>> _, new_buffers = apply(params, buffers, torch.ones(4, 2))
+        >>> buffers["num_batches_tracked"], new_buffers["num_batches_tracked"]
+        (tensor(0), tensor(1))
+
+    Source: ``torch.func.functional_call``, which swaps tensors into one shared module.
     """
-
-    path: str
-    cls: type[nn.Module]
-    attributes: dict[str, Any]
-    parameters: dict[str, str | None]
-    buffers: dict[str, str | None]
-    children: dict[str, int | None]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Skeleton:
-    """A module tree without its tensors; ``instantiate`` builds the tree of one call.
-
-    Attributes:
-        modules: the template, a copy of the modules that never runs: each once, parents first.
-        stand_ins: the empty tensor that the template holds for each parameter and buffer.
-        indices: the index of each module, by all of its paths.
-        copied_attributes: (index of a module, name) of the attributes that each call copies,
-            because it could change them or they lead into the tree.
-        hook_tables: the same for tables of hooks that are functions.
-        large: large tensors in copied attributes, copied when they are written.
-        parameters: name of each parameter -> all of its names, this one first.
-        frozen: the parameters that required no gradient.
-        buffers: the same for each buffer.
-    """
-
-    modules: tuple[nn.Module, ...]
-    stand_ins: Tensors
-    specs: tuple[ModuleSpec, ...]
-    indices: dict[str, int]
-    copied_attributes: tuple[tuple[int, str], ...]
-    hook_tables: tuple[tuple[int, str], ...]
-    references: References
-    large: tuple[torch.Tensor, ...]
-    parameters: Names
-    shapes: dict[str, tuple[int, ...]]
-    frozen: frozenset[str]
-    buffers: Names
-    state_names: tuple[str, ...]
-
-    @property
-    def template(self) -> nn.Module:
-        """The root module of the template."""
-        return self.modules[0]
-
-    def instantiate(
-        self,
-        parameters: NamedTensors,
-        buffers: NamedTensors,
-        *,
-        training: bool | None = None,
-        tensor_copy: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> list[nn.Module]:
-        """Return the modules of a new tree with these tensors, in the order of ``specs``.
-
-        Arguments:
-            training: the training flag of every module; ``None`` keeps each one's.
-            tensor_copy: returns what attributes hold in place of a tensor; ``None`` copies it.
-        """
-        # Why not cls.__new__: that of torch.fx.GraphModule returns an object of another class.
-        modules: list[nn.Module] = [object.__new__(spec.cls) for spec in self.specs]
-        # Why all keys beforehand, and each line by itself: it takes less time, and these lines run
-        # for every module of every call.
-        empty_state = {
-            **dict.fromkeys(TORCH_ATTRIBUTES),
-            **{key: kind() for key, kind in _SHARED_TABLES},
-        }
-        set_state = object.__setattr__  # that of nn.Module takes longer
-        for spec, module in zip(self.specs, modules, strict=True):
-            state = empty_state.copy()
-            state["_forward_hooks"] = OrderedDict()
-            state["_forward_pre_hooks"] = OrderedDict()
-            state["_backward_hooks"] = OrderedDict()
-            state["_backward_pre_hooks"] = OrderedDict()
-            state.update(spec.attributes)
-            state["_parameters"] = own_parameters = {}
-            state["_buffers"] = own_buffers = {}
-            state["_modules"] = children = {}
-            # Why loops: a comprehension is a call of its own in Python 3.11, and most tables are
-            # empty.
-            for key, name in spec.parameters.items():
-                own_parameters[key] = None if name is None else parameters[name]
-            for key, name in spec.buffers.items():
-                own_buffers[key] = None if name is None else buffers[name]
-            for key, index in spec.children.items():
-                children[key] = None if index is None else modules[index]
-            if training is not None:
-                state["training"] = training
-            set_state(module, "__dict__", state)
-        for index, name in self.hook_tables:
-            modules[index].__dict__[name] = self.specs[index].attributes[name].copy()
-        # Why not always: most modules of torch have nothing to copy, and the memo takes time.
-        if self.copied_attributes:
-            self._copy_attributes(modules, {**buffers, **parameters}, tensor_copy)
-        return modules
-
-    def _copy_attributes(
-        self,
-        modules: list[nn.Module],
-        tensors: NamedTensors,
-        tensor_copy: Callable[[torch.Tensor], torch.Tensor] | None,
-    ) -> None:
-        # Why this memo: deepcopy follows an attribute to the template's modules and empty tensors,
-        # and the memo makes the copy refer to the call's modules and tensors instead.
-        memo: dict[int, Any] = dict(zip(map(id, self.modules), modules, strict=True))
-        memo.update((id(stand_in), tensors[name]) for name, stand_in in self.stand_ins.items())
-        # Why: deepcopy sets the storage of a new tensor, which no graph can hold. A lifted tensor
-        # is a constant of the graph, as one that the forward makes by torch.tensor.
-        if tensor_copy is None and dispatch_modes():
-            tensor_copy = torch.ops.aten.lift_fresh_copy.default
-        if tensor_copy is not None:
-            memo.update((id(tensor), tensor_copy(tensor)) for tensor in self._attribute_tensors())
-        elif self.large and not transforms_active():
-            memo.update((id(tensor), late_copy(tensor)) for tensor in self.large)
-        # An attribute may be the handle of a hook, which refers to the hook's table.
-        memo.update(
-            (id(self.specs[index].attributes[key]), modules[index].__dict__[key])
-            for index, key in self.hook_tables
-        )
-        with self.references.in_memo(memo) as memo:
-            for index, key in self.copied_attributes:
-                modules[index].__dict__[key] = copied(self.specs[index].attributes[key], memo)
-
-    def _attribute_tensors(self) -> list[torch.Tensor]:
-        """Return the plain tensors to which copied attributes lead."""
-        values = [self.specs[index].attributes[key] for index, key in self.copied_attributes]
-        return _plain_tensors(values)
-
-    def paths(self) -> dict[str, int]:
-        """Return the index of every module by its first path."""
-        return {spec.path: index for index, spec in enumerate(self.specs)}
-
-    def classes(self, name: str) -> tuple[type[nn.Module], ...]:
-        """Return the classes of the modules around a parameter or buffer, the root first."""
-        outer_paths = list(tree.upwards(name.rpartition(".")[0]))
-        return tuple([self.specs[self.indices[path]].cls for path in reversed(outer_paths)])
+    if not isinstance(module, nn.Module):
+        title, remedy = type(module).__name__, "unshard shards a function of your own"
+        if isinstance(module, type) and issubclass(module, nn.Module):
+            title = f"the class {module.__name__}"
+            remedy = f"make a module of it, as in {module.__name__}(...)"
+        elif isinstance(module, Functional):
+            title, remedy = "a function that make_functional returned", "pass it to fully_shard"
+        raise TypeError(f"make_functional takes a torch.nn.Module; found {title}: {remedy}")
+    check_flag("mutable", mutable)
+    with without_collection():
+        skeleton, params, buffers = make_skeleton(module)
+        for first_name, all_names in skeleton.parameters.items():
+            param: Any = params[first_name]
+            # Why these attributes: make_plan reads from them all names of a tied parameter, the
+            # classes of the modules that contain a parameter, and the order of the module's state
+            # dict. The first one also says that the parameter is frozen unless it requires a
+            # gradient.
+            param.funcshard_modules = {alias: skeleton.classes(alias) for alias in all_names}
+            param.funcshard_names = skeleton.state_names
+    apply = Functional(
+        skeleton=skeleton,
+        mutable=mutable,
+        discarded=DiscardedChanges(skeleton, mutable=mutable),
+        late_changes=LateChanges(module),
+    )
+    return apply, params, buffers
 
 
 def make_skeleton(module: nn.Module) -> tuple[Skeleton, Tensors, Tensors]:
@@ -327,28 +235,18 @@ def _is_plain_table(table: Any) -> bool:
 
 def _large_tensors(values: Iterable[Any]) -> tuple[torch.Tensor, ...]:
     """Return the large plain tensors to which attributes lead."""
-    plain_tensors = _plain_tensors(values)
+    all_tensors = plain_tensors(values)
     # Note: of views, deepcopy copies the memory once.
-    storage_counts = Counter(map(storage_id, plain_tensors))
+    storage_counts = Counter(map(storage_id, all_tensors))
     return tuple(
         [
             tensor
-            for tensor in plain_tensors
+            for tensor in all_tensors
             if tensor.numel() >= LARGE
             and not (tensor.requires_grad or vars(tensor))
             and storage_counts[storage_id(tensor)] == 1
         ]
     )
-
-
-def _plain_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    plain_tensors = {
-        id(item): item
-        for value in values
-        for item in reachable(value)
-        if type(item) is torch.Tensor and item.layout is torch.strided
-    }
-    return list(plain_tensors.values())
 
 
 def _check_copies(
