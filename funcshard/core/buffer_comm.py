@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,12 +31,14 @@ from funcshard.plan import (
     LeafView,
     Packing,
     UnitPlan,
+    current_recorders,
     current_recording,
     dtype_name,
     dtype_of,
     emit,
-    has_recorders,
 )
+
+_log = logging.getLogger("funcshard.comm")
 
 UnitShard = Mapping[str, torch.Tensor]  # this rank's shard of each buffer, by key
 Leaves = Sequence[Sequence[torch.Tensor]]  # of each buffer
@@ -426,8 +429,8 @@ def recorded_group(kind: str, comm: Any, axis: str, tensor: torch.Tensor, numel:
             f"cannot batch {comm.title} on {comm.mesh.world_size} ranks: use torch.vmap over the "
             "cotangents of torch.func.vjp; see docs/transforms.md, 'Columns'"
         )
-    # An empty buffer sends nothing.
-    if numel and has_recorders():
+    # An empty buffer sends nothing. Why asked first: few steps are recorded or logged.
+    if numel and (current_recorders() or _log.isEnabledFor(logging.DEBUG)):
         sent_bytes, dtype = numel * tensor.element_size(), dtype_name(tensor.dtype)
         emit(Event(kind, comm.unit, comm.buffer, dtype, sent_bytes, axis, group.size))
     return group

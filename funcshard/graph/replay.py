@@ -13,7 +13,7 @@ from funcshard._utils.torch_operators import operator_arguments
 from funcshard.comm import Group, Mesh, all_gather_private, neighbours
 from funcshard.graph.memory import GraphStorages
 from funcshard.graph.step_graph import StepGraph, collective_of
-from funcshard.plan import emit, has_recorders
+from funcshard.plan import emit
 
 
 def bind(step_graph: StepGraph, mesh: Mesh) -> Callable[..., list[Any]]:
@@ -105,8 +105,7 @@ class _Start:
         self._label, self._donated = self._arguments["label"], donated
 
     def __call__(self, *data: Any) -> Any:
-        # Why asked first: making a list of events costs more than the check, in each collective.
-        if self._event is not None and has_recorders():
+        if self._event is not None:
             emit(self._event)
         return self._start(*data)
 

@@ -19,6 +19,8 @@ _log = logging.getLogger("funcshard.comm")
 _recorders: contextvars.ContextVar[tuple[list[Event], ...]] = contextvars.ContextVar(
     "funcshard_recorders", default=()
 )
+current_recorders: Callable[[], tuple[list[Event], ...]] = _recorders.get
+"""Return the lists of the open ``record_events`` blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ def record_events() -> Iterator[list[Event]]:
         >>> fs.simulate(step, world_size=2)
         [[('all_reduce', 8)], [('all_reduce', 8)]]
     """
-    with _recorded_by(_recorders.get()) as recorded_events:
+    with _recorded_by(current_recorders()) as recorded_events:
         yield recorded_events
 
 
@@ -108,7 +110,7 @@ def _recorded_by(outer: tuple[list[Event], ...]) -> Iterator[list[Event]]:
 def emit(event: Event) -> None:
     """Append ``event`` to the list of every open ``record_events`` block, and log it."""
     # Blocks may be nested, and each sees all of its events.
-    for recorded_events in _recorders.get():
+    for recorded_events in current_recorders():
         recorded_events.append(event)
     if _log.isEnabledFor(logging.DEBUG):
         owner_text = ""
@@ -123,11 +125,6 @@ def emit(event: Event) -> None:
             event.dtype,
             axis_text,
         )
-
-
-def has_recorders() -> bool:
-    """Return whether events are recorded or logged."""
-    return bool(_recorders.get()) or _log.isEnabledFor(logging.DEBUG)
 
 
 # --- a step that ``fs.trace`` records -------------------------------------------------------------

@@ -16,7 +16,7 @@ from funcshard._utils import tree
 from funcshard._utils.options import outline
 from funcshard.comm import Mesh, in_graph
 from funcshard.core import check_fits, check_shards
-from funcshard.plan import Plan, dtype_of, emit, has_recorders, trainable_buffers
+from funcshard.plan import Plan, dtype_of, emit, trainable_buffers
 from funcshard.train.matrix_owners import AllToAll, Matrix, Owners, assigned, times
 from funcshard.train.optimizer_step import (
     DONATED_STATE,
@@ -394,8 +394,7 @@ class MatrixTransport:
             receive_sizes = [size * count for size in stage.receive_sizes]
             send_sizes = [size * count for size in stage.send_sizes]
             receive_buffer = send_buffer.new_empty(sum(receive_sizes))
-            if has_recorders():
-                emit(times(stage.event, count))
+            emit(times(stage.event, count))
             in_graph(self.mesh.groups[stage.axis], stage.axis).all_to_all(
                 receive_buffer, send_buffer, receive_sizes, send_sizes, label="matrices"
             ).wait()

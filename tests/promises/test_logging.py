@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import funcshard as fs
-from funcshard.plan import has_recorders
+from funcshard.plan import current_recorders
 
 NET = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
 APPLY, PARAMS, BUFFERS = fs.make_functional(NET)
@@ -95,7 +95,7 @@ def test_by_default_nothing_is_logged_and_no_event_is_built(
     monkeypatch.setattr("funcshard.core.buffer_comm.Event", built)
     fs.simulate(train, 2)
     assert not caplog.records
-    assert not has_recorders()
+    assert not current_recorders()
     with caplog.at_level(logging.DEBUG, "funcshard.comm"), pytest.raises(AssertionError, match="an event was built"):
         fs.simulate(train, 2)
 
