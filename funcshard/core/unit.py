@@ -328,10 +328,12 @@ class Unshard:
             _log.debug("pre_forward of unit %r", self.unit.title)
         try:
             with hooks, hidden_views:
+                precision = self.unit.precision
                 if self.unit.full_precision:
                     result = run_in_full_precision(self.dtype, apply, args, kwargs)
+                elif precision is None:
+                    result = apply(*args, **kwargs)
                 else:
-                    precision = self.unit.precision
                     args, kwargs = cast_inputs(precision, self.unit.name == "", args, kwargs)
                     result = cast_outputs(precision, apply(*args, **kwargs))
         except RuntimeError as error:
@@ -435,18 +437,16 @@ def start_unit(f: Unshard, shard: UnitShard) -> Handles:
     ]
 
 
-def cast_inputs(
-    precision: MixedPrecision | None, root: bool, args: Any, kwargs: Any
-) -> tuple[Any, Any]:
+def cast_inputs(precision: MixedPrecision, root: bool, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return a unit's args and kwargs, cast to ``param_dtype`` if its precision says so.
 
     Arguments:
-        precision: that of the unit; ``None`` casts nothing.
+        precision: that of the unit.
         root: whether these are the inputs of the whole model.
         args: the positional inputs.
         kwargs: the keyword inputs.
     """
-    if precision is None or precision.param_dtype is None:
+    if precision.param_dtype is None:
         return args, kwargs
     # The root has an option of its own, because its inputs are those of the whole model.
     if not (precision.cast_forward_inputs or (root and precision.cast_root_forward_inputs)):
@@ -454,9 +454,9 @@ def cast_inputs(
     return cast_tree((args, kwargs), precision.param_dtype)
 
 
-def cast_outputs(precision: MixedPrecision | None, out: Any) -> Any:
+def cast_outputs(precision: MixedPrecision, out: Any) -> Any:
     """Return the outputs of a unit or of a model, cast to ``output_dtype`` if there is one."""
-    if precision is None or precision.output_dtype is None:
+    if precision.output_dtype is None:
         return out
     return cast_tree(out, precision.output_dtype)
 

@@ -293,13 +293,15 @@ class FullyShard:
             entry.begin(module)
         for layer_index in self.slow_path:
             leave_fast_path(modules[layer_index])
-        forward = functools.partial(apply.run, modules[0])
+        forward, root_precision = functools.partial(apply.run, modules[0]), self.precision.root
         _log.debug("root pre_forward")
         try:
             if "" in self.units:
                 out = unit_call.enter(self.units[""][0], modules[0], forward, args, kwargs)
             else:
-                out = forward(*cast_inputs(self.precision.root, True, args, kwargs))
+                if root_precision is not None:
+                    args, kwargs = cast_inputs(root_precision, True, args, kwargs)
+                out = forward(args, kwargs)
         finally:
             # Why also after an error: modules that refer to themselves would wait for gc.
             for module, entry in entered_modules:
@@ -314,7 +316,8 @@ class FullyShard:
         new_buffers: Tensors = {}
         if apply.mutable:
             out, new_buffers = out
-        out = cast_outputs(self.precision.root, out)
+        if root_precision is not None:
+            out = cast_outputs(root_precision, out)
         if unit_call.prefetcher is not None:
             # Why after the last unit too: another rank may have more units to come.
             if not learner.known:
