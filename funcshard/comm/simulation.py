@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -256,16 +257,30 @@ class _World:
             joined: the collective as the rank issues it; the first one is that of all ranks.
 
         Raises:
-            RuntimeError: another rank has issued something else.
+            RuntimeError: another rank has issued something else, or this context may not use the
+                mesh of the rank.
         """
-        ranks, number = joined.ranks, 0
+        ranks, rank, number = joined.ranks, joined.ranks[position], 0
+        # Nothing in a thread that the rank started.
+        world, user = _running.get() or (self, rank)
+        # Why: a rank that waited for a turn of another rank or simulation would wait for ever.
+        if rank in self._left or world is not self or user != rank:
+            misuse_text = f"the simulation of rank {rank} has ended"
+            if rank not in self._left:
+                user_text = f"by rank {user}" if world is self else "in another simulation"
+                misuse_text = f"it is used {user_text}"
+            raise RuntimeError(
+                "a simulated mesh belongs to one rank of one simulation; found the mesh of rank "
+                f"{rank}, and {misuse_text}: use the mesh that simulate passes to the function, and "
+                "what that function made with it"
+            )
         # Why not counted: a rank that has failed comes there before all others.
         if joined.arguments[position].label != AGREEMENT:
             number = self._counts[ranks, position] = self._counts.get((ranks, position), 0) + 1
         collective = self._open.setdefault((ranks, number), joined)
         # Why until the end: other ranks wait in a collective that raises.
         self.broken = True
-        if collective.title != joined.title:
+        if collective.form != joined.form:
             first_position = next(iter(collective.arguments))
             (low, low_title), (high, high_title) = sorted(
                 [(ranks[first_position], collective.title), (ranks[position], joined.title)]
@@ -304,33 +319,17 @@ class _World:
             if rank in collective.ranks:
                 self._run_if_complete(collective)
 
-    def check_used_by(self, rank: int) -> None:
-        """Raise ``RuntimeError`` unless this context may use the mesh of ``rank``."""
-        # Nothing in a thread that the rank started.
-        world, user = _running.get() or (self, rank)
-        # Why: a rank that waited for a turn of another rank or simulation would wait for ever.
-        if rank in self._left or world is not self or user != rank:
-            misuse_text = f"the simulation of rank {rank} has ended"
-            if rank not in self._left:
-                user_text = f"by rank {user}" if world is self else "in another simulation"
-                misuse_text = f"it is used {user_text}"
-            raise RuntimeError(
-                "a simulated mesh belongs to one rank of one simulation; found the mesh of rank "
-                f"{rank}, and {misuse_text}: use the mesh that simulate passes to the function, and "
-                "what that function made with it"
-            )
-
-    def wait(self, rank: int, collective: _Collective) -> None:
-        """Let the other ranks run until ``collective`` is done."""
+    def wait(self, rank: int, collective: _Collective) -> list[str] | None:
+        """Let the other ranks run until ``collective`` is done; return its texts, if any."""
         if self.failure is not None:
             raise _EndedError
-        if collective.done:
-            return
-        # The next rank continues with its own generators.
-        self._random[rank] = RandomState.take(python=True)
-        self._waits[rank] = collective
-        self._pass_turn(rank)
-        self.take_turn(rank)
+        if not collective.done:
+            # The next rank continues with its own generators.
+            self._random[rank] = RandomState.take(python=True)
+            self._waits[rank] = collective
+            self._pass_turn(rank)
+            self.take_turn(rank)
+        return collective.texts and [*collective.texts]
 
     def _pass_turn(self, rank: int) -> None:
         """Give the turn to the next rank after ``rank`` that can continue; fail if none can."""
@@ -368,7 +367,7 @@ class _Collective:
     """A collective that at least one rank has joined.
 
     Attributes:
-        title: its kind, with dtypes and shapes of the tensors, and the label.
+        form: its kind, dtypes and shapes of the tensors, and the label.
         axis: name of the mesh axis.
         ranks: the ranks of the group.
         arguments: those of each rank that has joined, by position.
@@ -377,13 +376,20 @@ class _Collective:
         texts: those of all ranks, if it gathers texts.
     """
 
-    title: str
+    form: tuple[str, list[Any], str]
     axis: str
     ranks: tuple[int, ...]
     arguments: dict[int, Op]
     number: int = 0
     done: bool = False
     texts: list[str] | None = None
+
+    @property
+    def title(self) -> str:
+        """Its form as text, for errors."""
+        kind, data_forms, label = self.form
+        data_text = ", ".join(f"{dtype_name(dtype)}{shape}" for dtype, shape in data_forms)
+        return " of ".join([kind, data_text, *[label] * bool(label)])
 
     def describe(self) -> str:
         joined_text = ", ".join(str(self.ranks[position]) for position in sorted(self.arguments))
@@ -432,9 +438,9 @@ class _SimulatedGroup(Group):
         title = op.kind
         # A rank's part may be empty here, and it takes part all the same.
         if op.kind == "all_gather_text":
-            title = "all_gather_text of text"
+            data_forms: list[Any] = [("text", "")]
         elif op.kind == "all_to_all":  # its shapes differ between ranks
-            title = f"all_to_all of {dtype_name(op.out.dtype)}"
+            data_forms = [(op.out.dtype, "")]
         elif not op.out.numel():
             return DONE
         else:
@@ -442,22 +448,11 @@ class _SimulatedGroup(Group):
                 op = op._replace(data=concatenate(op.data).to(op.out.dtype))
             elif op.kind == "broadcast":
                 title = f"broadcast from rank {op.src}"
-            tensor_shapes = [
-                f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
-                for tensor in (op.out, op.data)
-                if tensor is not None
-            ]
-            title = f"{title} of {', '.join(tensor_shapes)}"
-        title, world, rank = f"{title} of {op.label}" if op.label else title, self.world, self.rank
-        world.check_used_by(self.global_rank)
-        joined = _Collective(title, self.axis, self.ranks, {rank: op})
-        collective, global_rank = world.join(rank, joined), self.global_rank
-
-        def finish() -> list[str] | None:
-            world.wait(global_rank, collective)
-            return collective.texts and [*collective.texts]
-
-        return DeferredWork(finish)
+            tensors = (op.out, op.data)
+            data_forms = [(x.dtype, list(x.shape)) for x in tensors if x is not None]
+        joined = _Collective((title, data_forms, op.label), self.axis, self.ranks, {self.rank: op})
+        collective = self.world.join(self.rank, joined)
+        return DeferredWork(functools.partial(self.world.wait, self.global_rank, collective))
 
 
 @dataclass(slots=True)
