@@ -90,7 +90,7 @@ def load_matrix_states(
         if not place.items() <= mesh.position.items():
             continue
         # Note: init tells the form of the state, as for every pair of functions.
-        zeros = torch.zeros(matrix.shape(), dtype=dtype_of(matrix.buffer.dtype), device=mesh.device)
+        zeros = torch.zeros(matrix.shape(), dtype=matrix.buffer.shard_dtype, device=mesh.device)
         initial_state = step.init_matrix(zeros)
         initial_values = _named(initial_state)
         if loaded.keys() != initial_values.keys() and (loaded or (strict and by_path)):

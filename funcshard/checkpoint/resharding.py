@@ -17,7 +17,6 @@ from funcshard.plan import (
     LeafSpec,
     boxes,
     dtype_name,
-    dtype_of,
     position_of,
     rank_at,
     slice_offsets,
@@ -298,7 +297,7 @@ def check_pieces(
 
     ``where`` names their source; ``cast`` is as in ``check_leaf``.
     """
-    planned_dtype = dtype_of(buffer.dtype)
+    planned_dtype = buffer.shard_dtype
     for piece in pieces:
         dtype, shape = piece.tensor.dtype, piece.shape
         is_castable = dtype != planned_dtype and can_cast(dtype, planned_dtype)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
+from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan
 
 T = TypeVar("T")
 
@@ -270,4 +270,4 @@ def fits_shard(value: Any, buffer: BufferPlan, numel: int | None = None) -> bool
     # Note: a counter has one element too, so an integer tensor of one element must have the
     # buffer's dtype.
     has_fractions = value.is_floating_point() or value.is_complex()
-    return shard_numel != 1 or has_fractions or value.dtype == dtype_of(buffer.dtype)
+    return shard_numel != 1 or has_fractions or value.dtype == buffer.shard_dtype

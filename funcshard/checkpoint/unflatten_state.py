@@ -344,9 +344,9 @@ class _Unflattener:
 
     def _dtype_of(self, shard: torch.Tensor, home: _Home, buffer: BufferPlan) -> torch.dtype:
         """Return the dtype of a shard: another one if the two plans differ in it."""
-        planned_dtype = dtype_of(buffer.dtype)
+        planned_dtype = buffer.shard_dtype
         # Note: an average in float32 beside bfloat16 parameters is no parameter, and stays.
-        if shard.dtype == planned_dtype or shard.dtype != dtype_of(home.buffer.dtype):
+        if shard.dtype == planned_dtype or shard.dtype != home.buffer.shard_dtype:
             return shard.dtype
         if self.cast and can_cast(shard.dtype, planned_dtype):
             return planned_dtype

@@ -34,7 +34,6 @@ from funcshard.plan import (
     current_recorders,
     current_recording,
     dtype_name,
-    dtype_of,
     emit,
 )
 
@@ -108,7 +107,7 @@ class BufferComm:
         if buffer.packing is not None:
             cast = _decoding(buffer.packing, unit.computed_dtype(buffer))
         dtypes = CommDtypes(
-            shard=dtype_of(buffer.dtype),
+            shard=buffer.shard_dtype,
             gathered=unit.computed_dtype(buffer),
             reduced=unit.reduced_dtype(buffer),
             grads=unit.grad_dtype(buffer),

@@ -11,7 +11,7 @@ import torch
 
 from funcshard._utils.options import module_remedy, other_names, outline
 from funcshard.comm import Mesh, all_gather_texts, check_all_same
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, axes_text, dtype_name, dtype_of
+from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, axes_text, dtype_name
 
 
 def check_mesh(
@@ -142,7 +142,7 @@ def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh | None, *, gradients: boo
                 f"it was {donated_text}cut by another plan, for another number of ranks, or not at "
                 "all; make it with shard(params, plan, mesh)"
             )
-        elif local.dtype != dtype_of(buffer.dtype) and not (
+        elif local.dtype != buffer.shard_dtype and not (
             gradients and local.dtype == unit.grad_dtype(buffer)
         ):
             rule = f"have dtype {buffer.dtype}; found {local.dtype}"

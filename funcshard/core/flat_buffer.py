@@ -29,7 +29,7 @@ from funcshard.core.buffer_comm import (
     start_scatter,
 )
 from funcshard.core.grad_reducer import current_reducer, note_collective
-from funcshard.plan import BufferPlan, dtype_of
+from funcshard.plan import BufferPlan
 
 _log = logging.getLogger("funcshard.core")
 
@@ -204,12 +204,13 @@ def _rows(
     """
     buffer = comm.plan
     leaf_pairs = list(zip(buffer.leaves, leaves, strict=True))
-    like_tensor = torch.empty(0, dtype=dtype_of(buffer.dtype), device=device)
     batch_shape: tuple[int, ...] = ()
     for spec, leaf in leaf_pairs:
         if leaf is not None:
             like_tensor, batch_shape = leaf, tuple(leaf.shape[: leaf.ndim - len(spec.shape)])
             break
+    else:
+        like_tensor = torch.empty(0, dtype=buffer.shard_dtype, device=device)
     # All dims of vmap are one for the reduction; without any there is none.
     row_dims = (math.prod(batch_shape),)[: len(batch_shape)]
     leaf_rows = []

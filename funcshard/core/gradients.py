@@ -19,7 +19,6 @@ from torch import nn
 
 from funcshard._utils import tree
 from funcshard._utils.options import check_flag, check_number, outline
-from funcshard._utils.tensors import is_dtensor
 from funcshard._utils.torch_private import transforms_active, untraced, untraced_with_warning
 from funcshard.comm import Mesh, check_once, ranks_of_job, text_of
 from funcshard.core.buffer_comm import BufferComm
@@ -693,7 +692,7 @@ def named_results(result: Any, **options: bool) -> dict[str, Any]:
 
 def check_loss(loss: Any) -> torch.Tensor:
     """Return a loss as a tensor of this rank, or raise."""
-    if is_dtensor(loss):
+    if hasattr(loss, "full_tensor"):
         # Tensor parallelism may leave the loss as a DTensor, equal on all ranks.
         loss = loss.full_tensor()
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():

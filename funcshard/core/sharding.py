@@ -30,7 +30,6 @@ from funcshard.plan import (
     LeafSpec,
     Plan,
     UnitPlan,
-    dtype_of,
     position_of,
     slice_offsets,
 )
@@ -231,7 +230,7 @@ def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
         shard = shards[unit.name]
         buffers = tuple([buffer for buffer in unit.buffers if shard[buffer.key] is not None])
         # Why a cast: gradients may be in reduce_dtype.
-        held_shards = {b.key: shard[b.key].to(dtype_of(b.dtype)) for b in buffers}
+        held_shards = {b.key: shard[b.key].to(b.shard_dtype) for b in buffers}
         # A unit of the buffers that are there, without casts.
         full_unit = dataclasses.replace(unit, buffers=buffers).in_full_precision()
         comms = unit_comms(full_unit, mesh, None)
@@ -280,7 +279,7 @@ def empty_shard(unit: UnitPlan, buffer: BufferPlan, mesh: Mesh) -> torch.Tensor:
     # Note: ``put`` has to write every leaf.
     shard = torch.empty(
         buffer.shard_numel,
-        dtype=dtype_of(buffer.dtype),
+        dtype=buffer.shard_dtype,
         device="cpu" if unit.offload else mesh.device,
         pin_memory=unit.offload and mesh.device.type == "cuda",
     )

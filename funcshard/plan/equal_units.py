@@ -14,7 +14,7 @@ from typing import Any
 
 from funcshard._utils import table
 from funcshard._utils.table import Table
-from funcshard._utils.tensors import dtype_name, dtype_of
+from funcshard._utils.tensors import dtype_name
 from funcshard.plan.mesh_axes import AXES, mesh_text
 from funcshard.plan.unit_plan import BufferPlan, UnitPlan
 
@@ -196,7 +196,7 @@ def _strategy(unit: UnitPlan, buffer: BufferPlan) -> str:
     gathered_dtype, reduced_dtype = unit.gathered_dtype(buffer), unit.reduced_dtype(buffer)
     if buffer.packing is not None:
         strategy_words.append(f"decoded to {dtype_name(unit.computed_dtype(buffer))}")
-    elif {gathered_dtype, reduced_dtype} != {dtype_of(buffer.dtype)}:
+    elif {gathered_dtype, reduced_dtype} != {buffer.shard_dtype}:
         strategy_words.append(f"in {dtype_name(gathered_dtype)}")
         if buffer.trainable and reduced_dtype != gathered_dtype:
             strategy_words.append(f"reduced in {dtype_name(reduced_dtype)}")

@@ -16,7 +16,7 @@ import torch
 
 from funcshard._utils import tree
 from funcshard._utils.options import check_choice
-from funcshard._utils.tensors import dtype_name, dtype_of
+from funcshard._utils.tensors import dtype_name
 from funcshard.plan.events import Event
 from funcshard.plan.plan import Plan, check_plan
 from funcshard.plan.schedule import (
@@ -501,7 +501,7 @@ def _gathers(unit: UnitPlan, ranks: int, cast: ChooseCast | None = None) -> list
         cast_pair = cast_of(cast, unit, buffer)
         if cast_pair is not None:
             # What the pair sends for a shard, only the pair knows.
-            leaf_dtype = dtype_of(buffer.dtype)
+            leaf_dtype = buffer.shard_dtype
             shard = torch.zeros(buffer.shard_numel, dtype=leaf_dtype, device="cpu")
             sent_data = cast_pair.pre_all_gather(shard)
             comm_dtype, buffer_numel = sent_data.dtype, sent_data.numel() * ranks

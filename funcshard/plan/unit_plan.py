@@ -150,6 +150,8 @@ class BufferPlan:
         numel: number of elements of the leaves, without padding.
         shard_numel: number of elements of one rank's shard, including padding.
         padded_numel: number of elements of the gathered buffer, including padding.
+        shard_dtype: the dtype of that name.
+        itemsize: bytes of one element.
     """
 
     key: str
@@ -162,9 +164,14 @@ class BufferPlan:
     numel: int = field(init=False, compare=False, repr=False)
     shard_numel: int = field(init=False, compare=False, repr=False)
     padded_numel: int = field(init=False, compare=False, repr=False)
+    shard_dtype: torch.dtype = field(init=False, compare=False, repr=False)
+    itemsize: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         # Why here: every step and every estimate asks for these.
+        shard_dtype = dtype_of(self.dtype)
+        object.__setattr__(self, "shard_dtype", shard_dtype)
+        object.__setattr__(self, "itemsize", shard_dtype.itemsize)
         numel = self.leaves[-1].offset + self.leaves[-1].numel if self.leaves else 0
         # Why whole records: a rank packs and unpacks its own part.
         record = 1 if self.packing is None else self.packing.record
@@ -185,14 +192,9 @@ class BufferPlan:
         return min(max(self.numel - rank * self.shard_numel, 0), self.shard_numel)
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return dtype_of(self.dtype).itemsize
-
-    @property
     def model_dtype(self) -> torch.dtype:
         """Dtype of the leaves that the model sees, packed or not."""
-        return dtype_of(self.dtype if self.packing is None else self.packing.dtype)
+        return self.shard_dtype if self.packing is None else dtype_of(self.packing.dtype)
 
     @property
     def model_numel(self) -> int:
@@ -305,7 +307,7 @@ class UnitPlan:
 
     def gathered_dtype(self, buffer: BufferPlan) -> torch.dtype:
         """Return the dtype in which a buffer is gathered."""
-        leaf_dtype = dtype_of(buffer.dtype)
+        leaf_dtype = buffer.shard_dtype
         return (
             self.precision and leaf_dtype.is_floating_point and self.precision.param_dtype
         ) or leaf_dtype
@@ -318,7 +320,7 @@ class UnitPlan:
 
     def reduced_dtype(self, buffer: BufferPlan) -> torch.dtype:
         """Return the dtype in which a buffer's gradient is reduced."""
-        leaf_dtype = dtype_of(buffer.dtype)
+        leaf_dtype = buffer.shard_dtype
         return (
             self.precision and leaf_dtype.is_floating_point and self.precision.reduce_dtype
         ) or self.gathered_dtype(buffer)
@@ -327,7 +329,7 @@ class UnitPlan:
         """Return the dtype of a buffer's reduced gradient."""
         if self.precision is not None and self.precision.keep_low_precision_grads:
             return self.reduced_dtype(buffer)
-        return dtype_of(buffer.dtype)
+        return buffer.shard_dtype
 
     def in_full_precision(self) -> UnitPlan:
         """Return the unit without a precision; see ``Plan.in_full_precision``."""

@@ -135,7 +135,7 @@ def assigned(
     # Note: both sorts keep the order of matrices of one stack.
     owned.sort(key=lambda matrix: matrix.leaf.index)
     if dtype is None:
-        dtypes = {dtype_of(matrix.buffer.dtype) for matrix in owned} or {torch.float32}
+        dtypes = {matrix.buffer.shard_dtype for matrix in owned} or {torch.float32}
         dtype = dtype_name(functools.reduce(torch.promote_types, dtypes))
     return Owners(tuple(owned), tuple(axes.items()), dtype, gathered)
 

@@ -162,7 +162,7 @@ class PerMatrixStep:
         matrices = self.transport.bring(self._parts(params), 1)
         states = {}
         for matrix in self.transport.owned:
-            whole = matrices.pop(matrix.leaf.path)[0].to(dtype_of(matrix.buffer.dtype))
+            whole = matrices.pop(matrix.leaf.path)[0].to(matrix.buffer.shard_dtype)
             states[matrix.leaf.path] = self.init_matrix(whole)
         others = None if self.others is None else self.others.init(params)
         return {"matrices": states, "others": others}
@@ -181,7 +181,7 @@ class PerMatrixStep:
         states, state["matrices"] = state["matrices"], DONATED_STATE
 
         def update(matrix: Matrix, whole: torch.Tensor) -> torch.Tensor:
-            path, dtype = matrix.leaf.path, dtype_of(matrix.buffer.dtype)
+            path, dtype = matrix.leaf.path, matrix.buffer.shard_dtype
             if grads[matrix.unit][matrix.buffer.key] is None:
                 return whole[0]  # no rank reads it
             change, states[path] = self.update(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils.tensors import dtype_of, tensors_in
+from funcshard._utils.tensors import tensors_in
 from funcshard.comm import DeferredWork, Group, Mesh, Op, concatenate
 from funcshard.comm import Work as Waiting
 from funcshard.core import gnvp, grad, hvp, jvp, linearize, vjp
@@ -167,7 +167,7 @@ def _record(
 def _empty_shards(plan: Plan) -> dict[str, dict[str, torch.Tensor]]:
     return {
         unit.name: {
-            buffer.key: torch.empty(buffer.shard_numel, dtype=dtype_of(buffer.dtype), device="cpu")
+            buffer.key: torch.empty(buffer.shard_numel, dtype=buffer.shard_dtype, device="cpu")
             for buffer in unit.buffers
         }
         for unit in plan.unit_list

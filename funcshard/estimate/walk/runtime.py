@@ -275,7 +275,7 @@ def _buffer_sizes(unit: UnitPlan, buffer: BufferPlan, *, accelerator: bool) -> B
     shard_numel, padded_numel = buffer.shard_numel, buffer.padded_numel
     is_cut = buffer.shards > 1
     # Note: a shard on the host is copied to the device even if its dtype stays.
-    is_cast = on_host or gathered_dtype != dtype_of(buffer.dtype)
+    is_cast = on_host or gathered_dtype != buffer.shard_dtype
     sent_bytes, gathered_numel, decoding_bytes = shard_numel * gathered_itemsize, padded_numel, 0
     if buffer.packing is not None:
         sent_bytes, gathered_numel = padded_numel * buffer.itemsize, buffer.model_numel
