@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcshard._utils.tensors import tensors_in
+from funcshard._utils.tree import tensors_in
 
 GATHERED = "gathered units"
 _aten = torch.ops.aten

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils.tensors import tensors_in
+from funcshard._utils.tree import tensors_in
 
 
 def captured(function: Any) -> Iterator[Any]:

@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 
-from funcshard._utils.tensors import map_tensors, tensors_in
 from funcshard._utils.torch_private import asks_for_data, is_zero_tensor, storage_id
+from funcshard._utils.tree import map_tensors, tensors_in
 
 _MOST_CONSTANTS = 1 << 20  # elements of a tensor that a trace computes
 

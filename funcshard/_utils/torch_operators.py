@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from funcshard._utils.tensors import tensors_in
 from funcshard._utils.torch_private import storage_id
+from funcshard._utils.tree import tensors_in
 
 # Operations that do not read the memory that they write into, or write nothing into new memory.
 _FILLS = ("copy_", "zero_", "fill_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_")

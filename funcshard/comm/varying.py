@@ -22,8 +22,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from funcshard._utils.tensors import byte_view, tensors_in
+from funcshard._utils.tensors import byte_view
 from funcshard._utils.torch_private import callers_level, transforms_active
+from funcshard._utils.tree import tensors_in
 from funcshard.comm.job import lines_through
 from funcshard.comm.mesh import Mesh
 from funcshard.plan import AXES

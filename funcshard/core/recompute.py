@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from funcshard._utils import tree
 from funcshard._utils.closures import captured
 from funcshard._utils.process_state import RandomState
-from funcshard._utils.tensors import is_continuous, tensors_in
+from funcshard._utils.tensors import is_continuous
 from funcshard._utils.torch_private import (
     BasisLoop,
     apply_by_level,
@@ -34,6 +34,7 @@ from funcshard._utils.torch_private import (
     transforms_active,
     version,
 )
+from funcshard._utils.tree import tensors_in
 from funcshard.core.basis import (
     Loops,
     acting_for,

@@ -27,7 +27,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from funcshard._utils import tree
 from funcshard._utils.options import module_remedy, some
-from funcshard._utils.tensors import cast_tree, map_tensors, tensors_in
 from funcshard._utils.torch_private import (
     TorchDispatchMode,
     dispatch_modes,
@@ -43,6 +42,7 @@ from funcshard._utils.torch_private import (
     unwrapped,
     version,
 )
+from funcshard._utils.tree import cast_tree, map_tensors, tensors_in
 from funcshard.comm import Mesh
 from funcshard.core.buffer_comm import (
     BufferComm,

@@ -16,7 +16,6 @@ from torch import fx
 
 from funcshard._utils import table
 from funcshard._utils.table import Part, Shown, Table
-from funcshard._utils.tensors import tensors_in
 from funcshard._utils.torch_operators import (
     count_flops,
     moved_bytes,
@@ -25,6 +24,7 @@ from funcshard._utils.torch_operators import (
     writes_inputs,
 )
 from funcshard._utils.torch_private import storage_id
+from funcshard._utils.tree import tensors_in
 from funcshard.graph.step_graph import StepGraph, arguments_of, collective_of, is_unit_gather
 from funcshard.plan import Event
 

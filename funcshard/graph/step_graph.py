@@ -15,9 +15,9 @@ import torch
 from torch import fx
 
 from funcshard._utils import tree
-from funcshard._utils.tensors import tensors_in
 from funcshard._utils.torch_operators import operator_name
 from funcshard._utils.torch_private import recording_tensors, storage_id
+from funcshard._utils.tree import tensors_in
 from funcshard.graph.signatures import Conditions, Signature, sized
 from funcshard.plan import Event
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from funcshard._utils.tensors import tensors_in
 from funcshard._utils.torch_operators import is_random, operator_name, writes_inputs
 from funcshard._utils.torch_private import storage_id
+from funcshard._utils.tree import tensors_in
 from funcshard.graph.memory import GraphStorages
 from funcshard.graph.step_graph import called, collective_of
 

@@ -14,12 +14,12 @@ from torch import nn
 from funcshard._utils import tree
 from funcshard._utils.options import module_remedy, other_names
 from funcshard._utils.process_state import without_collection
-from funcshard._utils.tensors import tensors_in
 from funcshard._utils.torch_private import (
     callers_level,
     sequence_number,
     untraced_with_warning,
 )
+from funcshard._utils.tree import tensors_in
 from funcshard.comm import Mesh, text_of
 from funcshard.core import (
     Prefetcher,

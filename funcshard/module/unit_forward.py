@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from funcshard._utils import tree
-from funcshard._utils.tensors import tensors_in
 from funcshard._utils.torch_modules import forget_parametrized
 from funcshard._utils.torch_private import (
     address,
@@ -34,6 +33,7 @@ from funcshard._utils.torch_private import (
     version,
     wrapper_subclass,
 )
+from funcshard._utils.tree import tensors_in
 from funcshard.comm import Mesh, check_same
 from funcshard.core import (
     BufferComm,

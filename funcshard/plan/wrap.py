@@ -18,7 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from funcshard._utils.options import check_count
-from funcshard._utils.tensors import tensors_in
+from funcshard._utils.tree import tensors_in
 
 __all__ = ["Policy", "Units", "always", "any_of", "by_class", "by_function", "by_size"]
 

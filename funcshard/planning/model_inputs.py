@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from funcshard._utils.options import outline
-from funcshard._utils.tensors import tensors_in
+from funcshard._utils.tree import tensors_in
 from funcshard.checkpoint import is_hugging_face
 from funcshard.estimate import Profile, profile
 from funcshard.module import make_functional

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from funcshard._utils import torch_fakes
-from funcshard._utils.tensors import tensors_in
 from funcshard._utils.torch_fakes import fake_tensors
 from funcshard._utils.torch_private import storage_id
+from funcshard._utils.tree import tensors_in
 
 CASES: dict[str, Callable[[torch.Tensor], Any]] = {
     "a product": lambda x: x @ x.t(),

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import funcshard as fs
 from benchmarks.dry.steps import batch_of, made
 from benchmarks.fake_ranks import FakeGroup
-from funcshard._utils.tensors import tensors_in
+from funcshard._utils.tree import tensors_in
 from funcshard.comm import DONE, DeferredWork, Op, Work
 from tests.promises.test_cuda import no_waiting_host
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from funcshard._utils.tensors import tensors_in
 from funcshard._utils.torch_private import TorchDispatchMode, storage_id
+from funcshard._utils.tree import tensors_in
 
 # Operations that compilers fuse, though torch does not tag them as pointwise.
 _FUSED = frozenset({

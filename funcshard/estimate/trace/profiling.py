@@ -16,8 +16,9 @@ from funcshard._utils import tree
 from funcshard._utils.options import check_flag
 from funcshard._utils.process_state import without_collection
 from funcshard._utils.table import Shown, Table
-from funcshard._utils.tensors import is_dtensor, tensors_in
+from funcshard._utils.tensors import is_dtensor
 from funcshard._utils.torch_private import asks_for_data, stored_parts
+from funcshard._utils.tree import tensors_in
 from funcshard.estimate.trace.program import (
     MARGIN,
     Program,

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from funcshard._utils.tensors import tensors_in
 from funcshard._utils.torch_fakes import without_function_modes
 from funcshard._utils.torch_operators import count_flops, data_bytes, moved_bytes, writes_inputs
 from funcshard._utils.torch_private import (
@@ -26,6 +25,7 @@ from funcshard._utils.torch_private import (
     storage_id,
     stored_parts,
 )
+from funcshard._utils.tree import tensors_in
 from funcshard.estimate.trace.compiled import is_fused, is_reduction
 from funcshard.estimate.trace.tape import Alloc, Ask, At, Event, Free, Grad, Op, Save, UseParam
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils.tensors import tensors_in
+from funcshard._utils.tree import tensors_in
 from funcshard.comm import DeferredWork, Group, Mesh, Op, concatenate
 from funcshard.comm import Work as Waiting
 from funcshard.core import gnvp, grad, hvp, jvp, linearize, vjp
