@@ -12,11 +12,12 @@ order:
 - ``prefetcher``: which units a call gathers, and when. ``Gathered``, one gather of a unit, keeps
   autograd from holding its buffers after forward; ``ScheduleLearner`` keeps the order of the first
   call.
-- ``checks``: errors for shards that do not fit a plan.
+- ``checks``: errors for meshes and leaves that do not fit a plan; errors of one rank that all
+  raise.
 - ``dtensor_leaves``: leaves that the model uses as DTensors.
-- ``checksum``: whether ranks that each pass full leaves pass the same ones; errors of one rank that
-  all raise.
-- ``unit``: ``unshard`` and ``reshard``, and the ``Unshard`` that they return.
+- ``checksum``: whether ranks that each pass full leaves pass the same ones.
+- ``unit``: ``unshard`` and ``reshard``, and the ``Unshard`` that they return; errors for shards
+  that do not fit a plan.
 - ``attention``: attention with derivatives of any order. ``replaced_kernels``: losses that have
   them, and where both take the place of torch's kernels.
 - ``plain_collectives``: collectives along mesh axes and their adjoints, without autograd.
@@ -41,11 +42,9 @@ from funcshard.core.buffer_comm import (
 )
 from funcshard.core.checks import (
     can_cast,
-    check_cut,
     check_fits,
     check_leaf,
     check_mesh,
-    check_shards,
     check_source,
     raise_on_every_rank,
 )
@@ -112,6 +111,8 @@ from funcshard.core.unit import (
     Unshard,
     cast_inputs,
     cast_outputs,
+    check_cut,
+    check_shards,
     modified_leaf,
     reshard,
     run_in_full_precision,

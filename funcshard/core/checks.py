@@ -1,4 +1,4 @@
-"""Check that meshes, leaves and shards fit a plan."""
+"""Check that meshes and leaves fit a plan."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from funcshard._utils.options import module_remedy, other_names, outline
+from funcshard._utils.options import other_names
 from funcshard.comm import Mesh, all_gather_texts, check_all_same
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, axes_text, dtype_name
+from funcshard.plan import BufferPlan, LeafSpec, Plan, axes_text, dtype_name
 
 
 def check_mesh(
@@ -59,105 +59,6 @@ def check_source(src: int, mesh: Mesh) -> None:
         raise ValueError(
             f"src must be a rank of the world, from 0 to {mesh.world_size - 1}; found {src!r}"
         )
-
-
-def check_shards(
-    plan: Plan, shards: Any, mesh: Mesh | None = None, *, gradients: bool = False
-) -> None:
-    """Raise ``ValueError`` unless ``shards`` has the plan's units, and with a mesh their shards.
-
-    See ``check_shard`` for ``gradients``.
-    """
-    unit_names = [unit.name for unit in plan.unit_list]
-    if not isinstance(shards, Mapping) or shards.keys() != set(unit_names):
-        raise ValueError(
-            f"shards must hold the units of the plan, {unit_names[:6]}; found {outline(shards)}: "
-            f"{_cause(plan, shards)}"
-        )
-    if mesh is not None:
-        for unit in plan.unit_list:
-            check_shard(unit, shards[unit.name], mesh, gradients=gradients)
-
-
-def _cause(plan: Plan, misfit: Any) -> str:
-    """Return what was passed in place of shards, as far as its form tells."""
-    if isinstance(misfit, torch.nn.Module):
-        return module_remedy(misfit, "shards = fs.shard(params, plan, mesh)")
-    # A TrainState, or anything that has its shards in an attribute.
-    if hasattr(misfit, "shards"):
-        return "this is a state, whose shards are an entry of it: pass state.shards"
-    if isinstance(misfit, torch.Tensor):
-        return (
-            "this is one tensor; value_and_grad returns (loss, grads), and a step "
-            "(state, metrics), in this order"
-        )
-    values = list(misfit.values()) if isinstance(misfit, Mapping) else []
-    if not values or not all(isinstance(value, torch.Tensor) for value in values):
-        return "they were made with another plan; make them with shard(params, plan, mesh)"
-    if any(misfit.keys() == {buffer.key for buffer in unit.buffers} for unit in plan.unit_list):
-        return "this is the shard of one unit; pass the dictionary with the shards of all units"
-    return "these are whole parameters; cut them first with shards = fs.shard(params, plan, mesh)"
-
-
-def check_cut(plan: Plan, shards: Any) -> None:
-    """Raise unless ``shards`` has the plan's sizes; it may hold ``None``, and stacks of shards."""
-    check_shards(plan, shards)
-    for unit in plan.unit_list:
-        check_shard(unit, shards[unit.name], None)
-
-
-def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh | None, *, gradients: bool = False) -> None:
-    """Raise unless ``shard`` has the buffers, shapes, dtypes and devices of ``unit``.
-
-    With ``gradients``, that of a frozen buffer may be ``None``, and others in the gradients' dtype.
-    Without ``mesh`` every one may, and shards may be stacked, of any dtype and device.
-    """
-    buffer_keys = [buffer.key for buffer in unit.buffers]
-    if not isinstance(shard, Mapping) or shard.keys() != set(buffer_keys):
-        raise ValueError(
-            f"the shard of unit {unit.title!r} must hold the buffers {buffer_keys}; found "
-            f"{outline(shard)}: pass shards[{unit.name!r}] of shards made with this plan"
-        )
-    for buffer in unit.buffers:
-        local = shard[buffer.key]
-        may_be_none = mesh is None or (gradients and not buffer.trainable)
-        # Stacks of shards have more dims, of which the last is the shard's.
-        fits_stack = mesh is None and getattr(local, "shape", ())[-1:] == (buffer.shard_numel,)
-        if fits_stack or (local is None and may_be_none):
-            continue
-        if not isinstance(local, torch.Tensor):
-            rule = f"be a tensor; found {type(local).__name__}"
-            remedy = (
-                "a tree of gradients holds None for frozen shards alone; put zeros there to "
-                "compute with it"
-            )
-        elif mesh is None or local.shape != (buffer.shard_numel,):
-            rule = (
-                f"have shape {(buffer.shard_numel,)}, one of {buffer.shards} shards; found "
-                f"{tuple(local.shape)}"
-            )
-            # A step empties the tensors that it was given.
-            donated_text = "donated to a training step, or " * (tuple(local.shape) == (0,))
-            remedy = (
-                f"it was {donated_text}cut by another plan, for another number of ranks, or not at "
-                "all; make it with shard(params, plan, mesh)"
-            )
-        elif local.dtype != buffer.shard_dtype and not (
-            gradients and local.dtype == unit.grad_dtype(buffer)
-        ):
-            rule = f"have dtype {buffer.dtype}; found {local.dtype}"
-            remedy = (
-                "a plan fixes the dtypes of its leaves; make a new plan from params of other dtypes"
-            )
-        elif local.device.type == ("cpu" if unit.offload else mesh.device.type):
-            continue
-        elif unit.offload:
-            rule = f"be on the CPU, because the plan offloads the unit; found {local.device}"
-            remedy = "make it with shard(params, plan, mesh), or make a plan without offload"
-        else:
-            rule = f"be on the mesh's device, {mesh.device}; found {local.device}"
-            remedy = "move the shards with .to(mesh.device), or build the mesh on that device"
-        raise ValueError(f"shard {buffer.key!r} of unit {unit.title!r} must {rule}: {remedy}")
 
 
 def check_leaf(

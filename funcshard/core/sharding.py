@@ -13,17 +13,11 @@ from funcshard._utils.options import check_flag, module_remedy
 from funcshard._utils.tensors import is_dtensor
 from funcshard._utils.torch_private import untraced
 from funcshard.comm import Mesh, without_collectives
-from funcshard.core.checks import (
-    check_leaf,
-    check_mesh,
-    check_shards,
-    check_source,
-    other_leaves,
-)
+from funcshard.core.checks import check_leaf, check_mesh, check_source, other_leaves
 from funcshard.core.checksum import LeafChecksums, check_tie, on_every_rank
 from funcshard.core.dtensor_leaves import part_as_planned
 from funcshard.core.flat_buffer import ravel
-from funcshard.core.unit import Unshard, unit_comms
+from funcshard.core.unit import Unshard, check_shards, unit_comms
 from funcshard.plan import (
     Box,
     BufferPlan,

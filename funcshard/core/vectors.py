@@ -23,10 +23,11 @@ from funcshard._utils.options import outline
 from funcshard._utils.tensors import is_continuous
 from funcshard._utils.torch_private import signed, untraced
 from funcshard.comm import Mesh, Topology, check_same
-from funcshard.core.checks import check_cut, check_fits, other_leaves
+from funcshard.core.checks import check_fits, other_leaves
 from funcshard.core.collectives import pmean, psum_world
 from funcshard.core.leaf_blocks import LeafBlocks, block_count
 from funcshard.core.sharding import Shards, empty_shard
+from funcshard.core.unit import check_cut
 from funcshard.plan import BufferPlan, LeafSpec, Plan, rank_at
 
 
