@@ -172,7 +172,7 @@ def results_of(
     )
     total, totals, sent = own.clone(), stacks[rank].clone(), own.clone()
     cut = rounded[rank].split([len(wholes[rank]) // 3, len(wholes[rank]) - len(wholes[rank]) // 3])
-    shared, stacked = group.all_gather_shared(own), group.all_gather_shared(stacks[rank])
+    shared, stacked = (group.all_gather_last(own_part, shared=True) for own_part in (own, stacks[rank]))
     works = [
         shared,
         stacked,

@@ -107,14 +107,25 @@ class Group:
         """Concatenate every rank's contiguous ``shard`` into ``out``, along dim 0 in rank order."""
         return self.start(Op("all_gather", label, out, shard))
 
-    def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> Work:
+    def all_gather_last(
+        self, shard: torch.Tensor, *, shared: bool = False, label: str = ""
+    ) -> Work:
         """Concatenate every rank's contiguous ``shard``, along its last dim, in new memory.
 
-        Ranks may share that memory, so none may write to it.
+        With ``shared``, ranks may share that memory, so none may write to it.
         """
-        if self.shares(shard):
+        if shared and self.shares(shard):
             return self.start(Op("all_gather_shared", label, None, shard))
-        return all_gather_last(self, shard, label=label)
+        gather_work = all_gather_private(self, shard, label=label)
+        if shard.ndim == 1:
+            return gather_work
+        group_size, shard_shape = self.size, shard.shape
+
+        def finish() -> torch.Tensor:
+            gathered_rows = gather_work.wait().view(group_size, *shard_shape)
+            return gathered_rows.movedim(0, -2).flatten(-2)
+
+        return DeferredWork(finish)
 
     def shares(self, shard: torch.Tensor) -> bool:
         """Return whether ``start`` gathers shards like ``shard`` into memory of all ranks."""
@@ -203,20 +214,6 @@ def all_gather_private(
     with torch.inference_mode(False):
         out = group.empty(shard.numel() * size, shard).view(shard.shape[0] * size, *shard.shape[1:])
     return PrivateAllGatherWork(out, group.start(Op("all_gather", label, out, shard)))
-
-
-def all_gather_last(group: Group, shard: torch.Tensor, *, label: str = "") -> Work:
-    """Start an all-gather along the last dim of ``shard`` into new memory of this rank."""
-    gather_work = all_gather_private(group, shard, label=label)
-    if shard.ndim == 1:
-        return gather_work
-    group_size, shard_shape = group.size, shard.shape
-
-    def finish() -> torch.Tensor:
-        gathered_rows = gather_work.wait().view(group_size, *shard_shape)
-        return gathered_rows.movedim(0, -2).flatten(-2)
-
-    return DeferredWork(finish)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ from funcshard.comm import (
     PrivateAllGatherWork,
     Topology,
     Work,
-    all_gather_last,
     in_graph,
 )
 from funcshard.plan import (
@@ -287,13 +286,12 @@ def start_gather(
     is_own = comm.own and sent_data.ndim == 1
     if is_own and isinstance(group, CustomGroup) and "all_gather" in group.functions:
         work: Work = group.start_own(Op("all_gather", comm.label, None, sent_data))
-    # One block of shared memory serves all ranks of a machine.
-    # Why not with a user's pair: it may write to what it gets.
-    elif read_only and (dtypes.cast is None or comm.plan.packing is not None):
-        work = group.all_gather_shared(sent_data, label=comm.label)
-    # vmap puts its dims first, so ranks lie side by side in the last dim.
     else:
-        work = all_gather_last(group, sent_data, label=comm.label)
+        # One block of shared memory serves all ranks of a machine.
+        # Why not with a user's pair: it may write to what it gets.
+        is_shared = read_only and (dtypes.cast is None or comm.plan.packing is not None)
+        # vmap puts its dims first, so ranks lie side by side in the last dim.
+        work = group.all_gather_last(sent_data, shared=is_shared, label=comm.label)
     return AllGatherHandle(work, comm, device_copy)
 
 

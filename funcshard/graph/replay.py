@@ -111,7 +111,7 @@ class _Start:
 
     def _all_gather(self, shard: torch.Tensor) -> Any:
         if self._arguments["shared"]:
-            return self._group.all_gather_shared(shard, label=self._label)
+            return self._group.all_gather_last(shard, shared=True, label=self._label)
         return all_gather_private(self._group, shard, label=self._label)
 
     def _reduce_scatter(self, parts: Sequence[torch.Tensor]) -> Any:

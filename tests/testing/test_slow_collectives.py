@@ -156,7 +156,7 @@ def test_two_delays_that_were_started_together_pass_together(clock: SimpleNamesp
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
 def test_a_shared_all_gather_is_late_once_and_only_if_its_kind_is_slow(kind: str, clock: SimpleNamespace) -> None:
-    work = delayed(fs.Mesh(), kind, 0.2).shard.all_gather_shared(torch.ones(1))
+    work = delayed(fs.Mesh(), kind, 0.2).shard.all_gather_last(torch.ones(1), shared=True)
     assert work.wait() is work.wait()
     work.wait()
     assert clock.now == pytest.approx(0.2 * (kind == "all_gather"))

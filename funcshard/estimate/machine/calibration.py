@@ -430,7 +430,7 @@ def _collective(group: Group, kind: str, size: int) -> Callable[[], Any]:
     shard = whole_tensor[: whole_tensor.numel() // ranks].clone()
     gradient_parts = [part_numel.clone() for part_numel in whole_tensor.tensor_split(LEAVES)]
     if kind == "all_gather":
-        return lambda: group.all_gather_shared(shard).wait()
+        return lambda: group.all_gather_last(shard, shared=True).wait()
     # Note: a reduction also joins gradients and divides the sum, as in a training step.
     if kind == "reduce_scatter":
         return lambda: _reduce(group.reduce_scatter, ranks, torch.empty_like(shard), gradient_parts)

@@ -51,7 +51,7 @@ class Recorded:
     def _end(self) -> None:
         self.running -= 1
 
-    def all_gather_shared(self, shard: torch.Tensor) -> PrivateAllGatherWork:
+    def all_gather_last(self, shard: torch.Tensor, *, shared: bool) -> PrivateAllGatherWork:
         return PrivateAllGatherWork(shard, self._note(shard, self.size))
 
     def reduce_scatter(self, out: torch.Tensor, parts: list[torch.Tensor]) -> Any:
