@@ -473,10 +473,27 @@ def check_entries(
         groups: number of parameter groups; ``None`` without groups.
         params: the parameters, for the paths of leaves in the error.
     """
+    known, is_exact, group_count = step.known, step.is_exact, groups or 1
     for leaf_index, (leaf_state, size) in enumerate(zip(states, sizes, strict=True)):
-        if step.known is None or not leaf_state:
+        if known is None or not leaf_state:
             continue
-        fault = _fault(step.known, step.is_exact, leaf_state, tuple(size), groups or 1)
+        held = {name: value for name, value in leaf_state.items() if value is not None}
+        fault = ""
+        # Note: a class that is not torch's may have more entries than after its first step.
+        if held and (known.keys() - held.keys() or (is_exact and held.keys() - known.keys())):
+            fault = f"it must hold {sorted(known) or 'nothing'}; found {sorted(held)}"
+        for name, value in held.items():
+            if known.get(name):
+                if getattr(value, "shape", value) != tuple(size):
+                    fault = fault or (
+                        f"its {name!r} must have shape {tuple(size)}; found {outline(value)}, of "
+                        "another plan or number of ranks"
+                    )
+            elif is_exact and (len(value) if type(value) is tuple else 1) != group_count:
+                fault = fault or (
+                    f"its {name!r} must have a value for each of {group_count} groups; found "
+                    f"{value!r}"
+                )
         if fault:
             raise ValueError(
                 f"the state of leaf {tree.paths(params)[leaf_index]!r} is not one of {step.title}: "
@@ -486,30 +503,6 @@ def check_entries(
         # would get a slice of them.
         if groups is None:
             return
-
-
-def _fault(
-    known: Mapping[str, bool],
-    is_exact: bool,
-    leaf_state: Mapping[str, Any],
-    size: tuple[int, ...],
-    groups: int,
-) -> str:
-    held = {name: value for name, value in leaf_state.items() if value is not None}
-    # Note: a class that is not torch's may have more entries than after its first step.
-    if held and (known.keys() - held.keys() or (is_exact and held.keys() - known.keys())):
-        return f"it must hold {sorted(known) or 'nothing'}; found {sorted(held)}"
-    for name, value in held.items():
-        if known.get(name):
-            shape = getattr(value, "shape", value)
-            if shape != size:
-                return (
-                    f"its {name!r} must have shape {size}; found {outline(value)}, of another plan "
-                    "or number of ranks"
-                )
-        elif is_exact and (len(value) if type(value) is tuple else 1) != groups:
-            return f"its {name!r} must have a value for each of {groups} groups; found {value!r}"
-    return ""
 
 
 # --- donation -------------------------------------------------------------------------------------

@@ -69,6 +69,7 @@ B, D = torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=FP64)
 
 
 CASTS = {  # a precision, whether it is the root's, and whether inputs are cast
+    "no precision": (None, True, False),
     "no param_dtype": (fs.MixedPrecision(reduce_dtype=FP16, cast_forward_inputs=True), True, False),
     "the root, by default": (fs.MixedPrecision(FP16), True, True),
     "a unit, by default": (fs.MixedPrecision(FP16), False, False),

@@ -30,6 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from funcshard._utils import tree
 from funcshard._utils.closures import emptied_caches
+from funcshard._utils.tensors import map_tensors, tensors_in
 from funcshard._utils.torch_fakes import fake_tensors
 from funcshard._utils.torch_private import (
     outer_saved_tensors_hooks,
@@ -38,7 +39,6 @@ from funcshard._utils.torch_private import (
     transforms_active,
     version,
 )
-from funcshard._utils.tree import map_tensors, tensors_in
 from funcshard.core import cast_inputs, cast_outputs, remat, run_in_full_precision
 from funcshard.estimate.trace.compiled import Region
 from funcshard.estimate.trace.folding import CannotFoldError, Form, Stub, Traced, fold_log
@@ -271,13 +271,9 @@ class _Tracer:
             # Why: from torch 2.15 on, a selective checkpoint warns of hooks around it, even these.
             warnings.filterwarnings("ignore", "A saved_tensors_hooks context", FutureWarning)
             modules = self._modules(apply.copies(buffers))
-            if precision is not None:
-                args, kwargs = cast_inputs(precision, True, args, kwargs)
+            args, kwargs = cast_inputs(precision, True, args, kwargs)
             out = apply.run(modules[0], args, kwargs)
-            if apply.mutable:
-                out = out[0]
-            if precision is not None:
-                out = cast_outputs(precision, out)
+            out = cast_outputs(precision, out[0] if apply.mutable else out)
             # Tensors of the call live on only where backward needs them, as in a real step.
             del modules
             self.modules = []
@@ -585,15 +581,15 @@ class _Tracer:
         return out, frame
 
     def _computed(self, path: str, forward: Any, args: Any, kwargs: Any) -> Any:
-        unit = self.units.get(path) if path else None
-        if unit is not None and unit.full_precision:
+        unit = self.units.get(path)
+        if unit is None or not path:
+            return forward(*args, **kwargs)
+        if unit.full_precision:
             dtype = max(
                 (buffer.model_dtype for buffer in unit.buffers),
                 key=lambda dtype: dtype.itemsize,
             )
             return run_in_full_precision(dtype, forward, args, kwargs)
-        if unit is None or unit.precision is None:
-            return forward(*args, **kwargs)
         # Note: casts make tensors, so they are traced where the runtime makes them.
         args, kwargs = cast_inputs(unit.precision, False, args, kwargs)
         return cast_outputs(unit.precision, forward(*args, **kwargs))
