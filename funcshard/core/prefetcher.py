@@ -161,13 +161,6 @@ class Prefetcher:
             self._handles[next_name] = self._start(next_name)
         return handles
 
-    def begin_use(self, source: UnitSource) -> Use:
-        """Note what backward may gather a unit from; forward has just called the unit."""
-        self.now += 1
-        use = Use(index=len(self.uses), name=self.ran[-1], source=source, began=self.now)
-        self.uses.append(use)
-        return use
-
     def post_forward(self) -> None:
         """End forward: drop the gathers of units that were never called."""
         self.returned = True
@@ -446,7 +439,10 @@ class Gathered:
         if source is None:
             return
         if prefetcher is not None:
-            self._use = prefetcher, prefetcher.begin_use(source)
+            prefetcher.now += 1
+            use = Use(len(prefetcher.uses), prefetcher.ran[-1], source, began=prefetcher.now)
+            prefetcher.uses.append(use)
+            self._use = prefetcher, use
         post_backward = functools.partial(_post_backward, weakref.ref(self), self._use)
         for buffer_index, (first_leaf, *_) in enumerate(leaves):
             gather_node: Any = first_leaf.grad_fn

@@ -315,13 +315,14 @@ class Unshard:
         """Call ``apply`` with the leaves of an open gather; cast as the precision says."""
         leaves = gathered.leaves
         assert leaves is not None, "the gather is open"
+        first_leaves = [buffer_leaves[0] for buffer_leaves in leaves]
         hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         hidden_views = hooks
         if self.frees and gathered.source is not None:
             # Autograd calls these for each tensor that it saves while the forward runs.
             hooks = saved_tensors_hooks(inside_hooks(gathered.pack), _unpack)
         if dispatch_modes() and in_selective_checkpoint() and not transforms_active():
-            hidden_views = UnseenViews({storage_id(first_leaf) for first_leaf, *_ in leaves})
+            hidden_views = UnseenViews({storage_id(first_leaf) for first_leaf in first_leaves})
         leaf_tensors = [leaf for buffer_leaves in leaves for leaf in buffer_leaves]
         if self.dtensors is not None:
             leaf_tensors = as_dtensors(leaf_tensors, self.dtensors)
@@ -330,7 +331,7 @@ class Unshard:
             apply = functools.partial(self.apply, leaf_tensors, gathered)
         else:
             apply = functools.partial(self.apply, tree.build(self.unit.structure, leaf_tensors))
-        versions_before = _versions(leaves)
+        versions_before = _versions(first_leaves)
         is_logging = _log.isEnabledFor(logging.DEBUG)
         if is_logging:
             _log.debug("pre_forward of unit %r", self.unit.title)
@@ -346,14 +347,14 @@ class Unshard:
                     result = cast_outputs(precision, apply(*args, **kwargs))
         except RuntimeError as error:
             # Note: after a write that torch did not prevent, it also raises, for the nodes.
-            if _versions(leaves) == versions_before:
+            if _versions(first_leaves) == versions_before:
                 if _is_refused_write(str(error), leaves):
                     raise RuntimeError(
                         f"the forward of unit {self.unit.title!r} modified a leaf in place; "
                         f"{_READ_ONLY}"
                     ) from error
                 raise
-        for buffer_index, new_version in enumerate(_versions(leaves)):
+        for buffer_index, new_version in enumerate(_versions(first_leaves)):
             if new_version != versions_before[buffer_index]:
                 raise modified_leaf(self.unit.title, self.unit.buffers[buffer_index])
         if is_logging:
@@ -445,16 +446,18 @@ def start_unit(f: Unshard, shard: UnitShard) -> Handles:
     ]
 
 
-def cast_inputs(precision: MixedPrecision, root: bool, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def cast_inputs(
+    precision: MixedPrecision | None, root: bool, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
     """Return a unit's args and kwargs, cast to ``param_dtype`` if its precision says so.
 
     Arguments:
-        precision: that of the unit.
+        precision: that of the unit; ``None`` casts nothing.
         root: whether these are the inputs of the whole model.
         args: the positional inputs.
         kwargs: the keyword inputs.
     """
-    if precision.param_dtype is None:
+    if precision is None or precision.param_dtype is None:
         return args, kwargs
     # The root has an option of its own, because its inputs are those of the whole model.
     if not (precision.cast_forward_inputs or (root and precision.cast_root_forward_inputs)):
@@ -462,9 +465,9 @@ def cast_inputs(precision: MixedPrecision, root: bool, args: Any, kwargs: Any) -
     return cast_tree((args, kwargs), precision.param_dtype)
 
 
-def cast_outputs(precision: MixedPrecision, out: Any) -> Any:
+def cast_outputs(precision: MixedPrecision | None, out: Any) -> Any:
     """Return the outputs of a unit or of a model, cast to ``output_dtype`` if there is one."""
-    if precision.output_dtype is None:
+    if precision is None or precision.output_dtype is None:
         return out
     return cast_tree(out, precision.output_dtype)
 
@@ -492,15 +495,14 @@ _READ_ONLY = (
 _unpack = operator.methodcaller("unpack")
 
 
-def _versions(gathered: Leaves) -> list[int]:
+def _versions(first_leaves: list[torch.Tensor]) -> list[int]:
     """Return how often each gathered buffer has been written to; zeros in inference mode."""
-    first_leaves = [leaves[0] for leaves in gathered]
     if transforms_active():
         # Why unwrapped: a write counts in the version of the wrapped tensor alone, and the tensors
         # that vmap wraps do not share theirs.
         first_leaves = [unwrapped(first) for first in first_leaves]
     elif torch.is_inference_mode_enabled():
-        return [0] * len(gathered)
+        return [0] * len(first_leaves)
     # Note: a leaf that inference mode made does not count writes.
     return [0 if leaf.is_inference() else version(leaf) for leaf in first_leaves]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import types
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -285,12 +286,15 @@ class FullyShard:
         entry_functions |= dict.fromkeys(self.precision.full_precision, forward_in_full_precision)
         if 0 in self.methods:
             entry_functions[0] = _run_inside
-        entered_modules = [
-            (modules[index], UnitEntry(enter, self.methods[index]))
-            for index, enter in entry_functions.items()
-        ]
-        for module, entry in entered_modules:
-            entry.begin(module)
+        entered_modules = []
+        for index, enter in entry_functions.items():
+            module, methods = modules[index], self.methods[index]
+            bound_methods = {
+                name: types.MethodType(method, module) for name, method in methods.items()
+            }
+            entry = UnitEntry(enter, methods, bound_methods)
+            entry.exchange(module.__dict__)
+            entered_modules.append((module, entry))
         for layer_index in self.slow_path:
             leave_fast_path(modules[layer_index])
         forward, root_precision = functools.partial(apply.run, modules[0]), self.precision.root

@@ -13,7 +13,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -345,28 +345,21 @@ class UnitEntry:
 
     Attributes:
         enter: function of module, method, args and kwargs that runs the method in the unit.
-        hidden: outside the unit, what the user set on the object in place of these; inside, the
-            methods.
+        hidden: outside the unit, what the user set on the object in place of these; inside, and at
+            first, the methods.
     """
 
     enter: Method
     methods: UnitMethods
-    hidden: dict[str, Any] = field(default_factory=dict)
-
-    def begin(self, module: nn.Module) -> None:
-        """Let the methods of ``module`` enter the unit."""
-        self.hidden = {
-            name: types.MethodType(method, module) for name, method in self.methods.items()
-        }
-        state = module.__dict__
-        self.exchange(state)
-        state[_ENTRY] = self
+    hidden: dict[str, Any]
 
     def exchange(self, state: dict[str, Any]) -> None:
         """Exchange what the object has under the methods' names for what is hidden."""
         visible = {name: state.pop(name) for name in self.methods if name in state}
         state.update(self.hidden)
         self.hidden = visible
+        if state.pop(_ENTRY, None) is None:
+            state[_ENTRY] = self
 
     def end(self, module: nn.Module) -> None:
         """Let the methods refer to ``module`` weakly, so that it is freed without ``gc``."""
@@ -394,7 +387,7 @@ def through_unit(cls: type[nn.Module], name: str, compiled: Method | None = None
             state = module.__dict__
             # Why: a method that calls another one of this module must not gather the unit again,
             # and neither may a checkpoint inside the method, which calls it again from backward.
-            entry = state.pop(_ENTRY, None)
+            entry = state.get(_ENTRY)
             if entry is not None:  # or else the object is as the user made it already
                 entry.exchange(state)
             try:
@@ -404,7 +397,6 @@ def through_unit(cls: type[nn.Module], name: str, compiled: Method | None = None
             finally:
                 if entry is not None:
                     entry.exchange(state)
-                    state[_ENTRY] = entry
 
         entry = module.__dict__.get(_ENTRY)
         if entry is None:

@@ -30,7 +30,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from funcshard._utils import tree
 from funcshard._utils.closures import emptied_caches
-from funcshard._utils.tensors import map_tensors, tensors_in
 from funcshard._utils.torch_fakes import fake_tensors
 from funcshard._utils.torch_private import (
     outer_saved_tensors_hooks,
@@ -39,6 +38,7 @@ from funcshard._utils.torch_private import (
     transforms_active,
     version,
 )
+from funcshard._utils.tree import map_tensors, tensors_in
 from funcshard.core import cast_inputs, cast_outputs, remat, run_in_full_precision
 from funcshard.estimate.trace.compiled import Region
 from funcshard.estimate.trace.folding import CannotFoldError, Form, Stub, Traced, fold_log
