@@ -25,7 +25,6 @@ from funcshard.estimate.trace.program import (
     equal_units,
     make_program,
     merge,
-    splice,
 )
 from funcshard.estimate.trace.tape import Tape
 from funcshard.estimate.trace.tracing import ModelCall, leaf_dtypes, trace_model
@@ -103,8 +102,8 @@ class Profile(Shown):
             )
 
         def make() -> Program:
-            if remat_names and (spliced_program := self._spliced(plan, remat_names)):
-                return spliced_program
+            if remat_names and (merged_program := self._merged(plan, remat_names)):
+                return merged_program
             # Note: calls of a group's members aren't gathered one by one.
             single_paths = [nodes[0] for nodes in paths.values() if len(nodes) == 1]
             repeated_paths = self.tape().repeated(single_paths)
@@ -115,10 +114,10 @@ class Profile(Shown):
 
         return self._once((tuple(paths.items()), remat_names, staying_units), make)
 
-    def _spliced(self, plan: Plan, remat: frozenset[str]) -> Program | None:
-        """Return a program by a splice, or ``None`` if one isn't possible."""
-        # Note: a trace takes a third of a second, a splice milliseconds. The program of a splice
-        # may be spliced itself, along other equal units.
+    def _merged(self, plan: Plan, remat: frozenset[str]) -> Program | None:
+        """Return a program by the steps of others, or ``None`` if that isn't possible."""
+        # Note: a trace takes a third of a second, a merge milliseconds. The programs that it takes
+        # may be merged themselves, along other equal units.
         base_program = self.program(plan)
         groups: list[tuple[list[str], int]] = []
         for equal_group in sorted(equal_units(plan, base_program), key=len, reverse=True):
@@ -130,20 +129,16 @@ class Profile(Shown):
         def recomputing(names: Sequence[str], count: int) -> Program:
             return self.program(plan, remat=remat.difference(names).union(names[:count]))
 
-        for names, wanted_count in groups:
-            middle_count = len(names) // 2
-            middle_program = functools.partial(recomputing, names, middle_count)
-            if spliced_program := splice(middle_program, names, middle_count, wanted_count):
-                return spliced_program
         # Note: similar units, and borders near the first or the last one, take two more traces.
-        for names, wanted_count in groups:
-            middle_count = len(names) // 2
-            if 0 < wanted_count < len(names) and middle_count > MARGIN:
-                counts = 0, len(names), middle_count
-                none, all_units, border = (recomputing(names, count) for count in counts)
-                merged_program = merge(none, all_units, border, names, middle_count, wanted_count)
-                if merged_program is not None:
-                    return merged_program
+        for margin in (MARGIN, 0):
+            for names, wanted_count in groups:
+                border_count = len(names) // 2
+                if border_count > MARGIN and margin < wanted_count < len(names) - margin:
+                    end_counts = (border_count, border_count) if margin else (0, len(names))
+                    programs = [recomputing(names, n) for n in (*end_counts, border_count)]
+                    merged_program = merge(*programs, names, border_count, wanted_count)
+                    if merged_program is not None:
+                        return merged_program
         return None
 
     def check(self, plan: Plan) -> None:

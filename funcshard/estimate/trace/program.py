@@ -1,4 +1,4 @@
-"""``Program``: a tape as the units of a plan see it. ``splice`` recomputes other units.
+"""``Program``: a tape as the units of a plan see it. ``merge`` recomputes other units.
 
 A ``Run`` is the time between two moments at which the runtime of a plan acts, such as the call of a
 unit. The runtime gathers and frees nothing inside a run, so its highest memory is enough. A program
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,6 +35,8 @@ from funcshard.estimate.trace.tape import (
     categories_of,
 )
 from funcshard.plan import Plan, Reached, UnitPlan
+
+Piece = tuple[tuple[Any, ...], tuple[int, ...]]  # see ``_pieces``
 
 MARGIN = 3  # units on each side of a border whose steps may depend on the border
 
@@ -358,8 +360,6 @@ class _Builder:
 # A search recomputes the first 10, 20 or 30 of many equal units. One trace has all the steps of
 # such programs: those of equal units differ in names, and in the memory that was there before.
 
-_NONE = Memory(0, 0, 0, 0)
-
 
 def equal_units(plan: Plan, program: Program) -> list[list[UnitPlan]]:
     """Return the units of a plan in groups of equal ones, each in the order of forward."""
@@ -384,59 +384,6 @@ def equal_units(plan: Plan, program: Program) -> list[list[UnitPlan]]:
     return list(unit_groups.values())
 
 
-def splice(
-    make_program: Callable[[], Program], units: Sequence[str], made: int, wanted: int
-) -> Program | None:
-    """Return the program in which backward recomputes another number of equal units.
-
-    Arguments:
-        make_program: returns the program that recomputes the first ``made`` of them.
-        units: names of the equal units, in the order of forward.
-        wanted: number of units that the result recomputes.
-
-    Returns:
-        The program; ``None`` if a border is within ``MARGIN`` units of another one, if the steps
-        of a unit are not one piece in forward and one in backward, or if units differ in them.
-    """
-    # Note: the first and last units, and those beside a border, have steps of their own kind.
-    if min(made, wanted, len(units) - made, len(units) - wanted) <= MARGIN:
-        return None
-    program = make_program()
-    source_units = {name: units[_source(i, made, wanted)] for i, name in enumerate(units)}
-    step_parts = list(_parts(program.steps))
-    positions_of: dict[str, list[int]] = {name: [] for name in units}
-    for i, (name, _, _) in enumerate(step_parts):
-        if name in positions_of:
-            positions_of[name].append(i)
-    if any(len(positions) != 2 for positions in positions_of.values()):
-        return None
-    for equal_names in (units[MARGIN : made - MARGIN], units[made + MARGIN : len(units) - MARGIN]):
-        pieces = {tuple(_piece(step_parts[i]) for i in positions_of[name]) for name in equal_names}
-        if len(pieces) > 1:
-            return None
-    steps: list[Run | Reached] = []
-    memory_now = _NONE
-    for i, (name, memory_begin, unit_steps) in enumerate(step_parts):
-        source_unit = source_units.get(name, name)
-        if source_unit != name:
-            piece_index = positions_of[name].index(i)  # 0 in forward, 1 in backward
-            source_position = positions_of[source_unit][piece_index]
-            _, memory_begin, unit_steps = step_parts[source_position]
-        # Note: other units before this one were recomputed, so other memory is there.
-        more_memory = Memory(*map(operator.sub, memory_now, memory_begin))
-        if any(more_memory) or source_unit != name:
-            unit_steps = [_moved(step, name, more_memory) for step in unit_steps]
-        steps += unit_steps
-        memory_now = _end(unit_steps, memory_now)
-    sources = {name: source_units.get(name, name) for name in (*units, *program.not_saved)}
-    not_saved = frozenset(name for name in sources if sources[name] in program.not_saved)
-    saved = {name: size for name, size in program.saved.items() if name not in source_units}
-    for name, source_unit in source_units.items():
-        if source_unit in program.saved:
-            saved[name] = program.saved[source_unit]
-    return Program(tuple(steps), program.order, program.backward, not_saved, saved)
-
-
 def merge(
     none: Program, all_units: Program, border: Program, units: Sequence[str], made: int, wanted: int
 ) -> Program | None:
@@ -446,8 +393,9 @@ def merge(
     recomputes it, or doesn't. A border changes the steps beside it as another border does.
 
     Arguments:
-        none: the program that recomputes none of the units.
-        all_units: the program that recomputes all of them.
+        none: the program that recomputes none of the units. If it's ``border``, the units are
+            equal, and take the steps of one that is ``MARGIN`` units from the border.
+        all_units: the program that recomputes all of them, or ``border``.
         border: the program that recomputes the first ``made`` of them.
         units: names of the units, in the order of forward.
         made: number of units that ``border`` recomputes.
@@ -457,146 +405,111 @@ def merge(
         The program; ``None`` if the steps of a unit are not one piece in forward and one in
         backward, or if a border reaches further than ``MARGIN``.
     """
-    programs = (none, all_units, border)
-    if any(
-        (program.order, program.backward) != (none.order, none.backward) for program in programs
+    positions = {name: i for i, name in enumerate(units)}
+    programs = none, all_units, border
+    piece_tables = none_pieces, all_pieces, border_pieces = tuple(map(_pieces, programs))
+    forms = {
+        (program.order, program.backward, *pieces)
+        for program, pieces in zip(programs, piece_tables, strict=True)
+    }
+    if len(forms) > 1 or any(
+        (name, 1) not in border_pieces or (name, 2) in border_pieces for name in units
     ):
         return None
-    none_parts, all_parts, border_parts = (list(_parts(program.steps)) for program in programs)
-    names = [name for name, _, _ in none_parts]
-    positions = {name: i for i, name in enumerate(units)}
-    if any([name for name, _, _ in parts] != names for parts in (all_parts, border_parts)):
-        return None
-    if any(names.count(name) != 2 for name in units):
-        return None
-
-    def plain(part_index: int, count: int) -> tuple[Any, ...]:
-        """Return the steps of a part far from any border, if ``count`` units are recomputed."""
-        parts = all_parts if positions[names[part_index]] < count else none_parts
-        return _piece(parts[part_index])
-
-    # By whether it is in forward, and the distance from the border: what the border changes.
-    changes: dict[tuple[bool, int], list[tuple[Memory, Memory]]] = {}
-    for i, name in enumerate(names):
-        if name in positions and (piece := _piece(border_parts[i])) != (usual := plain(i, made)):
-            if [_kind(step) for step in piece] != [_kind(step) for step in usual]:
+    last_before, first_behind = len(units), 0
+    if none is border:
+        last_before, first_behind = made - 1 - MARGIN, made + MARGIN
+        # Note: the first and last units have steps of their own kind too.
+        for alike in (units[MARGIN : last_before + 1], units[first_behind : len(units) - MARGIN]):
+            if len({(border_pieces[name, 0], border_pieces[name, 1]) for name in alike}) > 1:
                 return None
-            place = names.index(name) == i, positions[name] - made
-            changes[place] = [
-                (_less(step.highest, old.highest), _less(step.end, old.end))
-                for step, old in zip(piece, usual, strict=True)
-                if isinstance(step, Run) and isinstance(old, Run)
-            ]
+
+    def source_of(name: str, count: int) -> tuple[Program, dict[tuple[str, int], Piece], str]:
+        """Return what has a unit's steps far from any border, if ``count`` units are recomputed."""
+        if positions[name] < count:
+            return all_units, all_pieces, units[min(positions[name], last_before)]
+        return none, none_pieces, units[max(positions[name], first_behind)]
+
+    def usual(name: str, phase: int, count: int) -> Piece:
+        _, pieces, source_name = source_of(name, count)
+        return pieces[source_name, phase]
+
+    # By phase and distance from the border: the bytes that it adds, and those without it.
+    changes: dict[tuple[int, int], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    for (name, phase), (kinds, sizes) in border_pieces.items():
+        if name in positions:
+            usual_kinds, usual_sizes = usual(name, phase, made)
+            if kinds != usual_kinds:
+                return None
+            if sizes != usual_sizes:
+                more_sizes = tuple(map(operator.sub, sizes, usual_sizes))
+                changes[phase, positions[name] - made] = more_sizes, usual_sizes
     reach = max((max(-distance, distance + 1) for _, distance in changes), default=0)
     if not reach <= min(wanted, len(units) - wanted, MARGIN):
         return None
-    steps: list[Run | Reached] = []
-    memory_now = _NONE
-    for i, name in enumerate(names):
-        piece = _piece(border_parts[i], name)
+    merged_pieces = dict(border_pieces)
+    for name, phase in border_pieces:
         if name in positions:
-            piece = tuple(_moved(step, name, _NONE) for step in plain(i, wanted))
-            place = names.index(name) == i, positions[name] - wanted
-            if place in changes:
-                source_index = [
-                    j for j, other in enumerate(names) if other == units[made + place[1]]
-                ]
-                source_piece = plain(source_index[not place[0]], made)
-                changed_piece = _changed(piece, source_piece, changes[place])
-                if changed_piece is None:
+            kinds, sizes = usual(name, phase, wanted)
+            if change := changes.get((phase, positions[name] - wanted)):
+                more_sizes, sizes_before = change
+                # Note: memory that is there all the time adds to any steps, other memory to equal
+                # ones only.
+                is_constant = more_sizes == more_sizes[:4] * (len(sizes) // 4)
+                if not (is_constant or sizes == sizes_before):
                     return None
-                piece = changed_piece
-        moved_steps = [_moved(step, step.unit, memory_now) for step in piece]
-        steps += moved_steps
-        memory_now = _end(moved_steps, memory_now)
-    # Note: all that forward makes is freed, so a wrong border would show at the end.
-    if memory_now != _end(none.steps, _NONE):
-        return None
-    recomputed_units = set(units[:wanted])
-    sources = {name: all_units if name in recomputed_units else none for name in units}
+                sizes = tuple(map(operator.add, sizes, more_sizes))
+            merged_pieces[name, phase] = kinds, sizes
+    sources = {name: source_of(name, wanted) for name in units}
     not_saved = border.not_saved.difference(units).union(
-        name for name, program in sources.items() if name in program.not_saved
+        name for name, (program, _, source) in sources.items() if source in program.not_saved
     )
     saved = {name: size for name, size in border.saved.items() if name not in positions}
-    for name in units:
+    for name, (program, _, source) in sources.items():
         # Note: what the unit before a border makes may be kept by no unit.
-        ends = changes.get((True, positions[name] - wanted), ())
-        size = sources[name].saved.get(name, 0) + sum(end.activations for _, end in ends[-1:])
-        if size:
+        more_sizes, _ = changes.get((0, positions[name] - wanted), ((0,) * 4, ()))
+        if size := program.saved.get(source, 0) + more_sizes[-4]:
             saved[name] = size
-    return Program(tuple(steps), none.order, none.backward, not_saved, saved)
+    steps = tuple(_steps(merged_pieces))
+    merged_program = Program(steps, border.order, border.backward, not_saved, saved)
+    # Note: all that forward makes is freed, so a wrong border would show at the end.
+    is_even = [*merged_program.runs()][-1].end == [*border.runs()][-1].end
+    return merged_program if is_even else None
 
 
-def _kind(step: Run | Reached) -> Any:
-    return (step.what, step.work) if isinstance(step, Run) else step.what
+def _pieces(program: Program) -> dict[tuple[str, int], Piece]:
+    """Return the steps of a unit in a row, by its name and how many such rows came before.
+
+    A piece is what the steps do, and the bytes of the runs among them, less those before it.
+    """
+    pieces: dict[tuple[str, int], Piece] = {}
+    piece_counts, memory_before = Counter[str](), Memory(0, 0, 0, 0)
+    for name, unit_steps in itertools.groupby(program.steps, key=lambda step: step.unit):
+        kinds: list[Any] = []
+        sizes: list[int] = []
+        memory_now = memory_before
+        for step in unit_steps:
+            if isinstance(step, Run):
+                kinds.append((step.what, step.work))
+                memory_now = step.end
+                sizes += map(operator.sub, step.highest + memory_now, 2 * memory_before)
+            else:
+                kinds.append(step.what)
+        pieces[name, piece_counts[name]] = tuple(kinds), tuple(sizes)
+        piece_counts[name] += 1
+        memory_before = memory_now
+    return pieces
 
 
-def _less(memory: Memory, less: Memory) -> Memory:
-    return Memory(*map(operator.sub, memory, less))
-
-
-def _changed(
-    piece: Sequence[Run | Reached],
-    source_piece: Sequence[Run | Reached],
-    changes: Sequence[tuple[Memory, Memory]],
-) -> tuple[Run | Reached, ...] | None:
-    """Return the steps of a unit beside a border, by what one changes in those of another."""
-    runs, source_runs = ([s for s in part if isinstance(s, Run)] for part in (piece, source_piece))
-    # Note: memory that is there all the time adds to any steps, other memory to equal ones only.
-    is_constant = len({memory for change in changes for memory in change}) == 1
-    is_equal = [(r.highest, r.end) for r in runs] == [(r.highest, r.end) for r in source_runs]
-    if len(runs) != len(changes) or not (is_constant or is_equal):
-        return None
-    more = iter(changes)
-    return tuple(
-        step
-        if isinstance(step, Reached)
-        else Run(
-            step.unit,
-            step.what,
-            step.work,
-            *(
-                Memory(*map(operator.add, memory, added))
-                for memory, added in zip((step.highest, step.end), next(more), strict=True)
-            ),
-        )
-        for step in piece
-    )
-
-
-def _source(position: int, made: int, wanted: int) -> int:
-    # Note: units beside the new border take the steps of those beside the old one.
-    if abs(2 * (position - wanted) + 1) <= 2 * MARGIN:
-        return position - wanted + made  # near the border
-    if position <= MARGIN and position < wanted:
-        return position
-    if position < wanted:
-        return min(position, made - 1 - MARGIN)
-    return max(position, made + MARGIN)
-
-
-def _parts(steps: Sequence[Run | Reached]) -> Iterator[tuple[str, Memory, list[Run | Reached]]]:
-    memory_begin = _NONE
-    for name, group in itertools.groupby(steps, key=lambda step: step.unit):
-        group_steps = list(group)
-        yield name, memory_begin, group_steps
-        memory_begin = _end(group_steps, memory_begin)
-
-
-def _piece(part: tuple[str, Memory, list[Run | Reached]], name: str = "") -> tuple[Any, ...]:
-    """Return the steps of a unit under another name, without the memory before them."""
-    _, memory_begin, steps = part
-    less_memory = Memory(*map(operator.neg, memory_begin))
-    return tuple(_moved(step, name, less_memory) for step in steps)
-
-
-def _end(steps: Sequence[Run | Reached], memory: Memory) -> Memory:
-    return next((step.end for step in reversed(steps) if isinstance(step, Run)), memory)
-
-
-def _moved(step: Run | Reached, name: str, more: Memory) -> Run | Reached:
-    """Return another unit's step, with some more memory all the time."""
-    if isinstance(step, Reached):
-        return Reached(step.what, name)
-    highest, end = (Memory(*map(operator.add, memory, more)) for memory in (step.highest, step.end))
-    return Run(name, step.what, step.work, highest, end)
+def _steps(pieces: Mapping[tuple[str, int], Piece]) -> Iterator[Run | Reached]:
+    """Yield the steps of pieces; ``_pieces`` is the inverse."""
+    memory_before = memory_now = Memory(0, 0, 0, 0)
+    for (name, _), (kinds, sizes) in pieces.items():
+        run_sizes = map(operator.add, sizes, itertools.cycle(memory_before))
+        for kind in kinds:
+            if isinstance(kind, str):
+                yield Reached(kind, name)
+            else:
+                highest, memory_now = (Memory(*itertools.islice(run_sizes, 4)) for _ in range(2))
+                yield Run(name, *kind, highest, memory_now)
+        memory_before = memory_now
