@@ -6,9 +6,10 @@ the library itself runs here, on fake tensors, as one rank of a job whose other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -39,25 +40,25 @@ from funcshard.plan import Event, Plan, Schedule, Transform, record_events_apart
 
 Function = Callable[[Any], Any]
 
-# Of the outputs as a function of shards, the loss of outputs, shards, and a vector.
-OPERATORS: Mapping[Transform, Callable[[Function, Function, Any, Any], Any]] = {
-    "grad": lambda out, loss_of, s, v: grad(lambda s: loss_of(out(s)))(s),
-    "jvp": lambda out, loss_of, s, v: jvp(lambda s: loss_of(out(s)), (s,), (v,)),
-    "vjp": lambda out, loss_of, s, v: _pulled(*vjp(lambda s: loss_of(out(s)), s)),
-    "hvp": lambda out, loss_of, s, v: hvp(lambda s: loss_of(out(s)), (s,), (v,)),
-    "gnvp": lambda out, loss_of, s, v: gnvp(out, loss_of, (s,), (v,)),
-    "linearize": lambda out, loss_of, s, v: linearize(lambda s: loss_of(out(s)), s)[1](v),
-}
 
+def run_operator(
+    transform: Transform, out: Function, loss_of: Function, shards: Any, vector: Any
+) -> Any:
+    """Run an operator on the loss of the outputs, which ``out`` computes from shards."""
 
-def _pulled(out: torch.Tensor, pullback: Callable[[torch.Tensor], Any]) -> Any:
-    return pullback(torch.ones_like(out))
+    def loss(shards: Any) -> Any:
+        return loss_of(out(shards))
 
-
-class _Waited(NamedTuple):
-    """A collective is waited for; ``event_index`` counts the events before its own."""
-
-    event_index: int
+    if transform == "gnvp":
+        return gnvp(out, loss_of, (shards,), (vector,))
+    if transform == "linearize":
+        return linearize(loss, shards)[1](vector)
+    if transform == "vjp":
+        value, pullback = vjp(loss, shards)
+        return pullback(torch.ones_like(value))
+    if transform == "grad":
+        return grad(loss)(shards)
+    return (hvp if transform == "hvp" else jvp)(loss, (shards,), (vector,))
 
 
 def simulate_operator(
@@ -109,8 +110,8 @@ def simulate_operator(
         counts, highest_bytes, begin = {}, live_bytes, lanes.now
         lanes.compute(runs[-1])
         ledger.run(runs[-1], begin, lanes.now)
-        if isinstance(item, _Waited):
-            lanes.wait(ends[item.event_index])
+        if isinstance(item, int):
+            lanes.wait(ends[item])
         elif isinstance(item, Event):
             assert item.unit is not None, "the log has collectives of units alone"
             unit_name = item.unit
@@ -139,13 +140,40 @@ def simulate_operator(
 def _record(
     call: ModelCall, plan: Plan, transform: Transform, remat: Sequence[str]
 ) -> tuple[list[Any], Collection[int]]:
-    """Return the events of a recorder and of collectives, and the storages of gathered buffers."""
+    """Return the events of a recorder and of collectives, and the storages of gathered buffers.
+
+    A number says that the rank waits for a collective: how many began before it.
+    """
     recorder = Recorder(Frame("", None, 0))
     log: list[Any] = recorder.log
     gathered: set[int] = set()
+    begun_count = itertools.count()
+
+    def begin(op: Op, group: Group) -> Waiting:
+        if op.kind == "all_gather_text":
+            return DeferredWork(result=[op.data] * group.size)
+        sent_data = op.data
+        if op.kind == "reduce_scatter" and len(op.data) > 1:
+            # Note: parts are copied, and cast to the dtype of the result.
+            sent_data = concatenate(op.data, group.empty(group.size * op.out.numel(), op.out))
+        if op.kind == "all_gather":
+            gathered.add(recorder.number(op.out))
+        event = events[-1]  # which a collective emits before it begins
+        if event.unit is None:  # a collective of the model itself, which has no time here
+            return DeferredWork()
+        event_index = next(begun_count)
+        log.append((event,))
+        # Note: a collective that still runs keeps its input.
+        held = [op.out, sent_data]
+
+        def finish() -> None:
+            held.clear()
+            log.append((event_index,))
+
+        return DeferredWork(finish)
+
     with call.without_data(), torch.enable_grad(), record_events_apart() as events:
-        notes = _Notes(recorder, log, events, gathered)
-        groups = {axis: _AbsentRanks(size, notes) for axis, size in plan.mesh_axes.items()}
+        groups = {axis: _AbsentRanks(size, begin) for axis, size in plan.mesh_axes.items()}
         mesh = Mesh(groups, torch.device("cpu"))
         shards, vector = _empty_shards(plan), _empty_shards(plan)
         args, kwargs, buffers, _, loss_of = call.faked()
@@ -158,7 +186,7 @@ def _record(
             return outputs[0] if call.apply.mutable else outputs
 
         with recorder:
-            result = OPERATORS[transform](out, loss_of, shards, vector)
+            result = run_operator(transform, out, loss_of, shards, vector)
         items = [item for *_, item in log]
         del result
     return items, gathered
@@ -174,59 +202,17 @@ def _empty_shards(plan: Plan) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-# --- ranks that don't exist -----------------------------------------------------------------------
-
-
-@dataclass(slots=True, eq=False)
-class _Notes:
-    """Where collectives are written down.
-
-    Attributes:
-        recorder: knows the storages.
-        log: its log, in which the last value of each row is what happened.
-        events: the events so far; a collective emits one before it starts.
-        gathered: the storages of gathered buffers.
-        started: how many collectives of units have started.
-    """
-
-    recorder: Recorder
-    log: list[Any]
-    events: Sequence[Event]
-    gathered: set[int]
-    started: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class _AbsentRanks(Group):
     """One rank of an axis whose other ranks don't exist; its collectives take memory."""
 
     size: int
-    notes: _Notes
+    begin: Callable[[Op, Group], Waiting]
     rank: int = 0
     global_rank: int = 0
 
     def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
-        return _AbsentRanks(len(global_ranks), self.notes)
+        return _AbsentRanks(len(global_ranks), self.begin)
 
     def start(self, op: Op) -> Waiting:
-        if op.kind == "all_gather_text":
-            return DeferredWork(result=[op.data] * self.size)
-        notes, sent_data = self.notes, op.data
-        if op.kind == "reduce_scatter" and len(op.data) > 1:
-            # Note: parts are copied, and cast to the dtype of the result.
-            sent_data = concatenate(op.data, self.empty(self.size * op.out.numel(), op.out))
-        if op.kind == "all_gather":
-            notes.gathered.add(notes.recorder.number(op.out))
-        event = notes.events[-1]
-        if event.unit is None:  # a collective of the model itself, which has no time here
-            return DeferredWork()
-        event_index, notes.started = notes.started, notes.started + 1
-        notes.log.append((event,))
-        # Note: a collective that still runs keeps its input.
-        held = [op.out, sent_data]
-
-        def finish() -> None:
-            held.clear()
-            notes.log.append((_Waited(event_index),))
-
-        return DeferredWork(finish)
+        return self.begin(op, self)
