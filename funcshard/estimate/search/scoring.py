@@ -213,11 +213,6 @@ class Scorer:
                 lane_totals[lane_index] += unit_seconds
                 last_totals[lane_index] += once_seconds[lane_index] * (name in bounds.last)
         gathering, reducing, apart = lane_totals
-        # Note: no step is faster than the busiest lane of communication.
-        lane_seconds = gathering + reducing if runtime.one_lane else max(gathering, reducing)
-        backward_seconds = max(backward_gathers, reducing)
-        if runtime.one_lane:
-            backward_seconds = backward_gathers + reducing
         stalled_seconds = 0.0
         reduced_units = [
             name for name in bounds.reduced if name in bases and bases[name].sizes[name].reduced
@@ -240,9 +235,10 @@ class Scorer:
             before=before,
             after=max(last_totals[1:]),
             gathering=forward_seconds,
-            backward=backward_seconds,
+            backward=backward_gathers + reducing,
             stalled=stalled_seconds,
-            communicating=max(lane_seconds, apart) * micro_batches,
+            # Note: no step is faster than the busiest lane of communication.
+            communicating=max(gathering + reducing, apart) * micro_batches,
             updating=update_seconds,
         )
 

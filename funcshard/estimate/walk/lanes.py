@@ -148,12 +148,10 @@ class Lanes:
         seconds, source = self._clock.collective(event)
         runtime, free_times = self._runtime, self._free
         runs_apart = runtime.replicates_apart and event.kind == "all_reduce"
-        # Note: a collective starts when the rank has come to it and its lane is free.
-        begin = max(self.now, free_times[lane])
-        if runs_apart:
-            begin = max(begin, free_times["replicate"])
-        elif runtime.one_lane:
-            begin = max(begin, free_times["gather"], free_times["reduce"])
+        # Note: a collective starts when the rank has come to it and its lane is free. Gathers and
+        # reductions run one after the other.
+        waited_lanes = (lane, "replicate") if runs_apart else ("gather", "reduce")
+        begin = max(self.now, *[free_times[waited_lane] for waited_lane in waited_lanes])
         end = begin + seconds
         if runs_apart:
             lane = "replicate"

@@ -74,10 +74,8 @@ class Runtime:
 
     Attributes:
         accelerator: whether the device isn't a CPU, so its host runs ahead.
-        send_buffers: whether a reduction takes a flat send buffer; shared memory takes none.
         sent_lives: whether the cast of a shard lives until its gather has finished.
         communicators: bytes that communication libraries take.
-        one_lane: whether gathers and reductions share one lane.
         overlaps: whether collectives run while the rank computes.
         copies_out: whether a gathered buffer is copied into a tensor for each parameter.
         frees_first: whether a reduction first frees the send buffer of the one before, as it does
@@ -94,10 +92,8 @@ class Runtime:
     """
 
     accelerator: bool = True
-    send_buffers: bool = True
     sent_lives: bool = True
     communicators: int = 0
-    one_lane: bool = True
     overlaps: bool = True
     copies_out: bool = False
     frees_first: bool = False

@@ -471,7 +471,7 @@ class _Walk:
             self.lanes.wait(last_reduction.end)
             self.ledger.free("reduction", last_reduction.full)
             last_reduction.full = 0
-        sent_bytes = buffer.full * (buffer.cut and (self.runtime.send_buffers or joined))
+        sent_bytes = buffer.full * buffer.cut
         taken_bytes, cast_bytes = buffer.reduced + sent_bytes, buffer.full_before_cast
         # Note: the joined buffer is there already, and its cast has happened.
         if joined:
