@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from funcshard._utils.torch_private import dispatch_modes, signed, transforms_active, unseen
-from funcshard.comm import Mesh, Topology, slice_parts
+from funcshard.comm import Mesh, Topology, concatenate, slice_parts
 from funcshard.core.basis import noted, noted_outer, refuse_cut, refuse_mixed_sum
 from funcshard.core.buffer_comm import (
     AllGatherHandle,
@@ -117,7 +117,7 @@ class ShardToLeaves(torch.autograd.Function):
         if ctx.post_backward is not None:
             ctx.post_backward()
         if ctx.leaf is not None and ctx.reducer.in_backward:
-            ctx.reducer.add(ctx.leaf, _rows(comm, ctx.device, grads)[1], comm)
+            ctx.reducer.add(ctx.leaf, _parts(comm, ctx.device, grads)[1], comm)
             return (None,) * 4
         if ctx.leaf is not None:
             ctx.reducer.check_hooks()
@@ -132,7 +132,9 @@ class ShardToLeaves(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, shard: torch.Tensor, comm: BufferComm, *rest: Any) -> Any:
-        leaves = ShardToLeaves.apply(shard.movedim(in_dims[0], 0), comm.plain, *rest)
+        # Note: a leaf of the reducer is known by its identity, which a movedim would hide.
+        batched_shard = shard if in_dims[0] == 0 else shard.movedim(in_dims[0], 0)
+        leaves = ShardToLeaves.apply(batched_shard, comm.plain, *rest)
         return leaves, (0,) * len(leaves)
 
 
@@ -146,17 +148,12 @@ class LeavesToShard(torch.autograd.Function):
     @signed
     @unseen
     def forward(comm: BufferComm, device: torch.device, *leaves: torch.Tensor | None) -> Any:
-        batch_shape, leaf_rows = _rows(comm, device, leaves)
-        buffer = comm.plan
+        batch_shape, parts = _parts(comm, device, leaves)
         if not comm.topology.cut:
             # Nothing is scattered, so the whole gradient is one tensor.
-            full_grad = torch.cat(leaf_rows, -1).view(*batch_shape, buffer.padded_numel)
+            full_grad = concatenate(parts).view(*batch_shape, comm.plan.padded_numel)
             return start_reduce(full_grad, comm, donated=True).finish()
-        shard_numel = buffer.shard_numel
-        # With vmap each rank gets a slice of every row, so the rows are cut up by rank.
-        if batch_shape:
-            leaf_rows = _by_rank(leaf_rows, shard_numel, buffer.shards)
-        return start_scatter(leaf_rows, (*batch_shape, shard_numel), comm).finish()
+        return start_scatter(parts, (*batch_shape, comm.plan.shard_numel), comm).finish()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -195,12 +192,12 @@ class LeavesToShard(torch.autograd.Function):
         return LeavesToShard.apply(comm, device, *batched_leaves), 0
 
 
-def _rows(
+def _parts(
     comm: BufferComm, device: torch.device, leaves: Sequence[torch.Tensor | None]
 ) -> tuple[tuple[int, ...], list[torch.Tensor]]:
-    """Return the dims of vmap, and the tensors that lie side by side in the buffer, at least two.
+    """Return the dims of vmap, and 1-D tensors that concatenate to the buffer, in rank order.
 
-    Each tensor is ``[numel]``, or ``[rows, numel]`` if there are dims of vmap.
+    A reduction may write to a single one, so that is never the memory of a leaf.
     """
     buffer = comm.plan
     leaf_pairs = list(zip(buffer.leaves, leaves, strict=True))
@@ -229,10 +226,14 @@ def _rows(
         leaf_rows.append(leaf_row)
     padding_numel = buffer.padded_numel - buffer.numel
     # Padding comes last in the buffer; an empty part only makes the single one two.
-    # Why two: a reduction may write to a single one.
     if padding_numel or len(leaf_rows) == 1:
         leaf_rows.append(like_tensor.new_zeros((*row_dims, padding_numel)))
-    return batch_shape, leaf_rows
+    if not batch_shape:
+        return batch_shape, leaf_rows
+    # With vmap each rank gets a slice of every row, so the rows are cut up by rank.
+    if comm.topology.cut:
+        return batch_shape, _by_rank(leaf_rows, buffer.shard_numel, buffer.shards)
+    return batch_shape, [torch.cat(leaf_rows, -1).view(-1)]
 
 
 def _by_rank(rows: Sequence[torch.Tensor], shard_numel: int, ranks: int) -> list[torch.Tensor]:

@@ -87,6 +87,7 @@ class LeafGradient:
     """One leaf that a call differentiates with respect to, and its gradient on the way.
 
     Attributes:
+        shape: its shape, ``[*batch, shard_numel]`` with the dims of vmap.
         gathered: the leaves of its buffer, if the shard is gathered already.
         comm: the communication of its buffer; ``None`` if no unit has gathered the leaf.
         mode: when its gradients are reduced; ``""`` if all are reduced at once.
@@ -102,6 +103,7 @@ class LeafGradient:
 
     # Note: no field holds the leaf itself, because the graph of an output that the user keeps
     # refers to this object.
+    shape: torch.Size
     gathered: Sequence[torch.Tensor] | None = None
     comm: BufferComm | None = None
     mode: str = ""
@@ -174,7 +176,7 @@ class GradReducer:
         gathered: Leaves = (),
         mesh: Mesh | None = None,
     ) -> None:
-        self.leaves = [LeafGradient() for _ in leaves]
+        self.leaves = [LeafGradient(shard.shape) for shard in leaves]
         self.use = ShardUse(mesh)
         self.received = False
         self.has_gathered = bool(gathered)
@@ -372,10 +374,10 @@ class GradReducer:
             self._on_scattered(comm.unit or "", comm.plan, parts[0])
         # Why now: their memory is free before the next one takes more.
         wait_comm([running_handle for _, running_handle in self.running])
-        if comm.topology.cut and len(parts) > 1:
-            reduce_handle = start_scatter(parts, (comm.plan.shard_numel,), comm)
+        if comm.topology.cut:
+            reduce_handle = start_scatter(parts, leaf.shape, comm)
         else:
-            reduce_handle = start_reduce(concatenate(parts), comm, donated=True)
+            reduce_handle = start_reduce(concatenate(parts).view(leaf.shape), comm, donated=True)
         self.running.append((leaf, reduce_handle))
         while len(self.running) > _MOST_RUNNING:
             self._finish_oldest()

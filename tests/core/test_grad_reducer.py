@@ -290,3 +290,34 @@ def test_what_one_backward_did_not_bring_is_not_awaited_in_the_next() -> None:
         reducer.add(leaf, [torch.ones(2)], COMM)
         assert (leaf.held is None) is (forwards == 1)
         reducer.post_backward()
+
+
+STACKS = {  # options of the plan
+    "cut": {},
+    "copies": {"strategy": "no_shard"},
+    "divided first": {"precision": fs.MixedPrecision(torch.float64, reduce_dtype=torch.float64, divide_before_reduce=True)},
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_the_reducer_takes_the_gradients_of_stacked_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So they are reduced while backward continues, and divided in place, as those of one model are."""
+    taken: list[torch.Size] = []
+    add = GradReducer.add
+    monkeypatch.setattr(GradReducer, "add", lambda self, leaf, *rest: (taken.append(leaf.shape), add(self, leaf, *rest)))
+
+    def main(mesh: fs.Mesh) -> None:
+        _, _, shards, loss_fn, mine = setup(mesh, **STACKS[name])
+        scales = torch.tensor([1.0, 2.0, -1.0], dtype=torch.float64)
+        stack = tree.map(lambda leaf: leaf * scales[:, None], shards)
+        losses_of = torch.vmap(loss_fn, in_dims=(0, None))
+        weigh = lambda loss, x: (loss, float(mesh.rank))  # noqa: E731
+        _, grads = fs.accumulate(lambda s, x: weigh(losses_of(s, x).sum(), x), MICRO, weighted=True)(stack, mine)
+        for i, scale in enumerate(scales):
+            model = tree.map(lambda leaf: leaf * scale, shards)  # noqa: B023
+            _, expected = fs.accumulate(lambda s, x: weigh(loss_fn(s, x), x), MICRO, weighted=True)(model, mine)
+            torch.testing.assert_close(tree.map(lambda leaf: leaf[i], grads), expected)  # noqa: B023
+
+    fs.simulate(main, GRID)
+    stacked = [shape for shape in taken if len(shape) == 2]
+    assert len(stacked) == len(taken) // 4 > 0  # as often as those of three models, one after the other
