@@ -415,13 +415,12 @@ class Skeleton:
 
 def plain_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     """Return the plain tensors to which values lead, each once."""
-    tensors_by_id = {
-        id(item): item
-        for value in values
-        for item in reachable(value)
+    # Note: one walk, because the modules of a model refer to one config.
+    return [
+        item
+        for item in reachable(list(values))
         if type(item) is torch.Tensor and item.layout is torch.strided
-    }
-    return list(tensors_by_id.values())
+    ]
 
 
 # --- parameters of the caller ---------------------------------------------------------------------
