@@ -6,9 +6,9 @@ Read in this order:
   changes of a module or its parameters that the function cannot keep.
 - ``splitting``: ``make_functional``, which makes such a function; modules that cannot be one.
   ``copying``: copies of module trees.
-- ``unit_forward``: how units run during a call, and the tensor that a module holds for a parameter
-  outside its unit's forward.
-- ``unit_setup``, ``fully_sharded``: ``fully_shard``, which turns that function into one of shards.
+- ``sharded_call``: that function as one of shards; how its units run during a call.
+- ``fully_sharded``, ``unit_setup``: ``fully_shard``, which makes it of a function of a module; the
+  tensor that a module holds for a parameter outside its unit's forward.
 - ``block_draws``: random numbers in blocks, of which a rank draws those that it keeps.
 - ``init``, ``resets``: initial values of all parameters; of buffers, and of what a file lacks.
 """

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import logging
-import types
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import nn
 
 from funcshard._utils import tree
@@ -17,50 +15,45 @@ from funcshard._utils.options import module_remedy, other_names
 from funcshard._utils.process_state import without_collection
 from funcshard._utils.torch_private import (
     callers_level,
-    sequence_number,
-    untraced_with_warning,
+    graph_task_id,
+    no_torch_function,
+    wrapper_subclass,
 )
-from funcshard._utils.tree import tensors_in
 from funcshard.comm import Mesh, text_of
 from funcshard.core import (
-    Prefetcher,
+    BufferComm,
     ScheduleLearner,
-    Shards,
-    cast_inputs,
-    cast_outputs,
+    Unshard,
     check_mesh,
-    check_shards,
-    current_reducer,
+    slice_comms,
     unit_comms,
 )
-from funcshard.module.copying import NamedTensors, Tensors
-from funcshard.module.functional import Functional, Skeleton, absent_attribute
-from funcshard.module.unit_forward import (
-    UnitCall,
-    UnitEntry,
+from funcshard.module.copying import Tensors
+from funcshard.module.functional import Functional, Skeleton
+from funcshard.module.sharded_call import (
+    FullyShard,
+    TableEntries,
     UnitMethods,
     UnitModule,
-    check_order,
-    placeholder,
-    unit_modules,
+    forward_with_leaves,
+    through_unit,
 )
 from funcshard.module.unit_setup import (
-    CallPrecision,
     Compiler,
     call_precision,
     check_compiler,
+    compile_units,
     effective_unit,
-    entering_methods,
-    forward_in_full_precision,
-    leave_fast_path,
     read_methods,
-    take_ignored,
     without_fast_path,
 )
 from funcshard.plan import (
+    BufferPlan,
     ChooseCast,
+    LeafSpec,
     Plan,
     Schedule,
+    UnitPlan,
     check_schedule,
     last_match,
     list_of_globs,
@@ -69,8 +62,6 @@ from funcshard.plan import (
     recomputed_modules,
     trainable_buffers,
 )
-
-_log = logging.getLogger("funcshard.module")
 
 
 def fully_shard(
@@ -218,160 +209,176 @@ def fully_shard(
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FullyShard:
-    """The function that ``fully_shard`` returns: it runs the module on this rank's shards.
+# --- units, and the methods that enter them -------------------------------------------------------
 
-    Between calls it keeps only the order in which the first call ran the units, a hint for the
-    prefetcher.
 
-    Attributes:
-        apply: the function that ``make_functional`` returned.
-        plan: the plan.
-        mesh: the ranks.
-        units: how the modules of each unit run, by its name.
-        methods: the methods that run through a unit or in full precision, by index of the module.
-        outside: the placeholder of each parameter, for code outside of the forward of its unit.
-        ignored: name and shape of each parameter that is no part of the plan.
-        precision: the casts of a call besides those of the units.
-        slow_path: the modules whose fast path in evaluation mode would read placeholders.
-        compiles_units: whether units run compiled.
+def unit_modules(
+    unit: UnitPlan,
+    skeleton: Skeleton,
+    mesh: Mesh,
+    comms: tuple[BufferComm, ...],
+    *,
+    remat: Collection[str],
+    methods: Mapping[int, Sequence[str]],
+) -> tuple[UnitModule, ...]:
+    """Return how the modules of a unit run.
+
+    Arguments:
+        remat: the paths of the modules that backward computes again.
+        methods: the methods besides ``forward`` that enter units, by index of the module.
     """
-
-    apply: Functional
-    plan: Plan
-    mesh: Mesh
-    units: dict[str, tuple[UnitModule, ...]]
-    methods: dict[int, UnitMethods]
-    outside: Tensors
-    ignored: dict[str, tuple[int, ...]]
-    precision: CallPrecision
-    slow_path: tuple[int, ...]
-    _learner: ScheduleLearner
-    compiles_units: bool
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule; after the first call with gradients, in the orders in which units ran."""
-        return self._learner.schedule
-
-    @untraced_with_warning(
-        "torch.compile compiles nothing of a function of fully_shard, whose collectives run "
-        "between graphs: compile its units with fully_shard(compiler=torch.compile), or whole "
-        "steps with fs.trace(step, state, batch).compile()"
-    )
-    def __call__(self, shards: Shards, buffers: NamedTensors, /, *args: Any, **kwargs: Any) -> Any:
-        check_shards(self.plan, shards, self.mesh)
-        apply, learner, outside_tensors = self.apply, self._learner, self.outside
-        if self.ignored and isinstance(buffers, Mapping):
-            outside_tensors, buffers = take_ignored(self.ignored, buffers, outside_tensors)
-        call_buffers = apply.copies(buffers)  # which the call may write to
-        if self.mesh.device.type != "meta" and any(
-            value.is_meta for value in call_buffers.values()
-        ):
-            _check_buffers_on_meta(call_buffers, shards)
-        if self.precision.buffer_dtypes:
-            call_buffers = self.precision.cast_buffers(call_buffers)
-        # Note: outside of their units, modules hold placeholders for parameters.
-        modules = apply.skeleton.instantiate(outside_tensors, call_buffers, training=apply.training)
-        unit_call = UnitCall(self.units, shards, learner, self.mesh)
-        entry_functions: dict[int, Callable[..., Any]] = {
-            member.index: functools.partial(
-                unit_call.enter_recomputed if member.remat else unit_call.enter, member
+    # Note: slices need process groups, which all ranks make together.
+    slices = slice_comms(unit, mesh, comms)
+    return tuple(
+        [
+            UnitModule(
+                path=path,
+                index=_checked_index(unit, path, skeleton, methods),
+                f=Unshard(
+                    apply=functools.partial(forward_with_leaves, tables),
+                    unit=unit,
+                    mesh=mesh,
+                    comms=comms,
+                    listed=True,
+                    freed=bool(unit.reshard_after_forward),
+                    slices=slices,
+                ),
+                remat=path in remat,
             )
-            for name, members in self.units.items()
-            for member in members
-            if name != ""  # the call enters the root itself, below
+            for path, tables in table_entries(unit, skeleton).items()
+        ]
+    )
+
+
+def _checked_index(
+    unit: UnitPlan, path: str, skeleton: Skeleton, methods: Mapping[int, Sequence[str]]
+) -> int:
+    """Return the index of a module of ``unit`` that has something to enter."""
+    module_index, fault = skeleton.indices.get(path), "no module of this model"
+    if module_index is not None:
+        cls = skeleton.specs[module_index].cls
+        if not path or cls.forward is not nn.Module.forward or methods.get(module_index):
+            return module_index
+        fault = f"a {cls.__name__}, which has no forward of its own"
+    unit_title = repr(unit.title)
+    if unit.members:
+        unit_title += f", its module {path!r},"
+    raise ValueError(
+        f"unit {unit_title} is {fault}; a unit's parameters are gathered when its forward is "
+        "called: choose the modules that are called, such as its children, or name its methods in "
+        "fully_shard(methods=...)"
+    )
+
+
+def table_entries(unit: UnitPlan, skeleton: Skeleton) -> dict[str, TableEntries]:
+    """Return the entries at and below each module of ``unit`` that hold its leaves."""
+    unit_tables: dict[str, dict[tuple[str, ...], dict[str, int]]] = {
+        path: {} for path in unit.paths
+    }
+    # Note: a tied leaf is in the tables of all of its names, so a unit gathers it once.
+    for leaf_index, leaf in enumerate(unit.leaves):
+        for name in skeleton.parameters[leaf.path]:
+            for path in filter(unit_tables.__contains__, tree.upwards(name)):
+                *modules, key = name.removeprefix(f"{path}.").split(".")
+                unit_tables[path].setdefault(tuple(modules), {})[key] = leaf_index
+    return {path: tuple(entries.items()) for path, entries in unit_tables.items()}
+
+
+def entering_methods(
+    apply: Functional,
+    units: Mapping[str, int],
+    full_precision: Collection[int],
+    methods: Mapping[int, Sequence[str]],
+    compiler: Compiler | None,
+) -> dict[int, UnitMethods]:
+    """Return the methods that enter units or run in full precision, by index of the module.
+
+    Arguments:
+        apply: the function of the whole model, whose method the root unit runs.
+        units: index of each module of a unit, by path.
+        full_precision: indices of modules that run in full precision without a unit.
+        methods: the methods besides ``forward`` that enter units, by index of the module.
+        compiler: the function that compiles a forward, if any.
+    """
+    specs, compiled_forwards = apply.skeleton.specs, {}
+    if compiler is not None:
+        compiled_forwards = compile_units(apply, units, full_precision, compiler)
+    methods_by_index: dict[int, UnitMethods] = {
+        index: {
+            "forward": through_unit(specs[index].cls, "forward", compiled_forwards.get(index)),
+            **{name: through_unit(specs[index].cls, name) for name in methods.get(index, ())},
         }
-        entry_functions |= dict.fromkeys(self.precision.full_precision, forward_in_full_precision)
-        if 0 in self.methods:
-            entry_functions[0] = _run_inside
-        entered_modules = []
-        for index, enter in entry_functions.items():
-            module, methods = modules[index], self.methods[index]
-            bound_methods = {
-                name: types.MethodType(method, module) for name, method in methods.items()
-            }
-            entry = UnitEntry(enter, methods, bound_methods)
-            entry.exchange(module.__dict__)
-            entered_modules.append((module, entry))
-        for layer_index in self.slow_path:
-            leave_fast_path(modules[layer_index])
-        forward, root_precision = functools.partial(apply.run, modules[0]), self.precision.root
-        _log.debug("root pre_forward")
-        try:
-            if "" in self.units:
-                out = unit_call.enter(self.units[""][0], modules[0], forward, args, kwargs)
-            else:
-                if root_precision is not None:
-                    args, kwargs = cast_inputs(root_precision, True, args, kwargs)
-                out = forward(args, kwargs)
-        finally:
-            # Why also after an error: modules that refer to themselves would wait for gc.
-            for module, entry in entered_modules:
-                entry.end(module)
-            # Why: of these groups, a module was not called.
-            while unit_call.groups:
-                unit_call.groups.popitem()[1].gathered.close()
-            if unit_call.prefetcher is not None:
-                unit_call.prefetcher.post_forward()
-        _log.debug("root post_forward")
-        # Note: new buffers keep the dtypes of the caller's buffers, whatever the outputs get.
-        new_buffers: Tensors = {}
-        if apply.mutable:
-            out, new_buffers = out
-        if root_precision is not None:
-            out = cast_outputs(root_precision, out)
-        if unit_call.prefetcher is not None:
-            # Why after the last unit too: another rank may have more units to come.
-            if not learner.known:
-                check_order(self.mesh, "no unit", unit_call.prefetcher)
-            learner.learn(unit_call.prefetcher)
-            _begin_backward_with(out, unit_call.prefetcher)
-        apply.discarded.look(apply, modules, call_buffers, buffers)
-        if apply.mutable:
-            return out, self.precision.restore_buffers(new_buffers, buffers)
-        return out
+        for index in {*full_precision, *units.values()} - {0}
+    }
+    # Note: the call itself enters the root, so its method is hidden only if it is compiled.
+    if 0 in compiled_forwards:
+        assert isinstance(apply.method_name, str), "compile_units compiles methods of classes"
+        method = through_unit(specs[0].cls, apply.method_name, compiled_forwards[0])
+        methods_by_index[0] = {apply.method_name: method}
+    return methods_by_index
 
-    def __repr__(self) -> str:
-        title = type(self.apply.skeleton.template).__name__
-        return f"<fully_shard of {title}, plan {self.plan.fingerprint()}, {self.mesh!r}>"
 
-    if not TYPE_CHECKING:  # which then still knows what this class lacks
+# --- the tensor outside of the unit ---------------------------------------------------------------
 
-        def __getattr__(self, name: str) -> Any:
-            cls = None if name in self.__slots__ else type(self.apply.skeleton.template)
-            raise absent_attribute("fully_shard", name, cls)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FullyShard:
-        return self  # as for a Python function: its results do not depend on what it keeps
+def placeholder(
+    leaf: LeafSpec, buffer: BufferPlan, unit: UnitPlan, device: torch.device
+) -> torch.Tensor:
+    """Return a tensor with the shape, dtype and device of the gathered leaf, but without values.
 
-    def __copy__(self) -> FullyShard:
-        return self
+    Code that computes with it gets an error with the parameter's path and its unit.
+    """
+    tensor: Any = wrapper_subclass(
+        _Placeholder,
+        leaf.shape_in_module,
+        unit.computed_dtype(buffer),
+        device,
+        requires_grad=buffer.trainable,
+    )
+    tensor.leaf, tensor.unit = leaf.path, unit.title
+    return tensor
 
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a function that fully_shard returned cannot be pickled, because it holds the "
-            "connections of its mesh: save training state with fs.save, or pickle the function of "
-            "make_functional and the plan, and call fully_shard in the other process"
+
+class _Placeholder(torch.Tensor):
+    leaf: str
+    unit: str
+    funcshard_placeholder = True  # a plan may be made from placeholders
+
+    __torch_function__ = no_torch_function
+
+    def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:
+        if requires_grad == self.requires_grad:
+            return self
+        raise ValueError(
+            f"forward set requires_grad={requires_grad} of parameter {self.leaf!r}, and the plan "
+            "decides which parameters are trained: freeze it before make_functional, or use its "
+            "detach() in forward"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"placeholder of {self.leaf!r} in unit {self.unit!r}"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # Why an error: the alternatives are to compute with garbage, or to gather the unit in a
+        # collective that the plan does not predict.
+        tensor = next(x for x in tree.leaves((args, kwargs)) if isinstance(x, cls))
+        if graph_task_id() != -1:
+            raise ValueError(
+                f"parameter {tensor.leaf!r} was read (by {func}) outside the forward of unit "
+                f"{tensor.unit!r}, in backward: torch.utils.checkpoint inside a unit works with "
+                "use_reentrant=False, outside of torch.func transforms. Or pass fully_shard(..., "
+                "remat=True)"
+            )
+        raise ValueError(
+            f"parameter {tensor.leaf!r} was read (by {func}) outside the forward of unit "
+            f"{tensor.unit!r}, which owns it; hooks run outside too. Call the unit's module, make a "
+            "unit that contains every use, or name the method in fully_shard(..., "
+            f"methods={{unit: [name]}})"
         )
 
 
-def _run_inside(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    # Note: the call has entered the root's unit already.
-    return forward(args, kwargs)
-
-
-def _begin_backward_with(out: Any, prefetcher: Prefetcher) -> None:
-    """Let the prefetcher begin as soon as backward has the gradient of the last output."""
-    reducer = current_reducer.get()
-    computed_outputs = [tensor for tensor in tensors_in(out) if tensor.grad_fn is not None]
-    if reducer is None or not prefetcher.uses or not computed_outputs:
-        return
-    # Why the last: backward may compute the gradient of another output only after those of some
-    # units; and if the loss depends on that output alone, backward does not reach the last units.
-    last_output = max(computed_outputs, key=lambda tensor: sequence_number(tensor.grad_fn))
-    last_output.register_hook(prefetcher.begin_backward)
+# --- checks ---------------------------------------------------------------------------------------
 
 
 def _misfit(apply: Any) -> str:
@@ -391,17 +398,6 @@ def _misfit(apply: Any) -> str:
     return (
         f"{getattr(apply, '__qualname__', type(apply).__name__)}: for a function written by hand, "
         "use unshard and reshard around its units"
-    )
-
-
-def _check_buffers_on_meta(buffers: NamedTensors, shards: Shards) -> None:
-    if all(shard.is_meta for shard in tensors_in(shards)):
-        return
-    buffer_name = next(name for name, value in buffers.items() if value.is_meta)
-    raise ValueError(
-        f"buffers must have values, as the shards do; found {buffer_name!r} on the meta device: "
-        "compute the buffers with init_buffers(module, mesh), or take those that init_module or "
-        "from_pretrained returns"
     )
 
 

@@ -26,7 +26,7 @@ from funcshard.core import (
 )
 from funcshard.module.block_draws import BlockDraws, drawn_values
 from funcshard.module.copying import NamedTensors, Tensors
-from funcshard.module.fully_sharded import check_plan_names
+from funcshard.module.fully_sharded import check_plan_names, placeholder
 from funcshard.module.resets import (
     Reset,
     allocate_buffers,
@@ -37,7 +37,6 @@ from funcshard.module.resets import (
     unwritten_buffers,
     was_written,
 )
-from funcshard.module.unit_forward import placeholder
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, innermost_in
 
 _REMEDY = (

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,6 @@ from funcshard._utils.torch_private import check_thread, recording_graph, transf
 from funcshard.core import any_order_active, run_in_full_precision
 from funcshard.module.copying import NamedTensors, Tensors
 from funcshard.module.functional import Functional, Skeleton
-from funcshard.module.unit_forward import Method, UnitMethods, through_unit
 from funcshard.plan import (
     MixedPrecision,
     Plan,
@@ -35,43 +34,10 @@ from funcshard.plan import (
     matches,
 )
 
+Method = Callable[..., Any]
 # A function such as torch.compile: it takes a function and returns one with the same results.
 Compiler = Callable[[Method], Method]
 Shapes = Mapping[str, tuple[int, ...]]
-
-
-def entering_methods(
-    apply: Functional,
-    units: Mapping[str, int],
-    full_precision: Collection[int],
-    methods: Mapping[int, Sequence[str]],
-    compiler: Compiler | None,
-) -> dict[int, UnitMethods]:
-    """Return the methods that enter units or run in full precision, by index of the module.
-
-    Arguments:
-        apply: the function of the whole model, whose method the root unit runs.
-        units: index of each module of a unit, by path.
-        full_precision: indices of modules that run in full precision without a unit.
-        methods: the methods besides ``forward`` that enter units, by index of the module.
-        compiler: the function that compiles a forward, if any.
-    """
-    specs, compiled_forwards = apply.skeleton.specs, {}
-    if compiler is not None:
-        compiled_forwards = compile_units(apply, units, full_precision, compiler)
-    methods_by_index: dict[int, UnitMethods] = {
-        index: {
-            "forward": through_unit(specs[index].cls, "forward", compiled_forwards.get(index)),
-            **{name: through_unit(specs[index].cls, name) for name in methods.get(index, ())},
-        }
-        for index in {*full_precision, *units.values()} - {0}
-    }
-    # Note: the call itself enters the root, so its method is hidden only if it is compiled.
-    if 0 in compiled_forwards:
-        assert isinstance(apply.method_name, str), "compile_units compiles methods of classes"
-        method = through_unit(specs[0].cls, apply.method_name, compiled_forwards[0])
-        methods_by_index[0] = {apply.method_name: method}
-    return methods_by_index
 
 
 # --- methods --------------------------------------------------------------------------------------
