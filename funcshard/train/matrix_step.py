@@ -24,7 +24,7 @@ from funcshard.train.optimizer_step import (
     Schedule,
     TorchOptimizer,
     TorchStep,
-    apply_optimizer,
+    apply_update,
     check_form,
     donate,
 )
@@ -275,7 +275,7 @@ class PairStep:
 
     def __call__(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """Update ``params``, which are donated, and return them with the new state."""
-        picked, state = apply_optimizer(self.pair, self._pick(grads), state, self._pick(params))
+        picked, state = apply_update(self.pair[1], self._pick(grads), state, self._pick(params))
         leaves, unflatten = tree.flatten(params)
         params = unflatten(donate(leaves))
         for unit, buffer in trainable_buffers(self.plan):

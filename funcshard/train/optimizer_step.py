@@ -64,11 +64,8 @@ class TorchOptimizer(NamedTuple):
         return getattr(self.step, "title", f"TorchOptimizer({self.init!r}, {self.step!r})")
 
 
-def apply_optimizer(optimizer: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    """Return ``(params, state)`` after one update by an optimizer of either kind."""
-    if isinstance(optimizer, TorchOptimizer):
-        return optimizer.step(grads, state, params)
-    _, update = optimizer
+def apply_update(update: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    """Return ``(params, state)`` after one update by a plain pair ``(init, update)``."""
     # TorchOpt and optax name the parameters differently, and TorchOpt has further options.
     accepted = inspect.signature(update).parameters
     keywords: dict[str, Any] = {}

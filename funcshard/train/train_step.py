@@ -46,7 +46,7 @@ from funcshard.plan import (
 from funcshard.train.clipping import clip_by_global_norm, global_norm
 from funcshard.train.matrix_step import PairStep, PerMatrixStep
 from funcshard.train.muon_step import MuonStep
-from funcshard.train.optimizer_step import TorchOptimizer, TorchStep, apply_optimizer
+from funcshard.train.optimizer_step import TorchOptimizer, TorchStep, apply_update
 from funcshard.train.optimizers import check_optimizer
 from funcshard.train.scaler import GradScaler
 from funcshard.train.train_state import TrainState, choose_tree, copy, same_form
@@ -297,18 +297,6 @@ class TrainStep:
         """The optimizer's options that are functions of the number of steps."""
         return dict(getattr(self.optimizer[1], "schedules", {}))
 
-    def _check(self, state: Any) -> None:
-        if not isinstance(state, TrainState):
-            raise TypeError(
-                "a step takes (state, batch) and returns (state, metrics); the state must be the "
-                f"TrainState of step.init, or of the step before; found {_found_as_state(state)}"
-            )
-        if (state.scaler is None) != (self.scaler is None):
-            raise ValueError(
-                "step and state must both have a scaler, or neither; found one of them alone: set "
-                "it with state._replace(scaler=scaler.init(mesh)), or remove it with scaler=None"
-            )
-
     def _evaluate(self, state: TrainState, batch: Any) -> tuple[tuple[Any, ...], Shards]:
         """Return losses (scaled), weights, buffers and aux, and the scaled gradient."""
         function, options = self.function, self.function.options
@@ -354,7 +342,8 @@ class TrainStep:
     )
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Take one step on this rank's ``batch``."""
-        self._check(state)
+        if not isinstance(state, TrainState) or (state.scaler is None) != (self.scaler is None):
+            raise _state_error(state)
         _log.debug("step %d begins", state.step + 1)
         plan, mesh = self.plan, self.mesh
         scaler, scaling = self.scaler, state.scaler
@@ -412,14 +401,15 @@ class TrainStep:
         may_skip = graph_recording is not None and (weight is not None or scaler is not None)
         with torch.no_grad():
             params, opt_state = _trainable(state.shards, plan), state.opt_state
-            # Note: a graph that is recorded in an attempt also runs outside.
-            in_attempt = graph_recording is None and UNDO.get() is not None
-            keeps_state = may_skip or in_attempt or not self.donate
-            if keeps_state and isinstance(self.optimizer, TorchOptimizer):
-                params, opt_state = copy((params, opt_state))
-            params, opt_state = apply_optimizer(
-                self.optimizer, _trainable(grads, plan), opt_state, params
-            )
+            grads, update = _trainable(grads, plan), self.optimizer[1]
+            if isinstance(self.optimizer, TorchOptimizer):
+                # Note: a graph that is recorded in an attempt also runs outside.
+                in_attempt = graph_recording is None and UNDO.get() is not None
+                if may_skip or in_attempt or not self.donate:
+                    params, opt_state = copy((params, opt_state))
+                params, opt_state = update(grads, opt_state, params)
+            else:
+                params, opt_state = apply_update(update, grads, opt_state, params)
         _log.debug("step %d ends", state.step + 1)
         # Frozen shards stay, the trainable ones are replaced.
         shards = {name: {**state.shards[name], **params.get(name, {})} for name in state.shards}
@@ -566,13 +556,22 @@ def _check_loss_fn(loss_fn: Any) -> None:
         raise TypeError(f"{rule}; found one of {signature}, {error}: {remedy}") from None
 
 
-def _found_as_state(value: Any) -> str:
-    """Return what was found in place of a state, and what to do."""
+def _state_error(value: Any) -> Exception:
+    """Return the error for what was passed in place of a state of the step."""
+    if isinstance(value, TrainState):
+        return ValueError(
+            "step and state must both have a scaler, or neither; found one of them alone: set "
+            "it with state._replace(scaler=scaler.init(mesh)), or remove it with scaler=None"
+        )
+    value_text = outline(value)
     if isinstance(value, tuple) and value and isinstance(value[0], TrainState):
-        return "tuple: write state, metrics = step(state, batch)"
-    if isinstance(value, Mapping):
+        value_text = "tuple: write state, metrics = step(state, batch)"
+    elif isinstance(value, Mapping):
+        value_text = "dict: make the state with step.init(shards, buffers)"
         for name, entry in value.items():
             if isinstance(entry, TrainState):
-                return f"dict: pass its entry {name!r}"
-        return "dict: make the state with step.init(shards, buffers)"
-    return outline(value)
+                value_text = f"dict: pass its entry {name!r}"
+    return TypeError(
+        "a step takes (state, batch) and returns (state, metrics); the state must be the "
+        f"TrainState of step.init, or of the step before; found {value_text}"
+    )
