@@ -126,7 +126,7 @@ class Prefetcher:
     def __init__(self, learner: ScheduleLearner, start: Callable[[str], Handles]) -> None:
         self._learner, self._schedule = learner, learner.schedule
         self._start = start
-        self._forward = ForwardOrder(self._schedule, known=learner.known)
+        self._forward = ForwardOrder(self._schedule, learner.known)
         self.ran = self._forward.ran
         self._handles: dict[str, Handles] = {}
         self.returned = False

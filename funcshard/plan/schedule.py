@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from funcshard._utils.options import check_choice, check_count, check_flag, some
@@ -35,6 +35,7 @@ class Schedule:
         backward: what backward does, in order: ``("gather", unit)`` when it first needs the unit's
             leaves, ``("reduce", unit)`` when their gradients are complete. ``None``: the reverse of
             ``order``, each unit gathered and then reduced. ``fully_shard`` learns it.
+        last_calls: the last position of each unit in ``order``.
 
     Example:
         >>> import torch, funcshard as fs
@@ -49,6 +50,7 @@ class Schedule:
     limit: int
     on_demand: tuple[str, ...] = ()
     backward: tuple[tuple[str, str], ...] | None = None
+    last_calls: Mapping[str, int] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_flag("forward_prefetch", self.forward_prefetch)
@@ -57,6 +59,8 @@ class Schedule:
         object.__setattr__(
             self, "limit", check_count("limit", self.limit, of="units", remedy=remedy)
         )
+        last_calls = {name: order_position for order_position, name in enumerate(self.order)}
+        object.__setattr__(self, "last_calls", last_calls)
 
     def backward_order(self) -> tuple[tuple[str, str], ...]:
         # A learned order wins; otherwise each unit is needed once, last to first.
@@ -161,24 +165,22 @@ def _check_known(option: str, names: Iterable[str], units: Collection[str]) -> N
 # --- the order of a call --------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class ForwardOrder:
     """Decide which units forward gathers, and when.
 
-    Arguments:
-        schedule: the expected order of calls, and how far to gather ahead.
-        known: whether the order of the schedule is more than a guess.
-
     Attributes:
+        schedule: the expected order of calls, and how far to gather ahead.
+        follows: whether forward has followed the schedule so far; at first, whether the order of
+            the schedule is more than a guess.
         ran: the units that forward has called so far.
+        gathered: those not called since their gather, or kept for their next call.
     """
 
-    def __init__(self, schedule: Schedule, *, known: bool = True) -> None:
-        self.ran: list[str] = []
-        self._schedule = schedule
-        self._follows = known  # whether forward has followed the schedule so far
-        self._gathered: set[str] = set()  # not called since their gather, or kept for the next call
-        # A unit that comes again later can stay gathered until then.
-        self._last = {name: order_position for order_position, name in enumerate(schedule.order)}
+    schedule: Schedule
+    follows: bool = True
+    ran: list[str] = field(default_factory=list)
+    gathered: set[str] = field(default_factory=set)
 
     def call(self, name: str, *, stays: bool) -> tuple[bool, bool, list[str]]:
         """Note that forward calls a unit.
@@ -191,59 +193,60 @@ class ForwardOrder:
             Whether to gather it now; whether it stays gathered for its next call; and the units to
             gather ahead after it.
         """
-        is_gathered = name in self._gathered
-        schedule, order_position = self._schedule, len(self.ran)
+        is_gathered = name in self.gathered
+        schedule, order_position = self.schedule, len(self.ran)
         # Once forward has left the schedule, it gathers on demand for the rest of the call.
-        self._follows = (
-            self._follows
+        self.follows = (
+            self.follows
             and order_position < len(schedule.order)
             and schedule.order[order_position] == name
         )
         # Why ran: without a known order, a unit that forward calls a second time may be called a
         # third time.
-        keeps = stays and (self._last[name] > order_position if self._follows else name in self.ran)
+        keeps = stays and name in self.ran
+        if stays and self.follows:
+            keeps = schedule.last_calls[name] > order_position
         if keeps:
-            self._gathered.add(name)
+            self.gathered.add(name)
         else:
-            self._gathered.discard(name)
+            self.gathered.discard(name)
         self.ran.append(name)
-        if not self._follows or not schedule.forward_prefetch:
+        if not self.follows or not schedule.forward_prefetch:
             return not is_gathered, keeps, []
         next_position = order_position + 1
         next_units = dict.fromkeys(schedule.order[next_position : next_position + schedule.limit])
         ahead_units = [
             name
             for name in next_units
-            if name not in schedule.on_demand and name not in self._gathered
+            if name not in schedule.on_demand and name not in self.gathered
         ]
-        self._gathered.update(ahead_units)
+        self.gathered.update(ahead_units)
         return not is_gathered, keeps, ahead_units
 
 
+@dataclass(slots=True, eq=False)
 class BackwardOrder:
     """Decide which units backward gathers again, and when.
 
     A *use* is one call of a unit whose gathered leaves backward needs. Uses are numbered, and each
     has a moment: an integer that grows as backward proceeds.
 
-    Arguments:
-        schedule: how far to gather ahead.
-
     Attributes:
+        schedule: how far to gather ahead.
         uses: the uses that backward will reach: ``(moment, number, unit)``, by moment.
         gathered: the uses whose buffers are in memory since backward has reached them.
+        ahead: those gathered, and not reached since.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.uses: Sequence[tuple[int, int, str]] = ()
-        self._schedule = schedule
-        self._ahead: set[int] = set()  # gathered, and not reached since
-        self.gathered: set[int] = set()
+    schedule: Schedule
+    uses: Sequence[tuple[int, int, str]] = ()
+    gathered: set[int] = field(default_factory=set)
+    ahead: set[int] = field(default_factory=set)
 
     def reach(self, number: int) -> bool:
         """Note that backward computes with a use; return whether to gather it now."""
-        is_ahead = number in self._ahead
-        self._ahead.discard(number)
+        is_ahead = number in self.ahead
+        self.ahead.discard(number)
         self.gathered.add(number)
         return not is_ahead
 
@@ -262,7 +265,7 @@ class BackwardOrder:
             reaches: whether the backward that runs may reach a use, by number.
         """
         ahead_uses = []
-        uses_left = self._schedule.limit if most is None else most
+        uses_left = self.schedule.limit if most is None else most
         first_use = bisect.bisect_left(self.uses, (moment + 1, 0, ""))
         for _, use_index, unit_name in self.uses[first_use:]:
             # What is in memory, or is never reached, takes no part of the limit.
@@ -270,9 +273,9 @@ class BackwardOrder:
             # depend on what is in a rank's memory.
             if use_index in self.gathered or not reaches(use_index):
                 continue
-            is_spared = unit_name in self._schedule.on_demand
-            if not is_spared and use_index not in self._ahead:
-                self._ahead.add(use_index)
+            is_spared = unit_name in self.schedule.on_demand
+            if not is_spared and use_index not in self.ahead:
+                self.ahead.add(use_index)
                 ahead_uses.append(use_index)
             # A use on demand counts too: the limit is a distance, not a number of gathers.
             uses_left -= 1

@@ -25,11 +25,11 @@ FORWARD = {
     "two ahead": (("abcd", "abcd"), {"limit": 2}, ["a > b c", "- > d", "- > -", "- > -"]),
     "on demand": (("abc", "abc"), {"ahead": False}, ["a > -", "b > -", "c > -"]),
     "another order": (("abc", "acb"), {}, ["a > b", "c > -", "- > -"]),
-    "an unknown order": (("abc", "abc"), {"known": False}, ["a > -", "b > -", "c > -"]),
+    "an unknown order": (("abc", "abc"), {"follows": False}, ["a > -", "b > -", "c > -"]),
     "a second time": (("abcb", "abcb"), {}, ["a > b", "- > c", "- > b", "- > -"]),
     "kept for its next call": (("aba", "aba"), {"stays": "a"}, ["a > b kept", "- > -", "- > -"]),
     "kept only if it may come again": (("ab", "ab"), {"stays": "ab"}, ["a > b", "- > -"]),
-    "kept without an order": (("", "aaa"), {"stays": "a", "known": False}, ["a > -", "a > - kept", "- > - kept"]),
+    "kept without an order": (("", "aaa"), {"stays": "a", "follows": False}, ["a > -", "a > - kept", "- > - kept"]),
 }
 
 
