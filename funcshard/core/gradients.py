@@ -333,30 +333,33 @@ class GradientFunction:
         values = [loss, *[weight] * options.weighted, *[aux] * options.has_aux]
         return tuple(values) if len(values) > 1 else loss, grads
 
-    def calls(
-        self, loss_fn: Callable[..., Any], shards: Any, rest: Any, kwargs: Any
-    ) -> list[Callable[[Any], Any]]:
-        """Return, for each micro-batch, a function of shards that calls ``loss_fn``."""
-        if self.micro_batches is None:
-            return [lambda local: loss_fn(local, *rest, **kwargs)]
-        if not rest:
-            raise TypeError(
-                "the function takes (shards, *rest, batch), the batch as its last positional "
-                "argument"
-            )
-        *first_args, batch = rest
-        next_micro_batch = _stream(batch, self.micro_batches)
-        if isinstance(self.options.reduce, Mapping):
-            check_reduce_units(self.options.reduce, _unit_names(shards))
-
-        # Why one function for all: each call takes the next micro-batch, just before its forward.
-        def call(local: Any) -> Any:
-            return loss_fn(local, *first_args, next_micro_batch(), **kwargs)
-
-        return [call] * self.micro_batches
-
 
 # --- micro-batches: equal parts of one batch, or batches that an iterator gives -------------------
+
+
+def _calls(
+    micro_batches: int,
+    reduce: Reduce,
+    loss_fn: Callable[..., Any],
+    shards: Any,
+    rest: Any,
+    kwargs: Any,
+) -> list[Callable[[Any], Any]]:
+    """Return, for each micro-batch, a function of shards that calls ``loss_fn``."""
+    if not rest:
+        raise TypeError(
+            "the function takes (shards, *rest, batch), the batch as its last positional argument"
+        )
+    *first_args, batch = rest
+    next_micro_batch = _stream(batch, micro_batches)
+    if isinstance(reduce, Mapping):
+        check_reduce_units(reduce, _unit_names(shards))
+
+    # Why one function for all: each call takes the next micro-batch, just before its forward.
+    def call(local: Any) -> Any:
+        return loss_fn(local, *first_args, next_micro_batch(), **kwargs)
+
+    return [call] * micro_batches
 
 
 def _unit_names(shards: Any) -> list[str]:
@@ -468,7 +471,10 @@ def evaluate(
             "value_and_grad uses torch.autograd.grad, and cannot run inside a torch.func "
             "transform; use fs.grad there, which returns the same gradient"
         )
-    options, calls = function.options, function.calls(loss_fn, shards, rest, kwargs)
+    options = function.options
+    calls: list[Callable[[Any], Any]] = [lambda local: loss_fn(local, *rest, **kwargs)]
+    if function.micro_batches is not None:
+        calls = _calls(function.micro_batches, options.reduce, loss_fn, shards, rest, kwargs)
     shard_leaves, unflatten = tree.flatten(shards)
     local_leaves = [
         leaf.detach().requires_grad_(leaf.is_floating_point() or leaf.is_complex())

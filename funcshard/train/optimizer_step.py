@@ -11,7 +11,6 @@ which raises whenever you use it.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -136,8 +135,13 @@ class TorchStep:
             for view, view_state in zip(leaf_views, view_states, strict=True):
                 if view_state:  # a class may have made the state of the first step already
                     optimizer.state[view.parameter] = view_state
-        with with_plain_factories():
+        # Why: under ``torch.device("meta")`` the counters of torch's optimizers would be empty.
+        # Why asked: torch's context takes time for each operation.
+        if torch.get_default_device().type == "cpu":
             optimizer.step()
+        else:
+            with torch.device("cpu"):
+                optimizer.step()
         new_states = []
         for leaf_views, leaf_state in zip(all_views, leaf_states, strict=True):
             view_states = [optimizer.state.pop(view.parameter, {}) for view in leaf_views]
@@ -313,21 +317,6 @@ def check_value(name: str, value: Any, when: str) -> None:
             return  # reading the value would wait for the device
         value = value.reshape(())
     check_number(f"{name}{when}", value, least=0, remedy=_PASS_NUMBER)
-
-
-def with_plain_factories() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which tensors that name no device are made on the CPU.
-
-    Example:
-        >>> import torch
-        >>> with torch.device("meta"), with_plain_factories():
-        ...     torch.zeros(1).device
-        device(type='cpu')
-    """
-    # Why: under ``torch.device("meta")`` the counters of torch's optimizers would have no values.
-    if torch.get_default_device().type == "cpu":
-        return contextlib.nullcontext()  # torch's context costs time for each operation
-    return torch.device("cpu")
 
 
 # --- views of leaves ------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from funcshard.train.optimizer_step import (
     TorchOptimizer,
     TorchStep,
     check_value,
-    with_plain_factories,
 )
 from funcshard.train.param_groups import GroupRange, ParamGroupLayout, group_leaves
 
@@ -229,7 +228,7 @@ def learn_entries(
             with (
                 torch.random.fork_rng(devices=[]),
                 warnings.catch_warnings(),
-                with_plain_factories(),
+                torch.device("cpu"),
             ):
                 warnings.simplefilter("ignore")
                 optimizer: Any = cls([parameter], **first_options)
