@@ -65,20 +65,30 @@ def any_order() -> Iterator[None]:
 
 
 def check_derivatives(error: RuntimeError) -> None:
-    """Raise an error that names ``any_order`` if ``error`` is torch's about attention."""
-    if _MISSING.search(str(error)):
-        raise RuntimeError(
-            "torch's attention kernels have a first derivative in reverse mode, and another one was "
-            "taken of them: run the forward inside `with fs.any_order():`, which replaces them if "
-            "all of them are enabled"
-        ) from error
+    """Raise an error that says what to do if ``error`` is torch's about a missing derivative."""
+    for torch_text, advice in _ADVICE.items():
+        if re.search(torch_text, str(error)):
+            raise RuntimeError(advice) from error
 
 
-# As in "derivative for aten::_scaled_dot_product_flash_attention_for_cpu_backward is not
-# implemented", and "Trying to use forward AD with aten::_native_multi_head_attention".
-_MISSING = re.compile(
-    r"(derivative for|forward AD with) (aten::)?_\w*(attention|transformer_encoder_layer)\w*"
-)
+_ADVICE = {
+    # As in "derivative for aten::_scaled_dot_product_flash_attention_for_cpu_backward is not
+    # implemented", and "Trying to use forward AD with aten::_native_multi_head_attention".
+    r"(derivative for|forward AD with) (aten::)?_\w*(attention|transformer_encoder_layer)\w*": (
+        "torch's attention kernels have a first derivative in reverse mode, and another one was "
+        "taken of them: run the forward inside `with fs.any_order():`, which replaces them if "
+        "all of them are enabled"
+    ),
+    r"torch\.func\..* support saved tensor hooks": (
+        "torch.utils.checkpoint and other saved-tensor hooks don't run inside torch.func, and so "
+        "not in fs.grad or fs.hvp: use fs.remat or fully_shard(remat=...) in place of a checkpoint"
+    ),
+    r"autograd\.Function with functorch .*setup_context": (
+        "an autograd.Function without setup_context doesn't run inside torch.func, and so not in "
+        "fs.hvp: give it one; if it's of a reentrant checkpoint, use fs.remat, and remove full "
+        "backward hooks"
+    ),
+}
 
 
 def any_order_active() -> bool:

@@ -205,10 +205,10 @@ class Functional:
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the method on ``module``; under a transform or dual level, with ``any_order``."""
-        if transforms_active() or dual_level_active():
-            with any_order():
-                return self.run_plain(module, args, kwargs)
         try:
+            if transforms_active() or dual_level_active():
+                with any_order():
+                    return self.run_plain(module, args, kwargs)
             return self.run_plain(module, args, kwargs)
         except RuntimeError as error:
             check_derivatives(error)
@@ -550,7 +550,7 @@ class DiscardedChanges:
             return
         set_attributes = [
             f"{spec.path}.{name}".removeprefix(".")
-            for spec, module in zip(self.skeleton.specs, modules, strict=True)
+            for spec, module in zip(apply.skeleton.specs, modules, strict=True)
             for name, value in module.__dict__.items()
             if name not in TORCH_ATTRIBUTES and _was_set(spec, name, value)
         ]

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from funcshard._utils import tree
@@ -300,3 +301,43 @@ def refuse_parallel_modules(_mesh: fs.Mesh) -> None:
 
 def test_a_module_that_torch_has_parallelized_already_is_refused() -> None:
     run_ranks(refuse_parallel_modules, 2)
+
+
+class WithoutContext(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+def with_backward_hook() -> nn.Module:
+    net = nn.Linear(3, 3)
+    net.register_full_backward_hook(lambda module, before, after: None)
+    return net
+
+
+def checkpointed(use_reentrant: bool) -> nn.Module:
+    return Runs(lambda m, x: checkpoint(m.lin, x, use_reentrant=use_reentrant), lin=nn.Linear(3, 3))
+
+
+def with_function() -> nn.Module:
+    return Runs(lambda m, x: WithoutContext.apply(m.lin(x)), lin=nn.Linear(3, 3))
+
+
+# What runs in no transform of torch -> (the module, what to do).
+OUTSIDE_OF_TRANSFORMS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a checkpoint": (lambda: checkpointed(use_reentrant=False), "use fs.remat"),
+    "a reentrant checkpoint": (lambda: checkpointed(use_reentrant=True), "reentrant .*use fs.remat"),
+    "a Function without setup_context": (with_function, "give it one"),
+    "a full backward hook": (with_backward_hook, "remove full backward hooks"),
+}
+
+
+@pytest.mark.parametrize(("make", "advice"), OUTSIDE_OF_TRANSFORMS.values(), ids=OUTSIDE_OF_TRANSFORMS)
+def test_what_runs_in_no_transform_gets_an_error_that_says_what_to_do(make: Any, advice: str) -> None:
+    apply, params, buffers = fs.make_functional(make())
+    with pytest.raises(RuntimeError, match=advice):
+        torch.func.grad(lambda params: apply(params, buffers, torch.ones(2, 3)).sum())(params)
