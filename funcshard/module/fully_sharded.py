@@ -45,6 +45,7 @@ from funcshard.module.unit_setup import (
     compile_units,
     effective_unit,
     read_methods,
+    with_dense_gradients,
     without_fast_path,
 )
 from funcshard.plan import (
@@ -193,7 +194,7 @@ def fully_shard(
                 for leaf in buffer.leaves:
                     outside_tensors[leaf.path] = placeholder(leaf, buffer, unit, mesh.device)
         return FullyShard(
-            apply=apply,
+            apply=with_dense_gradients(apply, ignored),
             plan=plan,
             mesh=mesh,
             units=units,

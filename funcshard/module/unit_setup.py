@@ -182,6 +182,25 @@ def _return_nothing(module: nn.Module, args: Any, result: Any) -> None:
     """Do nothing, as a hook of a module."""
 
 
+# --- embeddings -----------------------------------------------------------------------------------
+
+
+def with_dense_gradients(apply: Functional, ignored: Collection[str]) -> Functional:
+    """Return ``apply`` with dense gradients of embeddings, but those of ignored parameters."""
+    # Why: a leaf is a view of its unit's buffer, and no view has a sparse gradient in torch.
+    specs = tuple(
+        dataclasses.replace(spec, attributes={**spec.attributes, "sparse": False})
+        if spec.attributes.get("sparse") is True
+        and issubclass(spec.cls, nn.Embedding | nn.EmbeddingBag)
+        and spec.parameters["weight"] not in ignored
+        else spec
+        for spec in apply.skeleton.specs
+    )
+    if specs == apply.skeleton.specs:
+        return apply
+    return dataclasses.replace(apply, skeleton=dataclasses.replace(apply.skeleton, specs=specs))
+
+
 # --- ignored parameters ---------------------------------------------------------------------------
 
 
