@@ -323,6 +323,7 @@ def _can_copy_attributes(module: nn.Module, memo: dict[int, Any]) -> bool:
 
 def _has_own_pickle(cls: type[nn.Module]) -> bool:
     return not hasattr(cls, "__deepcopy__") and (
-        cls.__getstate__ is not nn.Module.__getstate__
+        cls.__new__ is not object.__new__  # which may need arguments, as that of ema_pytorch's EMA
+        or cls.__getstate__ is not nn.Module.__getstate__
         or cls.__setstate__ is not nn.Module.__setstate__
     )

@@ -310,6 +310,21 @@ def test_a_module_whose_pickle_makes_other_children() -> None:
     check_own(nn.Sequential(MakesChildren(), nn.Linear(3, 3)))
 
 
+def test_a_module_that_needs_arguments_when_it_is_made() -> None:
+    class Around(nn.Module):  # as EMA of ema_pytorch is
+        def __new__(cls, module: nn.Module) -> Any:
+            return super().__new__(cls)
+
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.module(x)
+
+    check_own(Around(nn.Linear(3, 3)))
+
+
 def test_a_module_whose_pickle_leaves_out_what_cannot_be_copied() -> None:
     class Locked(nn.Linear):
         def __init__(self) -> None:
