@@ -42,6 +42,8 @@ from funcshard.core import (
     ScheduleLearner,
     Shards,
     Unshard,
+    any_order,
+    any_order_active,
     cast_inputs,
     cast_outputs,
     check_shards,
@@ -312,6 +314,9 @@ class UnitCall:
         """Run one module of a unit as part of the call."""
         # Note: backward may enter too, from a checkpoint, after the call has returned.
         group, prefetcher = self.units[member.f.unit.name], self.prefetcher
+        if prefetcher is not None and transforms_active() and not any_order_active():
+            with any_order():  # as around a call inside a transform; this one is inside the model
+                return self.enter(member, module, forward, args, kwargs)
         inputs = module, forward, args, kwargs
         # Note: a module that backward computes again, or that runs in a transform that the call is
         # not in, gathers its group for itself.

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -21,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from funcshard.plan.wrap import Units
-from tests.core.units import by_hand
-from tests.module.law import Runs, check_equal, outputs_on, same_bits, sharded_call
+from tests.core.units import by_hand, forward_mode
+from tests.module.law import Runs, calls_on, check_equal, outputs_on, plain_call, same_bits, sharded_call
 from tests.ranks import run_ranks
 
 x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
@@ -274,3 +275,34 @@ def compare(mesh: fs.Mesh) -> None:
 @pytest.mark.slow
 def test_on_processes_outputs_and_gradients_are_those_of_fsdp2_to_the_bit() -> None:
     run_ranks(compare, 2)
+
+
+def standardised(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = x @ m.weight
+    standard = (x - x.mean(-1, True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+    return standard * m.bias
+
+
+def attended(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    heads = (x @ m.weight)[None, None]
+    return (heads @ heads.mT / x.shape[-1] ** 0.5).softmax(-1) @ heads
+
+
+# What torch's kernels have wrong, or not at all, in the loss of a tangent: (the model's, written out).
+INSIDE: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
+    "layer_norm": (lambda m, x: F.layer_norm(x @ m.weight, (3,), m.bias), standardised),
+    "attention": (lambda m, x: F.scaled_dot_product_attention(*[(x @ m.weight)[None, None]] * 3), attended),
+}
+
+
+@forward_mode
+@pytest.mark.parametrize(("run", "written_out"), INSIDE.values(), ids=INSIDE)
+def test_a_unit_inside_a_transform_of_the_model_has_every_derivative(run: Any, written_out: Any) -> None:
+    def model(run: Any) -> nn.Module:
+        torch.manual_seed(0)
+        unit = Runs(run, weight=nn.Parameter(torch.randn(3, 3)), bias=nn.Parameter(torch.ones(3)))
+        return Runs(lambda m, x: torch.func.jvp(m.unit, (x,), (x.square(),))[1], unit=unit).double()
+
+    losses, grads = plain_call(model(written_out), x.double(), 2)
+    for call in calls_on(2, fs.make_functional(model(run)), x.double(), ["unit"]):
+        torch.testing.assert_close([call.loss, call.grads], [losses[0], grads])
