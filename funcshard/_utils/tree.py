@@ -166,15 +166,15 @@ def describe(
 
 # Why no function inside of describe: it would refer to itself and to the leaves, which would stay
 # in memory until Python looks for such garbage.
+@dataclasses.dataclass(slots=True, eq=False)
 class _Walk:
     """A walk of ``describe``."""
 
-    def __init__(self, check: Any) -> None:
-        self.check = check
-        self.leaf_values: list[Any] = []
-        self.paths: list[str] = []
-        # The types of leaves; a type of nodes is never one of leaves too.
-        self.leaf_types: set[type] = set()
+    check: Any
+    leaf_values: list[Any] = dataclasses.field(default_factory=list)
+    paths: list[str] = dataclasses.field(default_factory=list)
+    # The types of leaves; a type of nodes is never one of leaves too.
+    leaf_types: set[type] = dataclasses.field(default_factory=set)
 
     def visit(self, node: Any, path: str, depth: int) -> Structure:
         if type(node) in self.leaf_types or optree.tree_is_leaf(node):

@@ -138,8 +138,11 @@ _Differences = dict[str, tuple[Sequence[str], list[int], list[list[int]]]]
 def _differences(own_sums: _Sums, mesh: Mesh) -> _Differences:
     """Return what differs between the ranks that share it, given what this rank has."""
     own_text = json.dumps(own_sums, sort_keys=True)
-    rank_sums = [json.loads(text) for text in all_gather_texts(mesh, own_text, "checksums")]
+    rank_texts = all_gather_texts(mesh, own_text, "checksums")
     leaf_differences: _Differences = {}
+    if len(set(rank_texts)) == 1:
+        return leaf_differences
+    rank_sums = [json.loads(text) for text in rank_texts]
     local_axes = {leaf_name: local for sums in rank_sums for leaf_name, (local, _) in sums.items()}
     for leaf_name, local in local_axes.items():
         sharing_ranks: dict[tuple[int, ...], list[int]] = {}

@@ -21,7 +21,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -59,24 +59,23 @@ _log = logging.getLogger("funcshard.core")
 SliceComms = tuple[BufferComm | None, ...]
 
 
+@dataclass(eq=False)
 class ScheduleLearner:
     """A sharded function's schedule, whose order the first call may teach.
 
-    Arguments:
-        schedule: the schedule to begin with.
-        known: whether its order was given.
-
     Attributes:
+        schedule: the schedule; at first, that to begin with.
+        known: whether its order was given, or learned.
         inside: the units that checkpoints inside them gathered in backward, as far as is known.
+        warned: whether a call has left the order.
+        learned_with: how many units were inside when backward's order was learned; -1 before.
     """
 
-    def __init__(self, schedule: Schedule, known: bool) -> None:
-        self.schedule = schedule
-        self.known = known
-        self._warned = False
-        self.inside: set[str] = set()
-        # How many units were inside when backward's order was learned; None if it was given.
-        self._learned_with = -1 if schedule.backward is None else None
+    schedule: Schedule
+    known: bool
+    inside: set[str] = field(default_factory=set)
+    warned: bool = False
+    learned_with: int = -1
 
     def learn(self, prefetcher: Prefetcher) -> None:
         """Take the order of a returned call: of forward, and of the backward that may follow."""
@@ -89,9 +88,9 @@ class ScheduleLearner:
             self.schedule = dataclasses.replace(self.schedule, order=ran_order)
             self.known = True
         elif (
-            not self._warned and self.schedule.forward_prefetch and ran_order != self.schedule.order
+            not self.warned and self.schedule.forward_prefetch and ran_order != self.schedule.order
         ):
-            self._warned = True
+            self.warned = True
             pairs = itertools.zip_longest(ran_order, self.schedule.order)
             first_difference = next(i for i, (real, planned) in enumerate(pairs) if real != planned)
             warnings.warn(
@@ -102,8 +101,9 @@ class ScheduleLearner:
             )
         # Why by the number: the first call does not know what checkpoints inside units need, and
         # later calls only add to it.
-        if prefetcher.uses and self._learned_with not in (None, len(self.inside)):
-            self._learned_with = len(self.inside)
+        is_given = self.learned_with < 0 and self.schedule.backward is not None
+        if prefetcher.uses and not is_given and self.learned_with != len(self.inside):
+            self.learned_with = len(self.inside)
             self.schedule = dataclasses.replace(self.schedule, backward=prefetcher.backward_order())
 
 

@@ -136,7 +136,8 @@ def _checked_leaves(
             if leaf.placements and is_dtensor(value):
                 by_path[leaf.path] = value = part_as_planned(leaf, value, mesh, "params")
             check_leaf(value, leaf, buffer, "params", meta=meta)
-            check_tie(leaf, by_path, "params")
+            if leaf.aliases:
+                check_tie(leaf, by_path, "params")
             if checksums is not None:
                 checksums.add(leaf.path, value, buffer.local)
     return by_path

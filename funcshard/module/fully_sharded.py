@@ -185,7 +185,9 @@ def fully_shard(
         units: dict[str, tuple[UnitModule, ...]] = {}
         outside_tensors: Tensors = {}
         for planned_unit in plan.unit_list:
-            unit = effective_unit(planned_unit, apply)
+            unit = planned_unit
+            if unit.precision is not None:
+                unit = effective_unit(unit, unit.precision, apply)
             buffer_comms = unit_comms(unit, mesh, cast)
             units[unit.name] = unit_modules(
                 unit, skeleton, mesh, buffer_comms, remat=recomputed_paths, methods=method_names

@@ -306,11 +306,8 @@ def _check_uncast(path: str, plan: Plan, apply: Functional) -> None:
                     )
 
 
-def effective_unit(unit: UnitPlan, apply: Functional) -> UnitPlan:
+def effective_unit(unit: UnitPlan, precision: MixedPrecision, apply: Functional) -> UnitPlan:
     """Return the unit, in full precision if its modules all evaluate and its precision says so."""
-    precision = unit.precision
-    if precision is None:
-        return unit
     module_indices = [apply.skeleton.indices.get(path, 0) for path in unit.paths]
     if all(_evaluates_in_full(precision, index, apply) for index in module_indices):
         return unit.in_full_precision()

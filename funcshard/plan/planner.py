@@ -218,16 +218,18 @@ def make_plan(
                 if unit_name in full_precision or (is_inside and not has_precision):
                     options[unit_name]["precision"] = None
         unit_plans = plan_units(structure, leaves, paths, options, axes, mesh_axes)
-        undecided_units = [
-            unit_name for unit_name in paths if options[unit_name]["reshard_after_forward"] is None
-        ]
-        from_modules = {
-            leaf.leaf_index
-            for leaf, leaf_tensor in zip(leaves, tensors, strict=True)
-            if module_classes(leaf_tensor)
-        }
-        # Why planned twice: sizes decide which units join, and they follow from the layout.
-        unit_groups = small_groups(unit_plans, group_bytes, undecided_units, from_modules)
+        unit_groups: dict[tuple[str, ...], bool] = {}
+        if group_bytes or (group_bytes is None and len(unit_plans) >= _LEAST_UNITS):
+            undecided_units = [
+                name for name in paths if options[name]["reshard_after_forward"] is None
+            ]
+            from_modules = {
+                leaf.leaf_index
+                for leaf, leaf_tensor in zip(leaves, tensors, strict=True)
+                if module_classes(leaf_tensor)
+            }
+            # Why planned twice: sizes decide which units join, and they follow from the layout.
+            unit_groups = small_groups(unit_plans, group_bytes, undecided_units, from_modules)
         for names, stays_gathered in unit_groups.items():
             group_name = free_name(f"{names[0]}{_TO}{names[-1]}", nodes_of(leaf_uses), paths)
             # The group takes the place of its first unit, whose options are those of all.
@@ -392,7 +394,7 @@ def small_groups(
 
     Arguments:
         units: the units in plan order.
-        limit: the most gathered bytes of a group, 0 for no groups, ``None`` for the rule.
+        limit: the most gathered bytes of a group; ``None`` for the rule.
         undecided: the units whose ``reshard_after_forward`` no option sets.
         modules: the indices of the leaves that ``make_functional`` returned.
 
@@ -400,8 +402,6 @@ def small_groups(
         For the names of each group, whether it stays gathered until backward although its strategy
         frees it.
     """
-    if limit == 0 or (limit is None and len(units) < _LEAST_UNITS):
-        return {}
     # Note: gathered bytes, with padding and in the dtype that travels.
     unit_bytes = [
         sum(buffer.model_numel * unit.computed_dtype(buffer).itemsize for buffer in unit.buffers)

@@ -216,7 +216,8 @@ class _Step:
         check_plan(plan)
         self._units = units = plan.units
         self._accumulation = accumulation
-        check_reduce_units(accumulation.reduce, units)
+        if isinstance(accumulation.reduce, Mapping):
+            check_reduce_units(accumulation.reduce, units)
         schedule = order if isinstance(order, Schedule) else make_schedule(plan, order)
         check_schedule(schedule, plan)
         self._schedule = schedule

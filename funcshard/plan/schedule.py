@@ -9,7 +9,7 @@ program may leave the schedule. The options ``reduce`` and ``remat`` name units.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,8 +136,7 @@ def check_schedule(schedule: Any, plan: Plan) -> None:
             f"{schedule!r}: make it with make_schedule(plan, order)"
         )
     backward_units = [unit_name for _, unit_name in schedule.backward or ()]
-    named_units = [*schedule.order, *schedule.on_demand, *backward_units]
-    _check_known("the schedule", named_units, plan.units)
+    unit_names(plan, "the schedule", [*schedule.order, *schedule.on_demand, *backward_units])
 
 
 def unit_names(plan: Plan, option: str, names: Iterable[str]) -> tuple[str, ...]:
@@ -146,20 +145,16 @@ def unit_names(plan: Plan, option: str, names: Iterable[str]) -> tuple[str, ...]
         raise TypeError(
             f"{option} must be a list of unit names; found the text {names!r}: pass [{names!r}]"
         )
-    listed_names = tuple(names)
-    # A plan without a leaf outside of its units has no root, and naming it does no harm.
-    _check_known(option, listed_names, {"": None, **plan.units})
-    return listed_names
-
-
-def _check_known(option: str, names: Iterable[str], units: Collection[str]) -> None:
-    for unit_name in names:
-        if unit_name not in units:
+    listed_names, units = tuple(names), plan.units
+    for unit_name in listed_names:
+        # A plan without a leaf outside of its units has no root, and naming it does no harm.
+        if unit_name and unit_name not in units:
             raise ValueError(
                 f"{option} must name units of the plan; found {unit_name!r}; its units are "
                 f"{[known_unit for known_unit in units if known_unit][:6]}: list(plan.units) names "
                 "them in order"
             )
+    return listed_names
 
 
 # --- the order of a call --------------------------------------------------------------------------
@@ -350,10 +345,8 @@ def check_accumulate(accumulate: int | Accumulation) -> Accumulation:
     return Accumulation(check_reduce(accumulate, "each", "accumulate"))
 
 
-def check_reduce_units(reduce: Reduce, units: Iterable[str]) -> None:
+def check_reduce_units(reduce: Mapping[str, str], units: Iterable[str]) -> None:
     """Raise ``ValueError`` unless every glob of ``reduce`` matches a unit."""
-    if isinstance(reduce, str):
-        return
     unit_names = list(units)
     for glob in reduce:
         if not any(_chooses(glob, unit_name) for unit_name in unit_names):

@@ -157,7 +157,7 @@ class TorchStep:
     @property
     def rate(self) -> Any:
         """The learning rate of the leaves for which no group has another one."""
-        return self.schedules.get("lr") or rate_in(self.options[0], self.cls)
+        return schedules_in(self.options[0]).get("lr") or rate_in(self.options[0], self.cls)
 
     @property
     def schedules(self) -> dict[str, Schedule]:

@@ -156,8 +156,16 @@ def make_train_step(
     options = function.options
     _check_loss_fn(function.loss_fn)
     check_optimizer(optimizer, plan)
-    _check_scaler(scaler)
-    check_reduce_units(options.reduce, plan.units)
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        title = outline(scaler)
+        if isinstance(scaler, torch.amp.GradScaler):
+            title = "torch's GradScaler, which keeps its scale to itself"
+        raise TypeError(
+            f"scaler must be a funcshard.GradScaler, or None; found {title}: pass "
+            "scaler=fs.GradScaler()"
+        )
+    if isinstance(options.reduce, Mapping):
+        check_reduce_units(options.reduce, plan.units)
     check_flag("mutable", mutable)
     check_flag("donate", donate)
     if max_norm is not None:
@@ -165,7 +173,8 @@ def make_train_step(
         check_number(
             "max_norm", max_norm, above=0, infinite=True, none="for no clipping", remedy=remedy
         )
-    if not trainable_buffers(plan):
+    local_axes = {buffer.local for _, buffer in trainable_buffers(plan)}
+    if not local_axes:
         raise ValueError(
             "a training step needs a trainable leaf; found none in the plan: set requires_grad on "
             "the module's parameters before make_functional, or on its params before make_plan"
@@ -182,6 +191,9 @@ def make_train_step(
     check_all_same(mesh, compared_texts, "make_train_step")
     # Note: a hook may keep the gradients that it gets, and then they cannot be written to.
     hooks = (options.on_grads, options.on_reduce_scattered)
+    # Why: a division makes new memory, whereas autograd may return a gradient that shares memory
+    # with a tensor of the user.
+    divides_all = mesh.world_size > 1 and not {*AXES}.intersection(*local_axes)
     return TrainStep(
         function=dataclasses.replace(function, options=dataclasses.replace(options, mesh=mesh)),
         optimizer=optimizer,
@@ -192,7 +204,7 @@ def make_train_step(
         scaler=scaler,
         donate=donate,
         world_sum=BufferComm(Topology(mesh, False)),
-        owns_grads=hooks == (None, None) and options.divisor is None and _divides_all(plan),
+        owns_grads=hooks == (None, None) and options.divisor is None and divides_all,
         rate=getattr(optimizer[1], "rate", None),
     )
 
@@ -227,14 +239,6 @@ def _check_names(new_buffers: Any, buffers: Any) -> None:
             f"{sorted(buffers)[:4]}; found {outline(new_buffers)}: the order of its results is "
             "(loss, weight, new_buffers, aux)"
         )
-
-
-def _divides_all(plan: Plan) -> bool:
-    """Return whether the mean over ranks divides every gradient."""
-    local_axes = {axis for _, buffer in trainable_buffers(plan) for axis in buffer.local}
-    # Why: a division makes new memory, whereas autograd may return a gradient that shares memory
-    # with a tensor of the user.
-    return plan.world_size > 1 and not local_axes.intersection(AXES)
 
 
 @with_remedies("a training step", {"backward": _REMEDY})
@@ -520,19 +524,6 @@ def _texts_of_optimizer(optimizer: Any) -> dict[str, str]:
         for path, group in sorted(step.layout.group_of.items()):
             setting_texts[f"the group of leaf {path!r}"] = str(group)
     return setting_texts
-
-
-def _check_scaler(scaler: Any) -> None:
-    """Raise ``TypeError`` unless ``scaler`` is a ``GradScaler``, or ``None``."""
-    if scaler is None or isinstance(scaler, GradScaler):
-        return
-    title = outline(scaler)
-    if isinstance(scaler, torch.amp.GradScaler):
-        title = "torch's GradScaler, which keeps its scale to itself"
-    raise TypeError(
-        f"scaler must be a funcshard.GradScaler, or None; found {title}: pass "
-        "scaler=fs.GradScaler()"
-    )
 
 
 def _check_loss_fn(loss_fn: Any) -> None:
