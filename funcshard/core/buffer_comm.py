@@ -102,14 +102,15 @@ class BufferComm:
         cls, mesh: Mesh, unit: UnitPlan, buffer: BufferPlan, cast: Cast | None = None
     ) -> BufferComm:
         # Integer leaves travel as they are; the unit says so for each buffer.
+        _, computed_dtype, reduced_dtype, grad_dtype = unit.dtypes(buffer)
         precision = unit.precision
         if buffer.packing is not None:
-            cast = _decoding(buffer.packing, unit.computed_dtype(buffer))
+            cast = _decoding(buffer.packing, computed_dtype)
         dtypes = CommDtypes(
             shard=buffer.shard_dtype,
-            gathered=unit.computed_dtype(buffer),
-            reduced=unit.reduced_dtype(buffer),
-            grads=unit.grad_dtype(buffer),
+            gathered=computed_dtype,
+            reduced=reduced_dtype,
+            grads=grad_dtype,
             cast=cast,
             divided=precision is not None and precision.divide_before_reduce,
         )

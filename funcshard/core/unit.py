@@ -646,7 +646,7 @@ def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh | None, *, gradients: boo
                 "all; make it with shard(params, plan, mesh)"
             )
         elif local.dtype != buffer.shard_dtype and not (
-            gradients and local.dtype == unit.grad_dtype(buffer)
+            gradients and local.dtype == unit.dtypes(buffer).grads
         ):
             rule = f"have dtype {buffer.dtype}; found {local.dtype}"
             remedy = (

@@ -334,7 +334,7 @@ def placeholder(
     tensor: Any = wrapper_subclass(
         _Placeholder,
         leaf.shape_in_module,
-        unit.computed_dtype(buffer),
+        unit.dtypes(buffer).computed,
         device,
         requires_grad=buffer.trainable,
     )

@@ -193,9 +193,9 @@ def _strategy(unit: UnitPlan, buffer: BufferPlan) -> str:
         strategy_words.append("kept until backward")
     if unit.offload:
         strategy_words.append("offload")
-    gathered_dtype, reduced_dtype = unit.gathered_dtype(buffer), unit.reduced_dtype(buffer)
+    gathered_dtype, computed_dtype, reduced_dtype, _ = unit.dtypes(buffer)
     if buffer.packing is not None:
-        strategy_words.append(f"decoded to {dtype_name(unit.computed_dtype(buffer))}")
+        strategy_words.append(f"decoded to {dtype_name(computed_dtype)}")
     elif {gathered_dtype, reduced_dtype} != {buffer.shard_dtype}:
         strategy_words.append(f"in {dtype_name(gathered_dtype)}")
         if buffer.trainable and reduced_dtype != gathered_dtype:

@@ -404,7 +404,7 @@ def small_groups(
     """
     # Note: gathered bytes, with padding and in the dtype that travels.
     unit_bytes = [
-        sum(buffer.model_numel * unit.computed_dtype(buffer).itemsize for buffer in unit.buffers)
+        sum(buffer.model_numel * unit.dtypes(buffer).computed.itemsize for buffer in unit.buffers)
         for unit in units
     ]
     unit_keys = [_key(unit, undecided) for unit in units]

@@ -498,7 +498,7 @@ def _gathers(unit: UnitPlan, ranks: int, cast: ChooseCast | None = None) -> list
         # Note: of packed leaves no slices are kept, so all ranks send their bytes again.
         gather_ranks = ranks if buffer.packing is None else unit.mesh_shape[1]
         # Low precision travels: the shard is cast before the gather.
-        comm_dtype, buffer_numel = unit.gathered_dtype(buffer), buffer.padded_numel
+        comm_dtype, buffer_numel = unit.dtypes(buffer).gathered, buffer.padded_numel
         cast_pair = cast_of(cast, unit, buffer)
         if cast_pair is not None:
             # What the pair sends for a shard, only the pair knows.
@@ -527,7 +527,7 @@ def _reductions(unit: UnitPlan, unit_choice: str) -> list[tuple[str, list[Event]
 
 
 def _reduction(unit: UnitPlan, buffer: BufferPlan) -> list[Event]:
-    comm_dtype, mesh_axes = unit.reduced_dtype(buffer), unit.mesh_axes
+    comm_dtype, mesh_axes = unit.dtypes(buffer).reduced, unit.mesh_axes
     events = []
     # Why shard first: what travels along the other axes is then a shard.
     for axis in dict.fromkeys(("shard", "replicate", *mesh_axes)):

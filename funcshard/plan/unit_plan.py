@@ -229,6 +229,22 @@ class BufferPlan:
         return LeafPart(begin, end, slice(begin - first_element, end - first_element))
 
 
+class UnitDtypes(NamedTuple):
+    """The dtypes of a buffer on its way through a step.
+
+    Attributes:
+        gathered: that in which it is gathered.
+        computed: that in which the model computes with its leaves.
+        reduced: that in which its gradient is reduced.
+        grads: that of the reduced gradient.
+    """
+
+    gathered: torch.dtype
+    computed: torch.dtype
+    reduced: torch.dtype
+    grads: torch.dtype
+
+
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
     """Leaves that are gathered together: those under its path that no nested unit owns.
@@ -305,31 +321,21 @@ class UnitPlan:
             return self.buffers[0].leaves
         return tuple([leaf for buffer in self.buffers for leaf in buffer.leaves])
 
-    def gathered_dtype(self, buffer: BufferPlan) -> torch.dtype:
-        """Return the dtype in which a buffer is gathered."""
-        leaf_dtype = buffer.shard_dtype
-        return (
-            self.precision and leaf_dtype.is_floating_point and self.precision.param_dtype
-        ) or leaf_dtype
-
-    def computed_dtype(self, buffer: BufferPlan) -> torch.dtype:
-        """Return the dtype in which the model computes with a buffer's leaves."""
+    def dtypes(self, buffer: BufferPlan) -> UnitDtypes:
+        """Return the dtypes of a buffer on its way through a step."""
+        leaf_dtype, computed, precision = buffer.shard_dtype, buffer.model_dtype, self.precision
+        if precision is None:
+            return UnitDtypes(leaf_dtype, computed, leaf_dtype, leaf_dtype)
+        gathered = reduced = leaf_dtype
+        if leaf_dtype.is_floating_point:
+            gathered = precision.param_dtype or leaf_dtype
+            reduced = precision.reduce_dtype or gathered
         if buffer.packing is None:
-            return self.gathered_dtype(buffer)
-        return (self.precision and self.precision.param_dtype) or buffer.model_dtype
-
-    def reduced_dtype(self, buffer: BufferPlan) -> torch.dtype:
-        """Return the dtype in which a buffer's gradient is reduced."""
-        leaf_dtype = buffer.shard_dtype
-        return (
-            self.precision and leaf_dtype.is_floating_point and self.precision.reduce_dtype
-        ) or self.gathered_dtype(buffer)
-
-    def grad_dtype(self, buffer: BufferPlan) -> torch.dtype:
-        """Return the dtype of a buffer's reduced gradient."""
-        if self.precision is not None and self.precision.keep_low_precision_grads:
-            return self.reduced_dtype(buffer)
-        return buffer.shard_dtype
+            computed = gathered
+        elif precision.param_dtype is not None:
+            computed = precision.param_dtype
+        grads = reduced if precision.keep_low_precision_grads else leaf_dtype
+        return UnitDtypes(gathered, computed, reduced, grads)
 
     def in_full_precision(self) -> UnitPlan:
         """Return the unit without a precision; see ``Plan.in_full_precision``."""

@@ -153,7 +153,7 @@ def _rows(plan: Plan) -> Iterator[Holding]:
                 buffer=buffer,
                 axes=axes,
                 cut=tuple(axis for axis, size in axes if axis in cut_axes and size > 1),
-                gathered=buffer.model_numel * group.first.computed_dtype(buffer).itemsize,
+                gathered=buffer.model_numel * group.first.dtypes(buffer).computed.itemsize,
             )
 
 

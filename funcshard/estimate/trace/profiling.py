@@ -146,7 +146,7 @@ class Profile(Shown):
         dtypes = self.dtypes
         for unit in plan.unit_list:
             for buffer in unit.buffers:
-                dtype = dtype_name(unit.computed_dtype(buffer))
+                dtype = dtype_name(unit.dtypes(buffer).computed)
                 for leaf in buffer.leaves:
                     traced_dtype = dtypes.get(leaf.path)
                     if traced_dtype == dtype:

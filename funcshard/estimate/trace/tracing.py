@@ -131,7 +131,7 @@ def leaf_dtypes(plan: Plan) -> dict[str, tuple[torch.dtype, bool]]:
         leaf.path: leaf_form
         for unit in plan.unit_list
         for buffer in unit.buffers
-        for leaf_form in [(unit.computed_dtype(buffer), buffer.trainable)]
+        for leaf_form in [(unit.dtypes(buffer).computed, buffer.trainable)]
         for leaf in buffer.leaves
     }
 

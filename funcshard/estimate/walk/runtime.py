@@ -266,7 +266,7 @@ def sizes_of(unit: UnitPlan, *, accelerator: bool) -> UnitSizes:
 
 def _buffer_sizes(unit: UnitPlan, buffer: BufferPlan, *, accelerator: bool) -> BufferSizes:
     on_host = unit.offload and accelerator
-    gathered_dtype, reduced_dtype = unit.computed_dtype(buffer), unit.reduced_dtype(buffer)
+    _, gathered_dtype, reduced_dtype, _ = unit.dtypes(buffer)
     gathered_itemsize, reduced_itemsize = gathered_dtype.itemsize, reduced_dtype.itemsize
     shard_numel, padded_numel = buffer.shard_numel, buffer.padded_numel
     is_cut = buffer.shards > 1
