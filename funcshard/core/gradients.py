@@ -472,7 +472,7 @@ def evaluate(
             "transform; use fs.grad there, which returns the same gradient"
         )
     options = function.options
-    calls: list[Callable[[Any], Any]] = [lambda local: loss_fn(local, *rest, **kwargs)]
+    calls = [lambda local: loss_fn(local, *rest, **kwargs)]
     if function.micro_batches is not None:
         calls = _calls(function.micro_batches, options.reduce, loss_fn, shards, rest, kwargs)
     shard_leaves, unflatten = tree.flatten(shards)

@@ -339,7 +339,8 @@ class Unshard:
             with hooks, hidden_views:
                 precision = self.unit.precision
                 if self.unit.full_precision:
-                    result = run_in_full_precision(self.dtype, apply, args, kwargs)
+                    leaf_dtypes = [buffer.model_dtype for buffer in self.unit.buffers]
+                    result = run_in_full_precision(leaf_dtypes, apply, args, kwargs)
                 elif precision is None:
                     result = apply(*args, **kwargs)
                 else:
@@ -360,16 +361,6 @@ class Unshard:
         if is_logging:
             _log.debug("post_forward of unit %r", self.unit.title)
         return copy_aliased_outputs(result, leaves) if gathered.shared else result
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The widest floating-point dtype of the unit's leaves, or else that of the first."""
-        leaf_dtypes = [buffer.model_dtype for buffer in self.unit.buffers]
-        return max(
-            (dtype for dtype in leaf_dtypes if dtype.is_floating_point),
-            key=lambda dtype: dtype.itemsize,
-            default=leaf_dtypes[0],
-        )
 
 
 @dataclass(slots=True, eq=False)
@@ -473,9 +464,11 @@ def cast_outputs(precision: MixedPrecision | None, out: Any) -> Any:
 
 
 def run_in_full_precision(
-    dtype: torch.dtype, run: Callable[..., Any], args: Any, kwargs: Any
+    dtypes: Sequence[torch.dtype], run: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """Return ``run`` of inputs in ``dtype``, with outputs in the dtype of the first input."""
+    """Return ``run`` of inputs in the widest of ``dtypes``, with outputs as the first input."""
+    float_dtypes = [dtype for dtype in dtypes if dtype.is_floating_point]
+    dtype = max(float_dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
     # The caller should not notice that a module inside computes in another dtype.
     first_dtype = next((x.dtype for x in tensors_in((args, kwargs)) if x.is_floating_point()), None)
     args, kwargs = cast_tree((args, kwargs), dtype)

@@ -331,6 +331,4 @@ def forward_in_full_precision(
 ) -> Any:
     """Run a module that isn't a unit in the widest dtype of its buffers and inner parameters."""
     tensors = (*module.parameters(), *module.buffers(recurse=False))
-    float_dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
-    widest_dtype = max(float_dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
-    return run_in_full_precision(widest_dtype, forward, (args, kwargs), {})
+    return run_in_full_precision([tensor.dtype for tensor in tensors], forward, (args, kwargs), {})

@@ -91,7 +91,7 @@ def test_two_flags_say_whose_inputs_are_cast(precision, root, cast):
 
 
 def test_a_full_precision_module_without_a_floating_point_input_returns_what_it_computes():
-    assert run_in_full_precision(FP32, lambda ids: ids / 2, (I,), {}).dtype == FP32
+    assert run_in_full_precision([FP32], lambda ids: ids / 2, (I,), {}).dtype == FP32
 
 
 class Exact(nn.Sequential):

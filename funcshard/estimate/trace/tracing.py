@@ -585,11 +585,8 @@ class _Tracer:
         if unit is None or not path:
             return forward(*args, **kwargs)
         if unit.full_precision:
-            dtype = max(
-                (buffer.model_dtype for buffer in unit.buffers),
-                key=lambda dtype: dtype.itemsize,
-            )
-            return run_in_full_precision(dtype, forward, args, kwargs)
+            dtypes = [buffer.model_dtype for buffer in unit.buffers]
+            return run_in_full_precision(dtypes, forward, args, kwargs)
         # Note: casts make tensors, so they are traced where the runtime makes them.
         args, kwargs = cast_inputs(unit.precision, False, args, kwargs)
         return cast_outputs(unit.precision, forward(*args, **kwargs))
