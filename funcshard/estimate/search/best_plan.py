@@ -38,7 +38,6 @@ from funcshard.plan import AXES, Plan, Schedule, mesh_axes_of
 
 Profiles = Profile | Mapping[int, Profile]
 
-_PROPORTIONAL = 4  # attempts, after which the search on a ladder bisects
 _LEAN = 24  # candidates that are simulated to find a lean one if none fits
 
 
@@ -258,27 +257,10 @@ def _search(
         low_rung = bisect.bisect_left(range(len(counts)), True, lo=low_rung, key=fitting)
         if too_slow(time_bound(ladder_index, low_rung)):
             return None
-        if ends(ladder_index, low_rung):
-            return low_rung
-        if not ends(ladder_index, high_rung):
+        if not (ends(ladder_index, low_rung) or ends(ladder_index, high_rung)):
             return None
-        for attempt in range(len(counts)):
-            if high_rung - low_rung == 1:
-                break
-            middle_rung = (low_rung + high_rung) // 2
-            # Why by proportion: peak and time change by as much with each unit.
-            if attempt < _PROPORTIONAL:
-                low, high = score(ladder_index, low_rung), score(ladder_index, high_rung)
-                shares = [(low.peak - budget) / max(low.peak - high.peak, 1)]
-                if best is not None and high.step_time > best[0]:
-                    shares.append((best[0] - low.step_time) / (high.step_time - low.step_time))
-                middle_rung = low_rung + math.ceil(min(shares) * (high_rung - low_rung))
-                middle_rung = min(max(middle_rung, low_rung + 1), high_rung - 1)
-            if ends(ladder_index, middle_rung):
-                high_rung = middle_rung
-            else:
-                low_rung = middle_rung
-        return high_rung
+        # Why one after the other: the bound of the peak is close, so the first one is near.
+        return next(rung for rung in range(low_rung, len(counts)) if ends(ladder_index, rung))
 
     time_bounds = [time_bound(i, 0) for i in range(len(all_ladders))]
     ladder_order = sorted(range(len(all_ladders)), key=time_bounds.__getitem__)

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,12 +52,10 @@ class Fixed(NamedTuple):
 
     resting: int  # bytes between steps
     held: int  # those, and the bytes of the units that stay gathered
-    before: float  # seconds of the gathers before the first computation
     after: float  # seconds of the reductions after the last one
     gathering: float  # seconds of the gathers of a forward
     backward: float  # seconds of the collectives of a backward
     stalled: float  # seconds in which backward waits for reductions beside no computation
-    communicating: float  # seconds of the collectives of a step
     updating: float  # seconds of the optimizer
 
 
@@ -87,7 +86,6 @@ class _Bounds(NamedTuple):
         calls: how often forward calls each unit.
         highest: most bytes of the model's own tensors.
         between: their bytes between forward and backward.
-        first: the units that forward reaches before the first computation.
         last: the units that are reduced after the last one.
         reduced: all units in the order of their reductions.
     """
@@ -97,7 +95,6 @@ class _Bounds(NamedTuple):
     calls: Counter[str]
     highest: int
     between: int
-    first: set[str]
     last: set[str]
     reduced: list[str]
 
@@ -186,33 +183,36 @@ class Scorer:
         """Return the lower bounds of the candidate's ladder."""
         micro_batches, profile = self.profiles[candidate.profile]
         optimizer, runtime = self.optimizer, self.runtime
-        resting_bytes = profile.buffers + profile.inputs * micro_batches + runtime.communicators
-        kept_bytes, updated_bytes = 0, 0
-        lane_totals, last_totals = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
-        before, forward_seconds, backward_gathers = 0.0, 0.0, 0.0
         bounds = self._bounds_of(candidate)
         unit_strategies = self._strategies(candidate)
         base_of = {
             strategy: self._base(candidate, strategy) for strategy in {*unit_strategies.values()}
         }
         bases = {name: base_of[strategy] for name, strategy in unit_strategies.items()}
-        for name, strategy in unit_strategies.items():
-            base = bases[name]
-            sizes = base.sizes[name]
-            states = 0 if optimizer is None else optimizer.states_before
-            resting_bytes += sizes.shard + states * sizes.trainable_shard
-            updated_bytes += sizes.trainable_shard
-            if strategy == "shard_grad_op" and sizes.reduced:  # it stays until backward
-                kept_bytes += sizes.gathered
-            once_seconds, calls = base.once[name], bounds.calls[name]
-            before += once_seconds[0] * (name in bounds.first)
-            forward_seconds += once_seconds[0] * (calls > 0)
+        unit_sizes = {name: base.sizes[name] for name, base in bases.items()}
+        updated_bytes = sum(sizes.trainable_shard for sizes in unit_sizes.values())
+        resting_bytes = profile.buffers + profile.inputs * micro_batches + runtime.communicators
+        resting_bytes += sum(sizes.shard for sizes in unit_sizes.values())
+        if optimizer is not None:
+            resting_bytes += optimizer.states_before * updated_bytes
+        kept_bytes = sum(
+            sizes.gathered
+            for name, sizes in unit_sizes.items()
+            if unit_strategies[name] == "shard_grad_op" and sizes.reduced  # until backward
+        )
+        forward_seconds = backward_seconds = 0.0
+        last_seconds = [0.0, 0.0]  # on the lane of reductions, and on that of all-reduces
+        for name, base in bases.items():
+            (gathers, reductions, _), (one_gather, *one_reduction) = (
+                base.seconds[name],
+                base.once[name],
+            )
+            calls = bounds.calls[name]
+            forward_seconds += one_gather * (calls > 0)
             # Note: a unit that is called again may be gathered once more, or stay gathered.
-            backward_gathers += max(base.seconds[name][0] - calls * once_seconds[0], 0.0)
-            for lane_index, unit_seconds in enumerate(base.seconds[name]):
-                lane_totals[lane_index] += unit_seconds
-                last_totals[lane_index] += once_seconds[lane_index] * (name in bounds.last)
-        gathering, reducing, apart = lane_totals
+            backward_seconds += reductions + max(gathers - calls * one_gather, 0.0)
+            if name in bounds.last:
+                last_seconds = list(map(operator.add, last_seconds, one_reduction))
         stalled_seconds = 0.0
         reduced_units = [
             name for name in bounds.reduced if name in bases and bases[name].sizes[name].reduced
@@ -232,13 +232,10 @@ class Scorer:
         return Fixed(
             resting=resting_bytes,
             held=resting_bytes + kept_bytes,
-            before=before,
-            after=max(last_totals[1:]),
+            after=max(last_seconds),
             gathering=forward_seconds,
-            backward=backward_gathers + reducing,
+            backward=backward_seconds,
             stalled=stalled_seconds,
-            # Note: no step is faster than the busiest lane of communication.
-            communicating=max(gathering + reducing, apart) * micro_batches,
             updating=update_seconds,
         )
 
@@ -248,12 +245,11 @@ class Scorer:
         bounds = self._bounds_of(candidate)
         # Note: forward waits for all of its gathers, and backward or the next forward for the
         # collectives of backward.
-        first_seconds = max(fixed.before + bounds.forward, fixed.gathering)
+        first_seconds = max(bounds.forward, fixed.gathering)
         middle_seconds = bounds.forward + max(bounds.backward + fixed.stalled, fixed.backward)
         last_seconds = max(bounds.backward + max(fixed.stalled, fixed.after), fixed.backward)
         step_seconds = first_seconds + (micro_batches - 1) * middle_seconds + last_seconds
-        waiting_seconds = max(step_seconds, fixed.communicating)
-        return (waiting_seconds + fixed.updating) * _LESS
+        return (step_seconds + fixed.updating) * _LESS
 
     def least_peak(self, candidate: Candidate, fixed: Fixed) -> int:
         """Return the least bytes at the peak of a candidate."""
@@ -279,7 +275,6 @@ class Scorer:
             def takes_none(step: Run | Reached) -> bool:
                 return isinstance(step, Reached) or not clock.compute(step)[0]
 
-            first_steps = itertools.takewhile(takes_none, steps)
             last_steps = itertools.takewhile(takes_none, reversed(steps))
             forward_steps = steps[: steps.index(Reached("backward", ""))]
             forward_runs = [step for step in forward_steps if isinstance(step, Run)]
@@ -289,7 +284,6 @@ class Scorer:
                 calls=Counter(program.order),
                 highest=max(run.highest.total for run in runs),
                 between=forward_runs[-1].end.total,
-                first={step.unit for step in first_steps if step.what == "forward"},
                 last={step.unit for step in last_steps if step.what == "reduce"},
                 reduced=[place.unit for place in program.reached if place.what == "reduce"],
             )
