@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from funcshard._utils.torch_private import TorchDispatchMode, storage_id
 from funcshard._utils.tree import tensors_in
+from funcshard.estimate.trace.tape import Form
 
 # Operations that compilers fuse, though torch does not tag them as pointwise.
 _FUSED = frozenset({
@@ -44,7 +45,7 @@ class _Packed:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: Any = tensor
-        self.form = (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+        self.form = Form.of(tensor)
         self.kept: list[torch.Tensor] = []  # the tensors that a dropped one is computed from
 
 
@@ -143,11 +144,7 @@ class Region(TorchDispatchMode):
         # Note: a dropped tensor is made again by a kernel that is fused, so it takes no memory.
         if packed.tensor is not None:
             return packed.tensor
-        return self.recorder.unseen(
-            lambda: torch.empty_strided(
-                packed.form[0], packed.form[1], dtype=packed.form[2], device="cpu"
-            )
-        )
+        return self.recorder.unseen(packed.form.empty)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -8,7 +8,6 @@ form.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from funcshard.estimate.trace.tape import (
     Event,
     Exit,
     Fold,
+    Form,
     Free,
     Grad,
     Op,
@@ -302,38 +302,6 @@ def _fold_around(frame: Frame) -> Frame | None:
 # --- stubs ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """Shape, strides and dtype of a tensor, and whether it requires a gradient."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Form:
-        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)
-
-    def empty(self) -> torch.Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
-
-    def gradient(self, grads: Iterable[torch.Tensor | None] = ()) -> torch.Tensor:
-        """Return a new tensor of the form of a gradient, which has no gaps in memory."""
-        for grad in grads:
-            # Note: a residual stream passes the layout of its gradient on.
-            if grad is not None and (grad.shape, grad.dtype) == (self.shape, self.dtype):
-                return torch.empty_like(grad)
-        spanned_numel = 1 + sum(
-            (size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)
-        )
-        return (
-            self.empty()
-            if spanned_numel == math.prod(self.shape)
-            else torch.empty(self.shape, dtype=self.dtype, device="cpu")
-        )
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Traced:
     """A module that ran, as a stub repeats it.
@@ -344,8 +312,8 @@ class Traced:
         build: from output tensors and the inputs to the module's result.
         kept_inputs: positions of the input tensors that autograd kept.
         kept_outputs: positions of the output tensors that autograd kept.
-        reads: attributes of ``Kinds.differing`` that it read: place in ``Kinds.below``, name and
-            value.
+        reads: attributes that differ in its kind, and that it read: place in ``order_below``, name
+            and value.
     """
 
     fold: int

@@ -13,7 +13,6 @@ import itertools
 import types
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from typing import Any
 
@@ -21,39 +20,20 @@ import torch
 from torch import nn
 
 from funcshard._utils import tree
+from funcshard.estimate.trace.tape import Form
 
 _TABLES = frozenset({dict, OrderedDict, set})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TORCH = frozenset(nn.Module().__dict__)
 
 
-@dataclass(frozen=True, slots=True)
-class Kinds:
-    """The modules of a tree that may represent others.
+def kinds_of(
+    skeleton: Any, form: Callable[[str], Hashable], marked: Collection[int] = ()
+) -> tuple[dict[int, int], dict[int, dict[str, Hashable]]]:
+    """Return the kinds of the modules that may be folded, by index, and where those differ.
 
-    Attributes:
-        of: number of the kind of each module that may be folded, by index.
-        differing: by index, the attributes whose values differ within a kind, as from ``value_of``.
-        specs: as in ``Skeleton``.
-    """
-
-    of: Mapping[int, int]
-    differing: Mapping[int, Mapping[str, Hashable]]
-    specs: Sequence[Any]
-    _below: dict[int, tuple[int, ...]] = field(default_factory=dict)
-
-    def below(self, index: int) -> tuple[int, ...]:
-        """Return the indices of a module and of those below, in an order that a kind shares."""
-        if index not in self._below:
-            indices_below = itertools.chain.from_iterable(
-                map(self.below, _children(self.specs[index]))
-            )
-            self._below[index] = tuple(dict.fromkeys([index, *indices_below]))
-        return self._below[index]
-
-
-def kinds_of(skeleton: Any, form: Callable[[str], Hashable], marked: Collection[int] = ()) -> Kinds:
-    """Return the kinds of the modules that may be folded.
+    The latter are attributes whose values differ within a kind, by index and name, as from
+    ``value_of``.
 
     Arguments:
         skeleton: the module tree.
@@ -64,7 +44,7 @@ def kinds_of(skeleton: Any, form: Callable[[str], Hashable], marked: Collection[
     kinds: dict[int, int] = {}
     kind_groups: dict[int, list[int]] = {}
     # Note: fixed attributes follow from the class, and a model has few classes.
-    known_settings: dict[type, frozenset[str] | None] = {}
+    fixed_of = functools.cache(_fixed)
     # Why sorted: two modules may share a child, so a parent's index may be above its child's.
     for index in TopologicalSorter(
         {i: _children(s) for i, s in enumerate(skeleton.specs)}
@@ -79,7 +59,7 @@ def kinds_of(skeleton: Any, form: Callable[[str], Hashable], marked: Collection[
             for key, name in table.items()
         ])  # fmt: skip
         # Note: the tracer sees reads of ordinary attributes only, so all others must be equal.
-        fixed_names = _fixed(spec.cls, known_settings)
+        fixed_names = fixed_of(spec.cls)
         fixed_settings = tuple([
             (key, value if type(value) is bool else value_of(value))
             for key, value in spec.attributes.items()
@@ -106,31 +86,39 @@ def kinds_of(skeleton: Any, form: Callable[[str], Hashable], marked: Collection[
 
     differing: dict[int, dict[str, Hashable]] = {}
     for kind_group in kind_groups.values():
-        fixed_names = known_settings[skeleton.specs[kind_group[0]].cls]
+        fixed_names = fixed_of(skeleton.specs[kind_group[0]].cls)
         # Note: with all attributes fixed, modules of one kind differ in none.
         if len(kind_group) > 1 and fixed_names is not None:
             tables = {index: skeleton.specs[index].attributes for index in kind_group}
             for key, values in _differing(tables, fixed_names, owners):
                 for index, value in values.items():
                     differing.setdefault(index, {})[key] = value
-    return Kinds(_foldable(skeleton, kinds), differing, skeleton.specs)
+    return _foldable(skeleton, kinds), differing
+
+
+def order_below(specs: Sequence[Any]) -> Callable[[int], tuple[int, ...]]:
+    """Return a function to a module and those below, as indices in an order that a kind shares."""
+
+    @functools.cache
+    def below(index: int) -> tuple[int, ...]:
+        indices_below = itertools.chain.from_iterable(map(below, _children(specs[index])))
+        return tuple(dict.fromkeys([index, *indices_below]))
+
+    return below
 
 
 def _children(spec: Any) -> list[int]:
     return [child for child in spec.children.values() if child is not None]
 
 
-def _fixed(cls: type[nn.Module], known: dict[type, frozenset[str] | None]) -> frozenset[str] | None:
+def _fixed(cls: type[nn.Module]) -> frozenset[str] | None:
     """Return the attributes that must be equal in a kind; ``None`` for all of them."""
-    if cls not in known:
-        as_usual = (
-            cls.__getattr__ is nn.Module.__getattr__
-            and cls.__getattribute__ is object.__getattribute__
-        )
-        # Why: the tracer watches ``Module.__getattr__``. Python never asks it for names that the
-        # class has, nor for any name if the class has its own attribute access.
-        known[cls] = _TORCH.union(*map(vars, cls.__mro__)) if as_usual else None
-    return known[cls]
+    as_usual = (
+        cls.__getattr__ is nn.Module.__getattr__ and cls.__getattribute__ is object.__getattribute__
+    )
+    # Why: the tracer watches ``Module.__getattr__``. Python never asks it for names that the class
+    # has, nor for any name if the class has its own attribute access.
+    return _TORCH.union(*map(vars, cls.__mro__)) if as_usual else None
 
 
 def _differing(
@@ -215,8 +203,7 @@ def value_of(value: Any, owner: Any = None, around: tuple[int, ...] = ()) -> Any
     if is_plain(value):
         return value_type, repr(value) if isinstance(value, float | complex) else value
     if isinstance(value, torch.Tensor):
-        form = tuple(value.shape), tuple(value.stride()), value.dtype, value.requires_grad
-        return "tensor", form
+        return "tensor", Form.of(value)
     if value is owner:
         return "owner"
     if id(value) in around:  # a container that holds itself

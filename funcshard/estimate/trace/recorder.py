@@ -27,7 +27,18 @@ from funcshard._utils.torch_private import (
 )
 from funcshard._utils.tree import tensors_in
 from funcshard.estimate.trace.compiled import is_fused, is_reduction
-from funcshard.estimate.trace.tape import Alloc, Ask, At, Event, Free, Grad, Op, Save, UseParam
+from funcshard.estimate.trace.tape import (
+    Alloc,
+    Ask,
+    At,
+    Event,
+    Form,
+    Free,
+    Grad,
+    Op,
+    Save,
+    UseParam,
+)
 
 _DEVICE = torch.ops.prim.device.default
 
@@ -252,15 +263,19 @@ class Recorder(TorchDispatchMode):
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Note a tensor that autograd saves; a hook for ``saved_tensors_hooks``."""
+        if not self._saves_param(tensor):
+            for part in self.parts([tensor]):
+                self.emit(Save(self.number(part), str(part.dtype).removeprefix("torch.")))
+        return tensor
+
+    def _saves_param(self, tensor: torch.Tensor) -> bool:
+        """Return whether autograd saves a parameter, and note its use."""
         param_name = self.params.get(storage_id(tensor))
         if param_name is not None:
             self.emit(UseParam(param_name))
             # Why minus 1: autograd makes the node first, and then lets it save.
             self._used.setdefault(next_sequence_number() - 1, []).append(param_name)
-        else:
-            for part in self.parts([tensor]):
-                self.emit(Save(self.number(part), str(part.dtype).removeprefix("torch.")))
-        return tensor
+        return param_name is not None
 
     def parts(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return the plain tensors of ``tensors``: several of a sparse one."""
@@ -276,14 +291,8 @@ class Recorder(TorchDispatchMode):
 
     def pack_held(self, outer: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
         """Note a tensor that a checkpoint keeps, and let it pack the tensor."""
-        if self.phase != "backward":
-            node_number = next_sequence_number() - 1
-            param_name = self.params.get(storage_id(tensor))
-            if param_name is not None:
-                self.emit(UseParam(param_name))
-                self._used.setdefault(node_number, []).append(param_name)
-            else:
-                self._asks.add(node_number)
+        if self.phase != "backward" and not self._saves_param(tensor):
+            self._asks.add(next_sequence_number() - 1)
         return outer(tensor)
 
     # --- operations -------------------------------------------------------------------------------
@@ -362,4 +371,4 @@ class Recorder(TorchDispatchMode):
 def _form(tensor: torch.Tensor | None) -> Any:
     if tensor is None or tensor.layout is not torch.strided:
         return None
-    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+    return Form.of(tensor)

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import torch
 
 from funcshard._utils import tree
 
@@ -113,6 +116,9 @@ class Call(NamedTuple):
     freed: tuple[int, ...]
 
 
+# By number of a call: its storages by their number inside, and the calls inside it.
+Instances = dict[int, tuple[dict[int, int], Any]]
+
 Event = At | Enter | Exit | Alloc | Free | Op | Save | UseParam | Ask | Grad | Call
 
 
@@ -165,7 +171,7 @@ class Tape:
     def expanded(self, events: Iterable[Event]) -> Iterator[list[Event]]:
         """Yield for each event itself, or the events of the call."""
         numbers = itertools.count(1 << 40)  # far above the numbers of the tape
-        instances: dict[int, _Instance] = {}
+        instances: Instances = {}
         for event in events:
             if isinstance(event, Call):
                 yield list(self._call(event, "", int, instances, numbers))
@@ -184,13 +190,12 @@ class Tape:
         call: Call,
         prefix: str,
         outer: Callable[[int], int],
-        instances: dict[int, _Instance],
+        instances: Instances,
         numbers: Iterator[int],
     ) -> Iterator[Event]:
         if call.instance not in instances:
-            instances[call.instance] = _Instance(defaultdict(numbers.__next__), {})
-        instance = instances[call.instance]
-        storages = instance.storages
+            instances[call.instance] = defaultdict(numbers.__next__), {}
+        storages, inner_instances = instances[call.instance]
         storages.update((inside, outer(outside)) for inside, outside in call.exchanged)
         module_path = joined(prefix, call.path)
         inner_path = functools.partial(joined, module_path)
@@ -198,7 +203,7 @@ class Tape:
         storage_number = storages.__getitem__
         for event in self.folds[call.fold].parts.get(call.phase, ()):
             if isinstance(event, Call):
-                yield from self._call(event, module_path, storage_number, instance.calls, numbers)
+                yield from self._call(event, module_path, storage_number, inner_instances, numbers)
                 continue
             # Note: negative numbers are those of the caller, which may not know all of them.
             if isinstance(event, Alloc) and event.storage <= 0 and event.storage not in storages:
@@ -236,14 +241,6 @@ def _is_repeated(
     return folded_path != path and _is_repeated(
         path[len(folded_path) + 1 :], levels, fold_indices[folded_path]
     )
-
-
-@dataclass(slots=True)
-class _Instance:
-    """One call of a fold: its storages by their number inside, and the calls inside it."""
-
-    storages: dict[int, int]
-    calls: dict[int, _Instance]
 
 
 def joined(prefix: str, path: str) -> str:
@@ -284,3 +281,37 @@ def categories_of(events: Iterable[Any]) -> dict[int, int]:
                 # Note: forward made it and backward frees it, so autograd kept it.
                 storage_categories[alloc_position] = ACTIVATION
     return storage_categories
+
+
+# --- forms of tensors ----------------------------------------------------------------------------
+
+
+class Form(NamedTuple):
+    """Shape, strides and dtype of a tensor, and whether it requires a gradient."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Form:
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
+
+    def gradient(self, grads: Iterable[torch.Tensor | None] = ()) -> torch.Tensor:
+        """Return a new tensor of the form of a gradient, which has no gaps in memory."""
+        for grad in grads:
+            # Note: a residual stream passes the layout of its gradient on.
+            if grad is not None and (grad.shape, grad.dtype) == (self.shape, self.dtype):
+                return torch.empty_like(grad)
+        spanned_numel = 1 + sum(
+            (size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)
+        )
+        return (
+            self.empty()
+            if spanned_numel == math.prod(self.shape)
+            else torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        )

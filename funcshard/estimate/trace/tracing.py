@@ -41,12 +41,12 @@ from funcshard._utils.torch_private import (
 from funcshard._utils.tree import map_tensors, tensors_in
 from funcshard.core import cast_inputs, cast_outputs, remat, run_in_full_precision
 from funcshard.estimate.trace.compiled import Region
-from funcshard.estimate.trace.folding import CannotFoldError, Form, Stub, Traced, fold_log
+from funcshard.estimate.trace.folding import CannotFoldError, Stub, Traced, fold_log
 from funcshard.estimate.trace.kernels import AcceleratorKernels
-from funcshard.estimate.trace.kinds import is_plain, kinds_of, value_of
+from funcshard.estimate.trace.kinds import is_plain, kinds_of, order_below, value_of
 from funcshard.estimate.trace.leaves import Leaves, Table
 from funcshard.estimate.trace.recorder import Frame, Recorder
-from funcshard.estimate.trace.tape import LOSS, Enter, Exit, Save, Tape
+from funcshard.estimate.trace.tape import LOSS, Enter, Exit, Form, Save, Tape
 from funcshard.plan import Plan
 
 Loss = Callable[..., torch.Tensor]
@@ -165,10 +165,7 @@ def _nothing() -> None:
 
 def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
     """Return a fake tensor, inside of ``fake_tensors``."""
-    fake_tensor = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
-    )
-    return fake_tensor.requires_grad_(tensor.requires_grad)
+    return Form.of(tensor).empty().requires_grad_(tensor.requires_grad)
 
 
 class _Tracer:
@@ -206,10 +203,11 @@ class _Tracer:
         self.checkpoint: Callable[[], Any] = _nothing
         self.paths = self.skeleton.paths()
         again_indices = {self.paths[path] for path in remat | compiled if path in self.paths}
-        kinds_by_index = kinds_of(self.skeleton, self._form_of, again_indices)
-        self.kinds = dict(kinds_by_index.of) if depth else {}
+        self.kinds, self.differing = kinds_of(self.skeleton, self._form_of, again_indices)
+        if not depth:
+            self.kinds = {}
         self.copied = frozenset(self.skeleton.copied_attributes)
-        self.differing, self.below = kinds_by_index.differing, kinds_by_index.below
+        self.below = order_below(self.skeleton.specs)
         self.names = {index: path for path, index in self.paths.items()}
         self.making = False
         # By index of a module: paths of those around it that may be folded.

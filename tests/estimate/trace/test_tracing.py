@@ -10,9 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from funcshard.demo.gpt import GPT, GPTConfig
-from funcshard.estimate.trace.folding import Form
 from funcshard.estimate.trace.program import Run, make_program
-from funcshard.estimate.trace.tape import Alloc, Call, Free, Grad, Op, Save
+from funcshard.estimate.trace.tape import Alloc, Call, Form, Free, Grad, Op, Save
 from funcshard.estimate.trace.tracing import ModelCall, trace_model
 from tests.estimate.chains import expanded
 from tests.module.law import Runs
