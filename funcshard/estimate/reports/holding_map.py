@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from funcshard._utils import table
@@ -32,14 +32,14 @@ class Holding:
         group: the unit, or the equal units.
         buffer: the buffer of the first of them.
         axes: size of each mesh axis, in the order of ranks.
-        cut: the axes along which parts differ; along the others are copies.
+        cut: the axes along which parts differ, as of those; along the others are copies.
         gathered: bytes of the gathered buffer of one unit, padding included.
     """
 
     group: UnitGroup
     buffer: BufferPlan
-    axes: tuple[tuple[str, int], ...]
-    cut: tuple[str, ...]
+    axes: Mapping[str, int]
+    cut: Mapping[str, int]
     gathered: int
 
     @property
@@ -50,19 +50,17 @@ class Holding:
     @property
     def parts(self) -> int:
         """Number of parts that differ."""
-        return math.prod(size for axis, size in self.axes if axis in self.cut)
+        return math.prod(self.cut.values())
 
     @property
     def copies(self) -> int:
         """Number of ranks that hold each part."""
-        return math.prod(size for axis, size in self.axes if axis not in self.cut)
+        return math.prod(self.axes.values()) // self.parts
 
     def part(self, rank: int) -> int:
         """Return the number of the part that a rank holds."""
         # Note: ranks that agree on these axes hold the same part.
-        rank_position = position_of(rank, dict(self.axes))
-        cut_axes = {axis: size for axis, size in self.axes if axis in self.cut}
-        return rank_at({axis: rank_position[axis] for axis in cut_axes}, cut_axes)
+        return rank_at(position_of(rank, self.axes), self.cut)
 
     def held(self, shard: int) -> int:
         """Return the bytes of leaves, without padding, at an index on the shard axis."""
@@ -88,7 +86,12 @@ class Holdings(Shown):
         shards = self.plan.mesh_shape[1]
         bounds = {0, shards}
         for row in self.rows:
-            bounds.update(bound for bound in _bounds(row.buffer) if bound < row.buffer.shards)
+            buffer = row.buffer
+            if buffer.shards > 1 and buffer.numel:
+                # Note: padding is at the end of a buffer, so at most one rank holds a part of a
+                # shard, and the map of 16,384 ranks has few columns.
+                full_ranks, last_numel = divmod(buffer.numel, buffer.shard_numel)
+                bounds |= {full_ranks, full_ranks + bool(last_numel)}
         return [range(*pair) for pair in itertools.pairwise(sorted(bounds))]
 
     def _parts(self) -> list[Table]:
@@ -98,7 +101,8 @@ class Holdings(Shown):
             shown_groups = [*shown_groups[: _MOST_GROUPS - 1], shown_groups[-1]]
         header = ["unit", "buffer", "gathered", "parts", "copies"]
         rows = [
-            [row.group.title, row.buffer.key, table.size(row.gathered), _parts_text(row), str(row.copies)]
+            [row.group.title, row.buffer.key, table.size(row.gathered),
+             axes_text(row.cut, ones=()) if row.cut else "whole", str(row.copies)]
             for row in self.rows
         ]  # fmt: skip
         gathered_bytes = sum(row.gathered * len(row.group.units) for row in self.rows)
@@ -142,32 +146,13 @@ def holdings(plan: Plan) -> Holdings:
 
 
 def _rows(plan: Plan) -> Iterator[Holding]:
-    axes = tuple(plan.mesh_axes.items())
     for group in fold_units(plan.unit_list):
         for buffer in group.first.buffers:
-            cut_axes = set(buffer.local)
-            if buffer.shards > 1:
-                cut_axes.add("shard")
+            cut_axes = {*buffer.local, *["shard"] * (buffer.shards > 1)}
             yield Holding(
                 group=group,
                 buffer=buffer,
-                axes=axes,
-                cut=tuple(axis for axis, size in axes if axis in cut_axes and size > 1),
+                axes=plan.mesh_axes,
+                cut={axis: n for axis, n in plan.mesh_axes.items() if axis in cut_axes and n > 1},
                 gathered=buffer.model_numel * group.first.dtypes(buffer).computed.itemsize,
             )
-
-
-def _bounds(buffer: BufferPlan) -> Iterator[int]:
-    """Yield the indices on the shard axis from which ranks hold fewer elements."""
-    if buffer.shards > 1 and buffer.numel:
-        # Note: padding is at the end of a buffer, so at most one rank holds a part of a shard, and
-        # the map of 16,384 ranks has few columns.
-        full_ranks, last_numel = divmod(buffer.numel, buffer.shard_numel)
-        yield full_ranks
-        if last_numel:
-            yield full_ranks + 1
-
-
-def _parts_text(row: Holding) -> str:
-    cut_axes = {axis: size for axis, size in row.axes if axis in row.cut}
-    return axes_text(cut_axes, ones=()) if cut_axes else "whole"
