@@ -314,18 +314,6 @@ def region_text(graph: fx.Graph) -> str:
 # --- compiled regions -----------------------------------------------------------------------------
 
 
-class CompiledRegion:
-    """The call of a compiled region; its only argument is a list, which it empties."""
-
-    __name__ = "region"
-
-    def __init__(self, run: Boxed) -> None:
-        self.run = run
-
-    def __call__(self, inputs: list[torch.Tensor]) -> Any:
-        return self.run(inputs)
-
-
 class CompilingBind:
     """Make graphs functions, and compile equal regions once."""
 
@@ -354,8 +342,7 @@ class CompilingBind:
         for region_code in unique_texts[first_index:] + unique_texts[:first_index]:
             self._compile(region_code, graph_by_text[region_code])
         calls = {
-            region: CompiledRegion(self._compiled[region_code])
-            for region, region_code in code_of_region.items()
+            region: self._compiled[region_code] for region, region_code in code_of_region.items()
         }
         graph = _schedule(step_graph, mesh, cut, calls)
         return fx.GraphModule(dict(step_graph.constants), graph).forward
@@ -396,10 +383,16 @@ class CompilingBind:
             # Note: a region takes all tensors as inputs, so its module has no attributes.
             region_module = fx.GraphModule(torch.nn.Module(), graph)
             example_inputs = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+            run: Boxed
             if isinstance(self.backend, str):
-                self._compiled[text] = inductor(region_module, example_inputs)
+                run = inductor(region_module, example_inputs)
             else:
-                self._compiled[text] = compile_with(self.backend, region_module, example_inputs)
+                run = compile_with(self.backend, region_module, example_inputs)
+
+            def region(inputs: list[torch.Tensor]) -> Any:
+                return run(inputs)  # Why a function: fx calls nothing without a name
+
+            self._compiled[text] = region
             _log.debug(
                 "compile: a region of %d operations took %.1f s",
                 len(graph.nodes),
@@ -422,9 +415,7 @@ def _with_fixed_sizes(step_graph: StepGraph, sizes: Mapping[str, int]) -> StepGr
 # --- the calls of a step --------------------------------------------------------------------------
 
 
-def _schedule(
-    step_graph: StepGraph, mesh: Mesh, cut: Cut, calls: dict[Region, CompiledRegion]
-) -> fx.Graph:
+def _schedule(step_graph: StepGraph, mesh: Mesh, cut: Cut, calls: dict[Region, Boxed]) -> fx.Graph:
     storages = GraphStorages.find(step_graph.graph)
     graph = fx.Graph()
     copy_of: dict[fx.Node, fx.Node] = {}
