@@ -418,40 +418,30 @@ _MICROSECONDS = 1e6
 
 def _trace_events(report: Report) -> Iterator[dict[str, Any]]:
     """Yield the events of a trace: names, spans, and counters."""
-    process_place = {"pid": 0}
-    yield {
-        "ph": "M",
-        "name": "process_name",
-        **process_place,
-        "args": {"name": "a rank"},
-    }
-    for thread, track in enumerate(report.tracks):
-        track_place = {**process_place, "tid": thread}
-        yield {"ph": "M", "name": "thread_name", **track_place, "args": {"name": track}}
+    tracks, categories = report.tracks, report.categories
+
+    def named(name: str, value: str, **place: int) -> dict[str, Any]:
+        return {"ph": "M", "name": name, "pid": 0, **place, "args": {"name": value}}
+
     # Note: names (``M``) come first, because viewers sort threads by them. Then come spans (``X``)
     # and counters (``C``), in microseconds.
-    for thread, spans in enumerate(report.tracks.values()):
+    yield named("process_name", "a rank")
+    for thread, track in enumerate(tracks):
+        yield named("thread_name", track, tid=thread)
+    for thread, spans in enumerate(tracks.values()):
         for span in spans:
             yield {
-                "ph": "X", "name": f"{span.what} {span.unit or '(root)'}", "cat": span.lane, **process_place,
+                "ph": "X", "name": f"{span.what} {span.unit or '(root)'}", "cat": span.lane, "pid": 0,
                 "tid": thread, "ts": span.begin * _MICROSECONDS, "dur": span.seconds * _MICROSECONDS,
                 "args": {"unit": span.unit, "bytes": span.bytes, "flops": span.flops, "source": span.source},
             }  # fmt: skip
     values_before: dict[str, int] = {}
     for moment in report.timeline:
-        current_values = {
-            f"{TOTAL}: {name}": moment.memory.get(name, 0) for name in report.categories
-        }
-        current_values[TOTAL] = moment.total
-        moment_time = moment.seconds * _MICROSECONDS
+        current_values = {TOTAL: moment.total}
+        current_values |= {f"{TOTAL}: {name}": moment.memory.get(name, 0) for name in categories}
         # Why only where it changes: a counter keeps its value, and 126 blocks have many moments.
-        for name in (TOTAL, *current_values):
-            if values_before.get(name) != current_values[name]:
-                yield {
-                    "ph": "C",
-                    "name": name,
-                    **process_place,
-                    "ts": moment_time,
-                    "args": {"bytes": current_values[name]},
-                }
-                values_before[name] = current_values[name]
+        for name, value in current_values.items():
+            if values_before.get(name) != value:
+                place = {"pid": 0, "ts": moment.seconds * _MICROSECONDS}
+                yield {"ph": "C", "name": name, **place, "args": {"bytes": value}}
+        values_before = current_values
