@@ -98,21 +98,15 @@ def compute_time(
             )
         flop_seconds = flops / (hardware.flops[dtype] * hardware.flops_efficiency)
     memory_seconds = nbytes / (hardware.memory_bandwidth * hardware.memory_efficiency)
-    used_figures = ("memory_bandwidth", "memory_efficiency")
+    figures = ["memory_bandwidth", "memory_efficiency"]
     if flop_seconds > memory_seconds:
-        used_figures = (f"flops.{dtype}", "flops_efficiency")
-    seconds_by_figures: dict[tuple[str, ...], float] = {
-        used_figures: max(flop_seconds, memory_seconds),
-        ("kernel_overhead",): kernels * hardware.kernel_overhead,
-    }
+        figures = [f"flops.{dtype}", "flops_efficiency"]
+    busy_seconds, overhead = max(flop_seconds, memory_seconds), kernels * hardware.kernel_overhead
     # Note: the longest of the three times gives the source.
-    longest_figures = max(seconds_by_figures, key=seconds_by_figures.__getitem__)
-    how = [
-        hardware.sources[figure_name].how
-        for figure_name in longest_figures
-        if seconds_by_figures[longest_figures]
-    ]
-    return Timed(sum(seconds_by_figures.values()), weakest(*how))
+    if overhead > busy_seconds:
+        figures = ["kernel_overhead"]
+    how = [hardware.sources[name].how for name in figures if busy_seconds or overhead]
+    return Timed(busy_seconds + overhead, weakest(*how))
 
 
 def update_time(hardware: Hardware, nbytes: int) -> Timed:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from funcshard.estimate.machine import Hardware
+from funcshard.estimate.machine import Hardware, update_time
 from funcshard.estimate.search.space import Candidate, UnitClass, on_mesh, unit_classes
 from funcshard.estimate.trace import Profile, Program, Run
 from funcshard.estimate.walk import (
@@ -228,7 +228,7 @@ class Scorer:
             # Why 3 + 2 a state: an update reads the gradient, and reads and writes the parameter
             # and each state.
             moved_bytes = updated_bytes * (3 + 2 * optimizer.states)
-            update_seconds = self._clock(candidate.mesh).move(moved_bytes)[0]
+            update_seconds = update_time(self.hardware, moved_bytes).seconds
         return Fixed(
             resting=resting_bytes,
             held=resting_bytes + kept_bytes,

@@ -102,13 +102,6 @@ class HardwareClock:
             )
         return event_time
 
-    def copy(self, nbytes: int) -> float:
-        return offload_time(self.hardware, nbytes).seconds
-
-    def move(self, nbytes: int) -> tuple[float, str]:
-        """Return the time in which the optimizer reads or writes some bytes."""
-        return update_time(self.hardware, nbytes)
-
 
 class Lanes:
     """The lanes of one rank, and what runs on them.
@@ -135,13 +128,13 @@ class Lanes:
 
     def move(self, what: str, nbytes: int) -> None:
         """Read and write device memory, as the optimizer does."""
-        seconds, source = self._clock.move(nbytes)
+        seconds, source = update_time(self._clock.hardware, nbytes)
         self.spans.append(Span("compute", what, "", self.now, seconds, nbytes, 0, source))
         self.now += seconds
 
     def copy(self, lane: str, nbytes: int) -> None:
         """Copy between device and host, beside a collective of the lane."""
-        self._free[lane] += self._clock.copy(nbytes)
+        self._free[lane] += offload_time(self._clock.hardware, nbytes).seconds
 
     def communicate(self, lane: str, event: Event) -> float:
         """Run a collective on its lane; return when it's over."""
