@@ -229,16 +229,12 @@ def _search(
     def too_slow(seconds: float) -> bool:
         return best is not None and seconds > best[0]
 
-    def time_bound(ladder_index: int, rung: int) -> float:
+    def least(ladder_index: int, rung: int) -> Score:
         candidate = all_ladders[ladder_index].rung(rung)
-        return scorer.least_seconds(candidate, fixed_figures[ladder_index])
-
-    def peak_bound(ladder_index: int, rung: int) -> int:
-        candidate = all_ladders[ladder_index].rung(rung)
-        return scorer.least_peak(candidate, fixed_figures[ladder_index])
+        return scorer.least(candidate, fixed_figures[ladder_index])
 
     def may_fit(ladder_index: int, rung: int) -> bool:
-        return peak_bound(ladder_index, rung) <= budget
+        return least(ladder_index, rung).peak <= budget
 
     def ends(ladder_index: int, rung: int) -> bool:
         """Return whether a rung fits, or is too slow, as are all above it."""
@@ -255,14 +251,14 @@ def _search(
             return None
         fitting = functools.partial(may_fit, ladder_index)
         low_rung = bisect.bisect_left(range(len(counts)), True, lo=low_rung, key=fitting)
-        if too_slow(time_bound(ladder_index, low_rung)):
+        if too_slow(least(ladder_index, low_rung).step_time):
             return None
         if not (ends(ladder_index, low_rung) or ends(ladder_index, high_rung)):
             return None
         # Why one after the other: the bound of the peak is close, so the first one is near.
         return next(rung for rung in range(low_rung, len(counts)) if ends(ladder_index, rung))
 
-    time_bounds = [time_bound(i, 0) for i in range(len(all_ladders))]
+    time_bounds = [least(i, 0).step_time for i in range(len(all_ladders))]
     ladder_order = sorted(range(len(all_ladders)), key=time_bounds.__getitem__)
     has_rungs = any(len(ladder.counts) > 1 for ladder in all_ladders)
     # Why not with rungs: the bound of a last one would take a trace.
@@ -302,7 +298,7 @@ def _search(
     lean_count = max(_LEAN, sum(size <= budget for size in held_bytes))
     lean_ladders = sorted(range(len(all_ladders)), key=held_bytes.__getitem__)[:lean_count]
     last_rungs = {i: len(all_ladders[i].counts) - 1 for i in lean_ladders}
-    peak_bounds = {i: peak_bound(i, rung) for i, rung in last_rungs.items()}
+    peak_bounds = {i: least(i, rung).peak for i, rung in last_rungs.items()}
     least_peak = math.inf
     for i in sorted(lean_ladders, key=peak_bounds.__getitem__):
         if peak_bounds[i] > least_peak:

@@ -11,9 +11,9 @@ import itertools
 import math
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from funcshard.estimate.machine import Hardware, update_time
 from funcshard.estimate.search.space import Candidate, UnitClass, on_mesh, unit_classes
@@ -36,6 +36,8 @@ from funcshard.plan import (
     make_schedule,
     predict_events,
 )
+
+_T = TypeVar("_T")
 
 _LESS = 1 - 1e-9  # sums in another order differ in their last digits
 
@@ -120,10 +122,7 @@ class Scorer:
     runtime: Runtime
     classes: Sequence[UnitClass] = ()
     singles: Sequence[Plan] = ()
-    _bases: dict[Any, _Base] = field(default_factory=dict)
-    _clocks: dict[Any, HardwareClock] = field(default_factory=dict)
-    _programs: dict[Any, Program] = field(default_factory=dict)
-    _bounds: dict[Any, _Bounds] = field(default_factory=dict)
+    _made: dict[Any, Any] = field(default_factory=dict)  # programs, clocks, bounds and bases
 
     def __post_init__(self) -> None:
         # Note: units are cut from the plan for one rank, which is planned once.
@@ -239,8 +238,8 @@ class Scorer:
             updating=update_seconds,
         )
 
-    def least_seconds(self, candidate: Candidate, fixed: Fixed) -> float:
-        """Return the least seconds of a candidate, and of those above it on its ladder."""
+    def least(self, candidate: Candidate, fixed: Fixed) -> Score:
+        """Return the least peak of a candidate, and the least seconds from it up on its ladder."""
         micro_batches = self.profiles[candidate.profile][0]
         bounds = self._bounds_of(candidate)
         # Note: forward waits for all of its gathers, and backward or the next forward for the
@@ -249,26 +248,22 @@ class Scorer:
         middle_seconds = bounds.forward + max(bounds.backward + fixed.stalled, fixed.backward)
         last_seconds = max(bounds.backward + max(fixed.stalled, fixed.after), fixed.backward)
         step_seconds = first_seconds + (micro_batches - 1) * middle_seconds + last_seconds
-        return (step_seconds + fixed.updating) * _LESS
-
-    def least_peak(self, candidate: Candidate, fixed: Fixed) -> int:
-        """Return the least bytes at the peak of a candidate."""
-        bounds = self._bounds_of(candidate)
-        return max(fixed.resting + bounds.highest, fixed.held + bounds.between)
+        return Score(
+            (step_seconds + fixed.updating) * _LESS,
+            max(fixed.resting + bounds.highest, fixed.held + bounds.between),
+        )
 
     # --- shared by candidates --------------------------------------------------------------------
 
     def program(self, candidate: Candidate) -> Program:
-        key = self._key(candidate)
-        if key not in self._programs:
-            names = self.remat(candidate)
-            profile, plan = self.profiles[candidate.profile][1], self.singles[candidate.profile]
-            self._programs[key] = profile.program(plan, remat=names)
-        return self._programs[key]
+        profile, plan = self.profiles[candidate.profile][1], self.singles[candidate.profile]
+        return self._once(
+            ("program", *self._key(candidate)),
+            lambda: profile.program(plan, remat=self.remat(candidate)),
+        )
 
     def _bounds_of(self, candidate: Candidate) -> _Bounds:
-        key = self._key(candidate)
-        if key not in self._bounds:
+        def bounds() -> _Bounds:
             program, clock = self.program(candidate), self._clock(candidate.mesh)
             steps, runs = program.steps, list(program.runs())
 
@@ -278,7 +273,7 @@ class Scorer:
             last_steps = itertools.takewhile(takes_none, reversed(steps))
             forward_steps = steps[: steps.index(Reached("backward", ""))]
             forward_runs = [step for step in forward_steps if isinstance(step, Run)]
-            self._bounds[key] = _Bounds(
+            return _Bounds(
                 forward=math.fsum(clock.compute(run)[0] for run in forward_runs),
                 backward=math.fsum(clock.compute(run)[0] for run in runs[len(forward_runs) :]),
                 calls=Counter(program.order),
@@ -287,22 +282,29 @@ class Scorer:
                 last={step.unit for step in last_steps if step.what == "reduce"},
                 reduced=[place.unit for place in program.reached if place.what == "reduce"],
             )
-        return self._bounds[key]
+
+        return self._once(("bounds", *self._key(candidate)), bounds)
 
     def _key(self, candidate: Candidate) -> tuple[int, tuple[int, ...]]:
         return candidate.profile, tuple(choice.remat for choice in candidate.choices)
 
     def _clock(self, mesh: tuple[int, int]) -> HardwareClock:
         axes = self.singles[0].mesh_axes | {"replicate": mesh[0], "shard": mesh[1]}
-        return self._clocks.setdefault(mesh, HardwareClock(self.hardware, axes))
+        return self._once(mesh, lambda: HardwareClock(self.hardware, axes))
 
     def _base(self, candidate: Candidate, strategy: str) -> _Base:
-        key = (candidate.profile, candidate.mesh, strategy)
-        if key not in self._bases:
+        def base() -> _Base:
             options = functools.partial(unit_options, strategy)
             plan = on_mesh(self.singles[candidate.profile], candidate.mesh, options)
-            self._bases[key] = self._measured(plan, candidate)
-        return self._bases[key]
+            return self._measured(plan, candidate)
+
+        return self._once((candidate.profile, candidate.mesh, strategy), base)
+
+    def _once(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        if key not in self._made:
+            self._made[key] = make()
+        value: _T = self._made[key]
+        return value
 
     def _measured(self, plan: Plan, candidate: Candidate) -> _Base:
         profile = self.profiles[candidate.profile][1]

@@ -101,34 +101,32 @@ class Region(TorchDispatchMode):
 
     def _choose(self) -> None:
         """Drop what the compiler recomputes, and note the rest as saved."""
-        candidates, kept_storages = [], set()
-        for candidate in self.packed:
-            tensor_index = self._number(candidate.tensor)
-            if tensor_index in self.roots and tensor_index not in self.read:
-                candidates.append(candidate)
-            else:
-                kept_storages.add(tensor_index)
-                self.recorder.pack(candidate.tensor)
-        for candidate in candidates:
-            tensor_index = self._number(candidate.tensor)
+        kept_storages: set[int] = set()
+
+        def may_go(packed: _Packed) -> bool:
+            tensor_index = self._number(packed.tensor)
+            return tensor_index in self.roots and tensor_index not in self.read
+
+        # Note: those that stay come first, because they may be roots of others.
+        for packed in sorted(self.packed, key=may_go):
+            tensor_index = self._number(packed.tensor)
             root_tensors = {
                 key: root
-                for key, root in self.roots[tensor_index].items()
+                for key, root in self.roots.get(tensor_index, {}).items()
                 if not self._is_param(root)
             }
-            more_roots = {
-                key: root for key, root in root_tensors.items() if key not in kept_storages
-            }
-            if tensor_index in kept_storages or sum(map(_nbytes, more_roots.values())) > _nbytes(
-                candidate.tensor
-            ):
+            more_bytes = sum(
+                _nbytes(root) for key, root in root_tensors.items() if key not in kept_storages
+            )
+            is_kept = not may_go(packed) or tensor_index in kept_storages
+            if is_kept or more_bytes > _nbytes(packed.tensor):
                 kept_storages.add(tensor_index)
-                self.recorder.pack(candidate.tensor)
+                self.recorder.pack(packed.tensor)
                 continue
             # Note: the roots are kept in place of the tensor, and serve later candidates too.
-            kept_storages |= set(root_tensors)
-            candidate.tensor, candidate.kept = None, list(root_tensors.values())
-            for root in candidate.kept:
+            kept_storages |= root_tensors.keys()
+            packed.tensor, packed.kept = None, list(root_tensors.values())
+            for root in packed.kept:
                 self.recorder.pack(root)
         self.packed, self.roots = [], {}
 

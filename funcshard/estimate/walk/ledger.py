@@ -118,17 +118,16 @@ class Ledger:
         if not streams:
             return self.peak
         gathered_index, reduced_index = _INDEX["gathered"], _INDEX["gradient shards"]
-        moment_sizes = [row[3] for row in self.moments]
+        pool_sizes = [
+            (
+                sizes[gathered_index],
+                sizes[reduced_index],
+                sum(sizes) - sizes[gathered_index] - sizes[reduced_index],
+            )
+            for *_, sizes in self.moments
+        ]
         # Note: each pool is as large as its own peak, whenever that is.
-        rest_bytes = max(
-            sum(pool_sizes) - pool_sizes[gathered_index] - pool_sizes[reduced_index]
-            for pool_sizes in moment_sizes
-        )
-        return (
-            rest_bytes
-            + max(pool_sizes[gathered_index] for pool_sizes in moment_sizes)
-            + max(pool_sizes[reduced_index] for pool_sizes in moment_sizes)
-        )
+        return sum(map(max, zip(*pool_sizes, strict=True)))
 
     def timeline(self) -> tuple[Moment, ...]:
         return tuple(map(Moment._make, self.moments))
