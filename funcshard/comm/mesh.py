@@ -28,7 +28,7 @@ from funcshard.comm.job import (
 )
 from funcshard.comm.torch_group import TorchGroup, give_back
 from funcshard.comm.watch import GIVE_UP, Limits
-from funcshard.plan import AXES, BufferPlan, Cast, UnitPlan, axes_text, mesh_axes_of
+from funcshard.plan import AXES, Cast, axes_text, mesh_axes_of
 
 _ALL = "mesh.world_size is the number of all ranks"
 _AXES = "mesh.shape is a dictionary of axes and their sizes"
@@ -364,10 +364,6 @@ class Topology:
             "repeated",
             tuple(axis for axis in communicated_axes if not (self.sharded and axis[0] == "shard")),
         )
-
-    @classmethod
-    def of(cls, buffer: BufferPlan, unit: UnitPlan, mesh: Mesh) -> Topology:
-        return cls(mesh, unit.sharded, buffer.local)
 
     @property
     def copy(self) -> int:

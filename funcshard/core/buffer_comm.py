@@ -115,7 +115,7 @@ class BufferComm:
             divided=precision is not None and precision.divide_before_reduce,
         )
         return cls(
-            Topology.of(buffer, unit, mesh),
+            Topology(mesh, unit.sharded, buffer.local),
             unit=unit.name,
             buffer=buffer.key,
             dtypes=dtypes,

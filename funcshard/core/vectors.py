@@ -89,7 +89,9 @@ def vdot(a: Shards, b: Shards, plan: Plan, mesh: Mesh) -> torch.Tensor:
             wide_dtype = functools.reduce(torch.promote_types, (x.dtype, y.dtype), torch.float32)
             filled = buffer.filled(mesh.shard.rank)
             x, y = (shard[..., :filled].to(wide_dtype) for shard in (x, y))
-            copy_axes = tuple(name for name, _ in Topology.of(buffer, unit, mesh).repeated)
+            copy_axes = tuple(
+                name for name, _ in Topology(mesh, unit.sharded, buffer.local).repeated
+            )
             buffer_sum = (x.conj() * y).sum().to(mesh.device)
             sums[copy_axes] = sums[copy_axes] + buffer_sum if copy_axes in sums else buffer_sum
             dtype = torch.promote_types(dtype, wide_dtype)
@@ -317,7 +319,9 @@ def broadcast_to_shards(value: Any, plan: Plan, mesh: Mesh) -> dict[str, dict[st
         for buffer in unit.buffers:
             local_values = value if is_tensor else _elements(by_path, buffer, mesh)
             # Along these axes ranks hold copies of the shard.
-            copy_axes = tuple(name for name, _ in Topology.of(buffer, unit, mesh).repeated)
+            copy_axes = tuple(
+                name for name, _ in Topology(mesh, unit.sharded, buffer.local).repeated
+            )
             local_values = local_values.to(device)
             if copy_axes:
                 local_values = _Copies.apply(local_values, mesh, copy_axes, True)

@@ -168,7 +168,7 @@ def fully_shard(
         _check_plan(skeleton, plan, ignored)
         if apply.late_changes is not None:
             apply.late_changes.look()
-        recomputed_paths = frozenset(recomputed_modules(plan, remat_names))
+        recomputed_paths = frozenset(recomputed_modules(plan, remat_names) if remat_names else ())
         if schedule is not None:
             check_schedule(schedule, plan)
         # Note: a path at which there is no module is refused below, by unit_modules.
@@ -232,45 +232,34 @@ def unit_modules(
     """
     # Note: slices need process groups, which all ranks make together.
     slices = slice_comms(unit, mesh, comms)
-    return tuple(
-        [
-            UnitModule(
-                path=path,
-                index=_checked_index(unit, path, skeleton, methods),
-                f=Unshard(
-                    apply=functools.partial(forward_with_leaves, tables),
-                    unit=unit,
-                    mesh=mesh,
-                    comms=comms,
-                    listed=True,
-                    freed=bool(unit.reshard_after_forward),
-                    slices=slices,
-                ),
-                remat=path in remat,
+    modules = []
+    for path, tables in table_entries(unit, skeleton).items():
+        module_index, fault = skeleton.indices.get(path), "no module of this model"
+        if module_index is not None:
+            cls = skeleton.specs[module_index].cls
+            fault = f"a {cls.__name__}, which has no forward of its own"
+            if not path or cls.forward is not nn.Module.forward or methods.get(module_index):
+                fault = ""
+        if module_index is None or fault:
+            unit_title = repr(unit.title)
+            if unit.members:
+                unit_title += f", its module {path!r},"
+            raise ValueError(
+                f"unit {unit_title} is {fault}; a unit's parameters are gathered when its forward "
+                "is called: choose the modules that are called, such as its children, or name its "
+                "methods in fully_shard(methods=...)"
             )
-            for path, tables in table_entries(unit, skeleton).items()
-        ]
-    )
-
-
-def _checked_index(
-    unit: UnitPlan, path: str, skeleton: Skeleton, methods: Mapping[int, Sequence[str]]
-) -> int:
-    """Return the index of a module of ``unit`` that has something to enter."""
-    module_index, fault = skeleton.indices.get(path), "no module of this model"
-    if module_index is not None:
-        cls = skeleton.specs[module_index].cls
-        if not path or cls.forward is not nn.Module.forward or methods.get(module_index):
-            return module_index
-        fault = f"a {cls.__name__}, which has no forward of its own"
-    unit_title = repr(unit.title)
-    if unit.members:
-        unit_title += f", its module {path!r},"
-    raise ValueError(
-        f"unit {unit_title} is {fault}; a unit's parameters are gathered when its forward is "
-        "called: choose the modules that are called, such as its children, or name its methods in "
-        "fully_shard(methods=...)"
-    )
+        f = Unshard(
+            apply=functools.partial(forward_with_leaves, tables),
+            unit=unit,
+            mesh=mesh,
+            comms=comms,
+            listed=True,
+            freed=bool(unit.reshard_after_forward),
+            slices=slices,
+        )
+        modules.append(UnitModule(path, module_index, f, remat=path in remat))
+    return tuple(modules)
 
 
 def table_entries(unit: UnitPlan, skeleton: Skeleton) -> dict[str, TableEntries]:

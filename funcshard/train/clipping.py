@@ -77,7 +77,9 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
             grad = without_padding(grad, buffer, mesh.shard.rank)
             if buffer.local:
                 local_dtype = torch.promote_types(local_dtype, grad.dtype.to_real())
-                if Topology.of(buffer, unit, mesh).copy == 0:  # only the first copy counts
+                if (
+                    Topology(mesh, unit.sharded, buffer.local).copy == 0
+                ):  # only the first copy counts
                     local.append(grad)
             elif unit.sharded:
                 sharded.append(grad)
