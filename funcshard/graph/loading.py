@@ -96,25 +96,23 @@ def _traced(
     step: TrainStep | None,
     path: str,
 ) -> Traced:
-    if facts["torch"] != torch_version():
-        raise ValueError(
-            f"it was recorded with torch {facts['torch']}, whose operations may differ; found "
-            f"torch {torch_version()}: trace the step again"
-        )
-    if list(facts["mesh"].items()) != list(mesh.shape.items()):
-        raise ValueError(
-            f"it was recorded on a mesh of {axes_text(facts['mesh'])}; found "
-            f"{axes_text(mesh.shape)}: trace the step again"
-        )
     file_plan = plan_from_data(facts["plan"])
     expected_plan = file_plan if plan is None else plan
     if step is not None:
         expected_plan = step.plan
-    if expected_plan.fingerprint() != file_plan.fingerprint():
-        raise ValueError(
-            f"it was recorded with plan {file_plan.fingerprint()}; found plan "
-            f"{expected_plan.fingerprint()}: trace the step again"
-        )
+    for recorded, current in (
+        (f"with torch {facts['torch']}", f"with torch {torch_version()}"),
+        (
+            f"on a mesh of {axes_text(facts['mesh'], ones=facts['mesh'])}",
+            f"on a mesh of {axes_text(mesh.shape, ones=mesh.shape)}",
+        ),
+        (f"with plan {file_plan.fingerprint()}", f"with plan {expected_plan.fingerprint()}"),
+    ):
+        if recorded != current:
+            _, _, found_text = current.partition(" ")
+            raise ValueError(
+                f"it was recorded {recorded}; found {found_text}: trace the step again"
+            )
     recordings = kinds[facts["of_rank"][mesh.rank]]
     schedules = {} if step is None else step.schedules
     for name in sorted({name for recording in recordings for name in recording["numbers"]}):

@@ -165,7 +165,9 @@ def test_a_file_holds_changed_graphs_and_loaded_ones_take_changes(traced: fs.gra
 
 
 def test_other_meshes_and_files_are_refused_on_every_rank(file: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="recorded on a mesh of 1 replicate × 1 shard; found 1 replicate × 2 shard"):
+    with pytest.raises(
+        ValueError, match="recorded on a mesh of 1 replicate × 1 shard; found a mesh of 1 replicate × 2 shard"
+    ):
         fs.simulate(lambda mesh: fs.load_traced(file, mesh), 2)
     with pytest.raises((ValueError, FileNotFoundError), match=r"rank \d reads another file|No such file"):
         fs.simulate(lambda mesh: fs.load_traced(file if mesh.rank else tmp_path / "none", mesh), 2)
