@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import math
 import os
 import platform
 import re
@@ -378,48 +377,43 @@ def measure(
     }
     for dtype in DTYPES:
         m, k, n = PRODUCT if dtype == torch.float32 else SMALL
-        factors = [
-            _ones(4 * size).view(shape).to(dtype)
-            for size, shape in ((m * k, (m, k)), (k * n, (k, n)))
-        ]
+        factors = [torch.ones(shape, dtype=dtype, device="cpu") for shape in ((m, k), (k, n))]
         peak_runs[dtype_name(dtype)] = functools.partial(torch.matmul, *factors), 2 * m * k * n
     collectives = {(kind, size): _collective(group, kind, size) for kind in KINDS for size in sizes}
     swept_memory = _ones(2 * max(sizes))
     train_step, update_step, updated_bytes = reference_step(reference)
-    best_seconds = dict.fromkeys(peak_runs, math.inf)
-    link_seconds: dict[Any, list[float]] = {key: [] for key in collectives}
-    kernel_seconds, train_seconds, kernel_runs, update_seconds = [], [], [], []
+    runs: dict[Any, Callable[[], Any]] = {name: run for name, (run, _) in peak_runs.items()}
+    runs |= {"kernels": _small_kernels, "train": train_step, "update": update_step, **collectives}
+    seconds: dict[Any, list[float]] = {key: [] for key in runs}
+    kernel_runs = []
     train_step()
     update_step()  # the first update makes the optimizer's state
     for _ in range(rounds):
-        for name, (run_once, _) in peak_runs.items():
+        for key, run_once in runs.items():
+            run_clock = clock
+            if key in collectives:
+                # Note: empties the caches, as the computations between two collectives of a step
+                # do.
+                swept_memory.add_(1)
+                run_clock = time.perf_counter
             _together(group)
-            # Note: other programs only add time, so the fastest run is the truest.
-            best_seconds[name] = min(best_seconds[name], _clock(run_once, now=clock))
-        kernel_seconds.append(_clock(_small_kernels, now=clock))
-        for key, run_collective in collectives.items():
-            # Note: empties the caches, as the computations between two collectives of a step do.
-            swept_memory.add_(1)
-            _together(group)
-            link_seconds[key].append(_clock(run_collective))
-        _together(group)
-        train_seconds.append(_clock(train_step, now=clock))
-        update_seconds.append(_clock(update_step, now=clock))
+            seconds[key].append(_clock(run_once, run_clock))
         kernel_runs.append(times_of(train_step))
-    kernel_overhead = min(kernel_seconds) / (2 * KERNELS)
-    peaks = {name: amount / best_seconds[name] for name, (_, amount) in peak_runs.items()}
+    # Note: other programs only add time, so the fastest run is the truest.
+    kernel_overhead = min(seconds["kernels"]) / (2 * KERNELS)
+    peaks = {name: amount / min(seconds[name]) for name, (_, amount) in peak_runs.items()}
     step_flops, step_bandwidth = rates_of(
-        kernel_runs, statistics.median(train_seconds), kernel_overhead
+        kernel_runs, statistics.median(seconds["train"]), kernel_overhead
     )
     return {
-        "collectives": link_seconds,
+        "collectives": {key: seconds[key] for key in collectives},
         "memory_bandwidth": peaks.pop("memory_bandwidth"),
         "copy": peaks.pop("copy"),
         "flops": peaks,
         "kernel_overhead": kernel_overhead,
         "step_flops": step_flops,
         "step_bandwidth": step_bandwidth,
-        "update": updated_bytes / statistics.median(update_seconds),
+        "update": updated_bytes / statistics.median(seconds["update"]),
     }
 
 
@@ -450,7 +444,7 @@ def _together(group: Group) -> None:
     group.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu")).wait()
 
 
-def _clock(run: Callable[[], Any], *, now: Callable[[], float] = time.perf_counter) -> float:
+def _clock(run: Callable[[], Any], now: Callable[[], float]) -> float:
     """Return the seconds of a ``run``."""
     start = now()
     run()

@@ -70,7 +70,8 @@ def collective_time(
         )
     if node_count > 1:
         return _across_nodes(hardware, event_kind, nbytes, ranks, node_count)
-    return _inside_node(hardware, event_kind, nbytes, ranks)
+    latency, bandwidth, how = _at(kind_links or _node_links(hardware, event_kind), ranks)
+    return Timed(latency + nbytes / bandwidth, how)
 
 
 def compute_time(
@@ -143,12 +144,6 @@ def _of_kind(links: Sequence[Link], kind: str) -> list[Link]:
 def _shared(links: Sequence[Link]) -> list[Link]:
     """Return the links of all kinds, or else those of all-gathers."""
     return _of_kind(links, ALL_KINDS) or _of_kind(links, "all_gather")
-
-
-def _inside_node(hardware: Hardware, kind: str, nbytes: int, ranks: int) -> Timed:
-    links = _of_kind(hardware.node, kind) or _node_links(hardware, kind)
-    latency, bandwidth, how = _at(links, ranks)
-    return Timed(latency + nbytes / bandwidth, how)
 
 
 def _node_links(hardware: Hardware, kind: str) -> list[Link]:

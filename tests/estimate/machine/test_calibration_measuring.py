@@ -84,7 +84,7 @@ def test_peaks_are_of_the_sizes_that_they_are_divided_by(monkeypatch: pytest.Mon
     assert operations.used["mul"] == {(torch.float32, 64)}
     assert operations.used["add_"] == {(torch.float32, 2 * 4096)}  # the sweep through memory
     # Ranks start each figure together.
-    figures = len(calibration.DTYPES) + 2 + len(found["collectives"]) + 1
+    figures = len(calibration.DTYPES) + 2 + len(found["collectives"]) + 3
     assert group.sent.count((torch.float32, 4)) == 3 * figures
     assert not group.running
     assert all(0 < found["flops"][name] < math.inf for name in ("float32", "float64", "bfloat16"))
