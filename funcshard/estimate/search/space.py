@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -139,24 +139,18 @@ def unit_classes(
     if single_units:
         title = "other units" if len(single_units) > 1 else single_units[0].name or "the root"
         mixed_classes.append((single_units, False, title))
-    # Note: backward recomputes only what forward ran, such as no vision for a batch of text.
     classes = []
-    for units in kinds:
-        called_units = [unit for unit in units if unit.name in program.order]
-        classes.append(UnitClass(_names(units), _modules(called_units), True, _title(units)))
-    for units, is_repeated, title in mixed_classes:
-        called_units = [unit for unit in units if unit.name in program.order]
-        # Why this order: it fills a knapsack well, with seconds as the price of each saved byte.
-        cheapest_first = sorted(
-            _modules(called_units),
-            key=lambda name: forward_seconds[name] / max(program.saved.get(name, 0), 1),
-        )
-        classes.append(UnitClass(_names(units), tuple(cheapest_first), is_repeated, title))
+    for units, is_repeated, title in (*((units, True, "") for units in kinds), *mixed_classes):
+        # Note: backward recomputes only what forward ran, such as no vision for a batch of text. It
+        # recomputes neither the root nor groups.
+        again = [u.name for u in units if u.name in program.order and u.name and not u.members]
+        if title:
+            # Why this order: it fills a knapsack well, with seconds as the price of each saved
+            # byte.
+            again.sort(key=lambda name: forward_seconds[name] / max(program.saved.get(name, 0), 1))
+        names = tuple(unit.name for unit in units)
+        classes.append(UnitClass(names, tuple(again), is_repeated, title or _title(units)))
     return tuple(classes)
-
-
-def _names(units: Iterable[UnitPlan]) -> tuple[str, ...]:
-    return tuple(unit.name for unit in units)
 
 
 def _title(units: Sequence[UnitPlan]) -> str:
@@ -165,11 +159,6 @@ def _title(units: Sequence[UnitPlan]) -> str:
     if len(group_titles) > 1:
         return f"units like {units[0].name}"
     return group_titles[0].rpartition("× ")[2]
-
-
-def _modules(units: Iterable[UnitPlan]) -> tuple[str, ...]:
-    """Return the names of units that are one module: no root, no groups."""
-    return tuple(unit.name for unit in units if unit.name and not unit.members)
 
 
 def on_mesh(

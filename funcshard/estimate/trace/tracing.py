@@ -239,10 +239,7 @@ class _Tracer:
         for around in whole:
             counts = self._kinds_inside(around)
             for path, index in self.paths.items():
-                if (
-                    tree.is_under(path, around)
-                    and counts.get(self.kinds.get(index, -1), 0) < _NESTED
-                ):
+                if tree.is_under(path, around) and counts[self.kinds.get(index, -1)] < _NESTED:
                     self.kinds.pop(index, None)
         self.anchor = torch.empty((), requires_grad=True, dtype=torch.float32, device="cpu")
 
