@@ -59,8 +59,9 @@ class Schedule:
         object.__setattr__(
             self, "limit", check_count("limit", self.limit, of="units", remedy=remedy)
         )
-        last_calls = {name: order_position for order_position, name in enumerate(self.order)}
-        object.__setattr__(self, "last_calls", last_calls)
+        object.__setattr__(
+            self, "last_calls", {name: position for position, name in enumerate(self.order)}
+        )
 
     def backward_order(self) -> tuple[tuple[str, str], ...]:
         # A learned order wins; otherwise each unit is needed once, last to first.
