@@ -84,18 +84,29 @@ def read_leaves(params: Any) -> tuple[tree.Structure, list[Leaf], list[torch.Ten
         leaf_tensors = list({id(leaf_tensor): leaf_tensor for leaf_tensor in leaf_tensors}.values())
     for leaf_tensor, use_paths in zip(leaf_tensors, tensor_uses.values(), strict=True):
         _check_leaf(leaf_tensor, [*use_paths])
-    leaves = [
-        Leaf(
-            index,
-            tuple(use_paths),
-            tuple(leaf_tensor.shape),
-            dtype_name(leaf_tensor.dtype),
-            trainable,
-        )
-        for index, (leaf_tensor, use_paths, trainable) in enumerate(
-            zip(leaf_tensors, tensor_uses.values(), _trainable(leaf_tensors), strict=True)
-        )
+    # Why not one rule for all: a module whose parameters are all frozen says so by requires_grad,
+    # and plain tensors, as in JAX, say nothing by it unless one of them requires a gradient.
+    is_plain = [
+        not (module_classes(leaf_tensor) or isinstance(leaf_tensor, torch.nn.Parameter))
+        for leaf_tensor in leaf_tensors
     ]
+    says_nothing = not any(
+        t.requires_grad and plain for t, plain in zip(leaf_tensors, is_plain, strict=True)
+    )
+    leaves = []
+    for leaf_tensor, use_paths, plain in zip(
+        leaf_tensors, tensor_uses.values(), is_plain, strict=True
+    ):
+        trains_anyway = plain and says_nothing and is_continuous(leaf_tensor)
+        leaves.append(
+            Leaf(
+                len(leaves),
+                tuple(use_paths),
+                tuple(leaf_tensor.shape),
+                dtype_name(leaf_tensor.dtype),
+                leaf_tensor.requires_grad or trains_anyway,
+            )
+        )
     return structure, leaves, leaf_tensors
 
 
@@ -133,21 +144,6 @@ def _renumbered(structure: tree.Structure, numbers: Sequence[int]) -> tree.Struc
         return numbers[structure]
     node_kind, meta, children = structure
     return node_kind, meta, tuple([_renumbered(child, numbers) for child in children])
-
-
-def _trainable(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    # Why not one rule for all: a module whose parameters are all frozen says so by requires_grad,
-    # and plain tensors, as in JAX, say nothing by it unless one of them requires a gradient.
-    is_plain = [
-        not (module_classes(leaf_tensor) or isinstance(leaf_tensor, torch.nn.Parameter))
-        for leaf_tensor in tensors
-    ]
-    if any(t.requires_grad and plain for t, plain in zip(tensors, is_plain, strict=True)):
-        return [leaf_tensor.requires_grad for leaf_tensor in tensors]
-    return [
-        leaf_tensor.requires_grad or (plain and is_continuous(leaf_tensor))
-        for leaf_tensor, plain in zip(tensors, is_plain, strict=True)
-    ]
 
 
 # --- what a plan cannot hold ----------------------------------------------------------------------
