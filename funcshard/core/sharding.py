@@ -279,7 +279,8 @@ def empty_shard(unit: UnitPlan, buffer: BufferPlan, mesh: Mesh) -> torch.Tensor:
         pin_memory=unit.offload and mesh.device.type == "cuda",
     )
     # Only the padding: put writes the rest.
-    shard[buffer.filled(mesh.shard.rank) :].zero_()
+    if buffer.padded_numel > buffer.numel:
+        shard[buffer.filled(mesh.shard.rank) :].zero_()
     return shard
 
 

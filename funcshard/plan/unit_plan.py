@@ -152,6 +152,7 @@ class BufferPlan:
         padded_numel: number of elements of the gathered buffer, including padding.
         shard_dtype: the dtype of that name.
         itemsize: bytes of one element.
+        model_dtype: dtype of the leaves that the model sees, packed or not.
     """
 
     key: str
@@ -166,10 +167,14 @@ class BufferPlan:
     padded_numel: int = field(init=False, compare=False, repr=False)
     shard_dtype: torch.dtype = field(init=False, compare=False, repr=False)
     itemsize: int = field(init=False, compare=False, repr=False)
+    model_dtype: torch.dtype = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         # Why here: every step and every estimate asks for these.
-        shard_dtype = dtype_of(self.dtype)
+        shard_dtype = model_dtype = dtype_of(self.dtype)
+        if self.packing is not None:
+            model_dtype = dtype_of(self.packing.dtype)
+        object.__setattr__(self, "model_dtype", model_dtype)
         object.__setattr__(self, "shard_dtype", shard_dtype)
         object.__setattr__(self, "itemsize", shard_dtype.itemsize)
         numel = self.leaves[-1].offset + self.leaves[-1].numel if self.leaves else 0
@@ -190,11 +195,6 @@ class BufferPlan:
         if self.shards == 1:
             return self.numel
         return min(max(self.numel - rank * self.shard_numel, 0), self.shard_numel)
-
-    @property
-    def model_dtype(self) -> torch.dtype:
-        """Dtype of the leaves that the model sees, packed or not."""
-        return self.shard_dtype if self.packing is None else dtype_of(self.packing.dtype)
 
     @property
     def model_numel(self) -> int:
