@@ -170,9 +170,8 @@ def _rank(
 
 
 def _describe(measured: Sequence[Mapping[str, Any]], ranks: int, shared_memory: bool) -> Hardware:
-    carrier_name, carrier_text, command_option = "gloo", "gloo", " --gloo"
-    if shared_memory:
-        carrier_name, carrier_text, command_option = "shm", "shared memory", ""
+    carriers = ("shm", "shared memory", ""), ("gloo", "gloo", " --gloo")
+    carrier_name, carrier_text, command_option = carriers[not shared_memory]
     today = datetime.date.today().isoformat()
     source = Source(
         f"measured by python -m funcshard calibrate{command_option} on {_cpu()}, {today}"
@@ -383,7 +382,8 @@ def measure(
     swept_memory = _ones(2 * max(sizes))
     train_step, update_step, updated_bytes = reference_step(reference)
     runs: dict[Any, Callable[[], Any]] = {name: run for name, (run, _) in peak_runs.items()}
-    runs |= {"kernels": _small_kernels, "train": train_step, "update": update_step, **collectives}
+    runs.update(kernels=_small_kernels, train=train_step, update=update_step)
+    runs.update(collectives)
     seconds: dict[Any, list[float]] = {key: [] for key in runs}
     kernel_runs = []
     train_step()

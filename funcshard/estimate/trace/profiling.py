@@ -135,8 +135,11 @@ class Profile(Shown):
                 border_count = len(names) // 2
                 if border_count > MARGIN and margin < wanted_count < len(names) - margin:
                     end_counts = (border_count, border_count) if margin else (0, len(names))
-                    programs = [recomputing(names, n) for n in (*end_counts, border_count)]
-                    merged_program = merge(*programs, names, border_count, wanted_count)
+                    counts = (*end_counts, border_count)
+                    none, all_units, border = (recomputing(names, count) for count in counts)
+                    merged_program = merge(
+                        none, all_units, border, names, border_count, wanted_count
+                    )
                     if merged_program is not None:
                         return merged_program
         return None

@@ -511,5 +511,6 @@ def _steps(pieces: Mapping[tuple[str, int], Piece]) -> Iterator[Run | Reached]:
                 yield Reached(kind, name)
             else:
                 highest, memory_now = (Memory(*itertools.islice(run_sizes, 4)) for _ in range(2))
-                yield Run(name, *kind, highest, memory_now)
+                what, work = kind
+                yield Run(name, what, work, highest, memory_now)
         memory_before = memory_now
