@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -284,19 +284,13 @@ def cost_of(step_graph: StepGraph) -> StepCost:
         if operator_name(node.target) and not collective_of(node):
             args, kwargs = arguments_of(node)
             total_flops += count_flops(node.target, args, kwargs, node.meta["val"])
-            total_bytes += _moved(node, args, kwargs)
+            new_results = new_tensors((args, kwargs), node.meta["val"])
+            # Note: reading a tensor's value makes no memory either, and moves the value.
+            reads_value = operator_name(node.target) == "aten::_local_scalar_dense"
+            if new_results or reads_value or writes_inputs(node.target):  # no view
+                total_bytes += moved_bytes(node.target, args, kwargs, new_results)
     # Note: collectives of torch itself have no event, and no known ranks.
     return StepCost(total_flops, total_bytes, step_graph.events)
-
-
-def _moved(node: fx.Node, args: Any, kwargs: Any) -> int:
-    """Return the bytes that an operation reads and writes; 0 for a view."""
-    new_results = new_tensors((args, kwargs), node.meta["val"])
-    # Note: reading a tensor's value makes no memory either, and moves the value.
-    reads_value = operator_name(node.target) == "aten::_local_scalar_dense"
-    if not (new_results or reads_value or writes_inputs(node.target)):
-        return 0  # a view
-    return moved_bytes(node.target, args, kwargs, new_results)
 
 
 # --- sections -------------------------------------------------------------------------------------

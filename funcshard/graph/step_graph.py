@@ -172,17 +172,13 @@ def fill_in(
                 if is_number_item(node):
                     node_result = node_result.item()
                 # Why a view: an operation that changes a tensor's shape leaves the view as it is.
-                node.meta["val"] = tree.map(_view_of, node_result)
+                node.meta["val"] = tree.map_tensors(torch.Tensor.detach, node_result)
             except Exception as error:
                 name = operator_name(node.target) or str(node.target)
                 first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 raise ValueError(
                     f"the operation {node.name} = {name} cannot run: {first_line[:200]}"
                 ) from None
-
-
-def _view_of(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _inputs(
