@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -126,17 +125,14 @@ def _changes(before: Report, after: Report) -> Iterator[str]:
             if old_unit.strategy == unit.strategy or not change.startswith("reshard"):
                 units_by_change[change].add(unit.name)
     for change, names in units_by_change.items():
-        groups = fold_units(common_units, key=functools.partial(_is_named, names))
+        is_named = {unit: unit.name in names for unit in common_units}
+        groups = fold_units(common_units, key=is_named.__getitem__)
         titles = [group.title for group in groups if group.first.name in names]
         is_all = len(names) == len(common_units) > 1
         clauses.append(f"{'all units' if is_all else ' and '.join(titles)}: {change}")
     yield from clauses
     if not clauses and before != after:
         yield "the reports differ in what this list does not show"
-
-
-def _is_named(names: Collection[str], unit: UnitPlan) -> bool:
-    return unit.name in names
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
@@ -194,7 +190,7 @@ def _moves(
 
 
 def _times(report: Report) -> Mapping[str, float]:
-    phase_seconds: defaultdict[str, float] = defaultdict(float)
+    phase_seconds = defaultdict[str, float](float)
     for span in report.spans:
         if span.lane == "compute":
             phase_seconds[span.what] += span.seconds
@@ -202,7 +198,7 @@ def _times(report: Report) -> Mapping[str, float]:
 
 
 def _traffic(report: Report) -> Mapping[str, int]:
-    sent_bytes: defaultdict[str, int] = defaultdict(int)
+    sent_bytes = Counter[str]()
     for event in report.events:
         sent_bytes[f"{event.kind.replace('_', '-')} along {event.axis}"] += event.traffic
     return sent_bytes

@@ -103,10 +103,10 @@ class Report(Shown):
     @property
     def traffic(self) -> dict[str, int]:
         """Bytes that the rank sends in one step, by mesh axis."""
-        traffic_by_axis: dict[str, int] = {}
+        traffic_by_axis = Counter[str]()
         for event in self.events:
-            traffic_by_axis[event.axis] = traffic_by_axis.get(event.axis, 0) + event.traffic
-        return traffic_by_axis
+            traffic_by_axis[event.axis] += event.traffic
+        return dict(traffic_by_axis)
 
     @property
     def tokens_per_second(self) -> float:
@@ -130,12 +130,10 @@ class Report(Shown):
     @property
     def tracks(self) -> dict[str, tuple[Span, ...]]:
         """The spans of each lane that is used."""
-        used_lanes = {span.lane for span in self.spans}
-        return {
-            lane: tuple(span for span in self.spans if span.lane == lane)
-            for lane in LANES
-            if lane in used_lanes
-        }
+        spans_by_lane: dict[str, list[Span]] = {lane: [] for lane in LANES}
+        for span in self.spans:
+            spans_by_lane[span.lane].append(span)
+        return {lane: tuple(spans) for lane, spans in spans_by_lane.items() if spans}
 
     @property
     def categories(self) -> list[str]:
@@ -184,7 +182,7 @@ class Report(Shown):
 
     def _parts(self) -> Iterator[Part]:
         yield _summary(self)
-        yield _memory(self)
+        yield memory_table(self, f"Memory at the peak, in the {moment_text(self.peak_moment)}")
         yield unit_table("By unit, memory that belongs to units", by_unit(self))
         if any(self.reserved) and self.reserved_source:
             yield f"Reserved memory: {self.reserved_source}."
@@ -284,10 +282,6 @@ def _of_step(seconds: float, report: Report) -> str:
     return f"{table.share(seconds, report.step_time)} of the step"
 
 
-def _memory(report: Report) -> Table:
-    return memory_table(report, f"Memory at the peak, in the {moment_text(report.peak_moment)}")
-
-
 def unit_table(title: str, new_uses: Sequence[UnitUse], *old_uses: Sequence[UnitUse]) -> Table:
     """Return the use of each unit as a table, and how it moved from that of an older report."""
     reports = [{use.names: use for use in uses} for uses in (new_uses, *old_uses)]
@@ -363,8 +357,7 @@ def by_unit(
     for event in report.events:
         unit_name = _NO_UNIT if event.unit is None else event.unit
         traffic[unit_name] += event.traffic
-    compute: defaultdict[str, float] = defaultdict(float)
-    communication: defaultdict[str, float] = defaultdict(float)
+    compute, communication = defaultdict[str, float](float), defaultdict[str, float](float)
     for span in report.spans:
         # Note: spans of the loss and the optimizer name no unit, and neither does the root of a
         # plan that has no root unit.
