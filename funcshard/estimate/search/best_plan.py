@@ -151,16 +151,13 @@ def auto_plan(
     ranks, model_axes = _data_ranks(ranks)
     space = Space() if space is None else space
     check_runtime(runtime)
-    for unit_options in units.values() if isinstance(units, Mapping) else ():
-        if unit_options_set := [
-            name
-            for name in ("strategy", "reshard_after_forward", "offload")
-            if name in (unit_options or {})
-        ]:
-            raise ValueError(
-                f"auto_plan chooses the options of units itself; found {unit_options_set[0]!r}: leave it "
-                "out, or say in Space(...) which values to try"
-            )
+    for options in units.values() if isinstance(units, Mapping) else ():
+        for name in ("strategy", "reshard_after_forward", "offload"):
+            if name in (options or {}):
+                raise ValueError(
+                    f"auto_plan chooses the options of units itself; found {name!r}: leave it out, or "
+                    "say in Space(...) which values to try"
+                )
     for mesh in space.meshes or ():
         if mesh[0] * mesh[1] != ranks:
             raise ValueError(

@@ -185,14 +185,9 @@ class _Summary:
     def __init__(self, units: Collection[str]) -> None:
         self.units = units
         self.live: dict[int, tuple[int, int]] = {}
-        self._owners: dict[str, str | None] = {}
+        # The innermost unit here around a module, or ``None``.
+        self.owner = functools.cache(functools.partial(_innermost, nodes=units))
         self._held: set[str] = set()  # the outermost modules inside checkpoints
-
-    def owner(self, path: str) -> str | None:
-        """Return the innermost unit here around a module, or ``None``."""
-        if path not in self._owners:
-            self._owners[path] = _innermost(path, self.units)
-        return self._owners[path]
 
     def _place(self, path: str) -> object:
         return self.owner(path), _innermost(path, self._held)

@@ -55,14 +55,6 @@ class HardwareClock:
     mesh_axes: Mapping[str, int]
     _costs: dict[int, tuple[tuple[float, int, int, str], Any]] = field(default_factory=dict)
     _collectives: dict[Any, tuple[float, str]] = field(default_factory=dict)
-    _strides: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        stride = 1
-        # Note: ranks are numbered row by row, so those along the last axis are neighbours.
-        for axis, size in reversed(list(self.mesh_axes.items())):
-            self._strides[axis] = stride
-            stride *= size
 
     def compute(self, run: Run) -> tuple[float, int, int, str]:
         """Return the seconds of a run, its bytes and FLOPs, and the source of the seconds."""
@@ -94,9 +86,13 @@ class HardwareClock:
         event_key = (event.kind, event.bytes, event.axis, event.ranks)
         event_time = self._collectives.get(event_key)
         if event_time is None:
-            stride = self._strides.get(event.axis, 1)
-            if event.ranks < self.mesh_axes.get(event.axis, event.ranks):
-                stride = 1  # neighbours on the axis hold the unit together
+            stride, axes = 1, list(self.mesh_axes)
+            # Note: ranks are numbered row by row, so those along the last axis are neighbours, and
+            # so are those of an axis that hold a unit together.
+            if event.ranks == self.mesh_axes.get(event.axis):
+                stride = math.prod(
+                    map(self.mesh_axes.__getitem__, axes[axes.index(event.axis) + 1 :])
+                )
             event_time = self._collectives[event_key] = collective_time(
                 self.hardware, event.kind, event.bytes, event.ranks, stride=stride
             )

@@ -434,7 +434,8 @@ class _Walk:
         if name in self.slices:
             self.ledger.free("gathered", _take(self.slices, name, unit_sizes.slice))
         for buffer in unit_sizes.reduced:
-            if self._mode(name, buffer) != "once":
+            reduce_mode = unit_mode(self.accumulation.reduce, name)
+            if buffer_mode(reduce_mode, cut=buffer.cut, repeated=buffer.repeated) != "once":
                 self._start(name, buffer, joined=False)
                 continue
             cast_bytes = self._join(name, buffer)
@@ -442,12 +443,6 @@ class _Walk:
                 self.summed.discard((name, buffer.key))
                 self._start(name, buffer, joined=True)
             self.ledger.free("reduction", cast_bytes)
-
-    def _mode(self, name: str, buffer: BufferSizes) -> str:
-        reduce_mode = unit_mode(self.accumulation.reduce, name)
-        if reduce_mode != "shard_each":
-            return reduce_mode
-        return buffer_mode(reduce_mode, cut=buffer.cut, repeated=buffer.repeated)
 
     def _join(self, name: str, buffer: BufferSizes) -> int:
         """Join gradients for later micro-batches; return the bytes to free after the cast."""
