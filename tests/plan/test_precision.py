@@ -94,6 +94,18 @@ def test_a_full_precision_module_without_a_floating_point_input_returns_what_it_
     assert run_in_full_precision([FP32], lambda ids: ids / 2, (I,), {}).dtype == FP32
 
 
+WIDEST = {
+    "of several": ([FP16, FP64, FP32], FP64),
+    "beside integers": ([torch.int64, FP16], FP16),
+    "of integers alone": ([torch.int64], FP32),
+}
+
+
+@pytest.mark.parametrize(("dtypes", "wanted"), WIDEST.values(), ids=WIDEST)
+def test_full_precision_is_the_widest_floating_point_dtype_and_float32_without_one(dtypes, wanted):
+    assert run_in_full_precision(dtypes, lambda x: x.new_tensor(x.element_size()), (F,), {}) == wanted.itemsize
+
+
 class Exact(nn.Sequential):
     """Computes in full precision."""
 
