@@ -93,7 +93,7 @@ def read_leaves(params: Any) -> tuple[tree.Structure, list[Leaf], list[torch.Ten
     says_nothing = not any(
         t.requires_grad and plain for t, plain in zip(leaf_tensors, is_plain, strict=True)
     )
-    leaves = []
+    leaves: list[Leaf] = []
     for leaf_tensor, use_paths, plain in zip(
         leaf_tensors, tensor_uses.values(), is_plain, strict=True
     ):
