@@ -278,8 +278,7 @@ class _Walk:
         if is_ahead and not self.runtime.accelerator and not self.arrived:
             self._await_unit(reached)
         sizes = self.sizes[name]
-        if sizes.uncut:
-            self._hold_uncut(name)
+        self._hold_uncut(name)
         buffer = sizes.buffers[event.buffer]
         if buffer.decoding:
             self.undecoded[name] += buffer.gathered
