@@ -24,6 +24,7 @@ _VERBS = {
     "all_gather": "gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce", "broadcast": "broadcast",
     "all_to_all": "all-to-all",
 }  # fmt: skip
+_ARROWS = (*_VERBS, "wait")  # starts and ends of collectives
 _MOST = 40  # lines of a list
 
 
@@ -46,8 +47,7 @@ def graph_html(step_graph: StepGraph) -> str:
     inputs = [*_inputs(step_graph, names), *_sizes(step_graph)]
     detail_parts = [_details("inputs", len(inputs), [], "\n".join(inputs))]
     for section in sections_of(step_graph.graph):
-        starts_and_waits = [n for n in section.nodes if collective_of(n) in (*_VERBS, "wait")]
-        lines = [_line(node, names) for node in starts_and_waits]
+        lines = [_line(node, names) for node in section.nodes if collective_of(node) in _ARROWS]
         detail_parts.append(
             _details(_title(section), len(section.nodes), lines, _body(section, names))
         )
@@ -109,7 +109,7 @@ def _results(step_graph: StepGraph, names: dict[fx.Node, str]) -> str:
 def _line_without_names(node: fx.Node) -> str:
     """Return the line of a node with forms in place of names."""
     form_of_node = {used: _form(used.meta.get("val")) for used in (node, *node.all_input_nodes)}
-    if collective_of(node) in (*_VERBS, "wait"):
+    if collective_of(node) in _ARROWS:
         return _arrow(node)
     return _line(node, form_of_node).partition(":")[2]
 
@@ -117,7 +117,7 @@ def _line_without_names(node: fx.Node) -> str:
 def _line(node: fx.Node, names: dict[fx.Node, str]) -> str:
     result_text = f"{names[node]}:{_form(node.meta.get('val'))} ="
     operation_name = collective_of(node)
-    if operation_name in (*_VERBS, "wait"):
+    if operation_name in _ARROWS:
         # Note: the event says what the further arguments of a collective say.
         return f"{result_text} {_arrow(node)} {_operand(node.args[0], names)}"
     operation_name = operation_name or operator_name(node.target).partition("::")[2]

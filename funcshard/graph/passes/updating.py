@@ -84,8 +84,8 @@ def _update_early(step_graph: StepGraph) -> None:
                 waiting_nodes += needed_before[needed_node]
         # Why: ranks would issue it at another place among their collectives.
         collectives = [group_node for group_node in needed_group if communicates(group_node)]
-        if len({arrivals[wait] for wait in awaited_by[node]}) > 1:
-            unit_count = len({arrivals[wait] for wait in awaited_by[node]})
+        unit_count = len({arrivals[wait] for wait in awaited_by[node]})
+        if unit_count > 1:
             failure_reasons.append(f"{node.name!r}, which needs gradients of {unit_count} units")
         elif collectives:
             failure_reasons.append(
