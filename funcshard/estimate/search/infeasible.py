@@ -128,7 +128,6 @@ def changes_to_fit(
         options: Any = {**before.options, **changes}
         return estimate(profile, plan, hardware=hardware, schedule=schedule, **options)
 
-    saving_changes = []
     program = profile.program(before.plan)
     unit_groups = sorted(equal_units(before.plan, program), key=len, reverse=True)
     # Note: beside equal units, single ones save little, and each of them takes a trace.
@@ -141,25 +140,17 @@ def changes_to_fit(
         if len(group) > 1 or len(unit_groups[0]) == 1
     ]
     unit_saved = max((program.saved.get(name, 0) for name in module_names), default=0)
+    saving_changes = []
     for change_text, report in _changed(before, module_names, unit_saved, estimated):
         seconds = report.step_time - before.step_time
+        share = seconds / before.step_time if before.step_time else 0.0
         if report.peak < before.peak:
+            saved_peak = report.peak - before.peak
             saving_changes.append(
-                Change(
-                    text=change_text,
-                    peak=report.peak - before.peak,
-                    seconds=seconds,
-                    share=seconds / before.step_time if before.step_time else 0.0,
-                    fits=report.fits,
-                    report=report,
-                )
+                Change(change_text, saved_peak, seconds, share, report.fits, report)
             )
-    return tuple(
-        sorted(
-            saving_changes,
-            key=lambda change: (not change.fits, change.seconds if change.fits else change.peak),
-        )
-    )
+    saving_changes.sort(key=lambda c: (not c.fits, c.seconds if c.fits else c.peak))
+    return tuple(saving_changes)
 
 
 def _changed(

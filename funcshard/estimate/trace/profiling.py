@@ -152,17 +152,16 @@ class Profile(Shown):
                 dtype = dtype_name(unit.dtypes(buffer).computed)
                 for leaf in buffer.leaves:
                     traced_dtype = dtypes.get(leaf.path)
-                    if traced_dtype == dtype:
-                        continue
                     if traced_dtype is None:
                         raise ValueError(
                             f"the profile has no parameter {leaf.path!r}, which the plan has: "
                             "profile the function for whose params the plan was made"
                         )
-                    raise ValueError(
-                        f"parameter {leaf.path!r} was profiled in {traced_dtype}, but unit {unit.title!r} "
-                        f"of the plan computes in {dtype}: pass profile the precision of the plan"
-                    )
+                    if traced_dtype != dtype:
+                        raise ValueError(
+                            f"parameter {leaf.path!r} was profiled in {traced_dtype}, but unit {unit.title!r} "
+                            f"of the plan computes in {dtype}: pass profile the precision of the plan"
+                        )
 
     @property
     def forward_flops(self) -> int:

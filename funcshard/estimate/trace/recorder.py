@@ -248,8 +248,7 @@ class Recorder(TorchDispatchMode):
         return tensor
 
     def watch_param(self, name: str, param: torch.Tensor) -> None:
-        """Watch a parameter: its memory doesn't count, its gradient is an event."""
-        self.number(param, known=True)
+        """Watch a parameter that is ``unseen``: its gradient is an event."""
         self.params[storage_id(param)] = name
         if param.requires_grad:
             # Why None: the calls of a module may take all gradients of its parameters.

@@ -382,11 +382,11 @@ class _Tracer:
         if name not in self.params:
             form, (dtype, trainable) = self.forms[name], self.dtypes[name]
             # Note: a parameter is no memory of the step; the runtime's gathers count it.
-            self.recorder.paused = True
-            param = torch.empty(
-                tuple(form.shape), dtype=dtype, device="cpu", requires_grad=trainable
+            param = self.recorder.unseen(
+                lambda: torch.empty(
+                    tuple(form.shape), dtype=dtype, device="cpu", requires_grad=trainable
+                )
             )
-            self.recorder.paused = False
             self.recorder.watch_param(name, param)
             self.params[name] = param
         return self.params[name]
