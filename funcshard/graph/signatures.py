@@ -146,18 +146,21 @@ def _spread(spec: Any, batch: Any, path: str) -> Iterator[tuple[int, str]]:
     if isinstance(spec, str):
         yield from dict.fromkeys(tree.leaves(batch), spec).items()
         return
-    keys: Iterable[Any] = ()
-    fits = isinstance(spec, tuple | list | Mapping) and not isinstance(batch, int)
-    if fits:
-        keys = spec if isinstance(spec, Mapping) else range(len(spec))
-        fits = len(batch) == len(spec) and isinstance(batch, Mapping) == isinstance(spec, Mapping)
-    if not fits or (isinstance(batch, Mapping) and batch.keys() != spec.keys()):
+    keys = _keys(spec)
+    if keys is None or keys != _keys(batch):
         raise ValueError(
             "dynamic_shapes has the form of the batch, with a text such as 'b, ...' or None for each "
             f"part; found another form at `{path}`"
         )
     for key in keys:
         yield from _spread(spec[key], batch[key], f"{path}[{key!r}]")
+
+
+def _keys(part: Any) -> Any:
+    """Return the keys of a container; ``None`` for a leaf."""
+    if isinstance(part, Mapping):
+        return part.keys()
+    return range(len(part)) if isinstance(part, tuple | list) else None
 
 
 def _names(text: str, tensor: torch.Tensor) -> Names:
