@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from funcshard._utils import table
-from funcshard.estimate.reports.holding_map import Holding, holdings
+from funcshard.estimate.reports.holding_map import holdings
 from funcshard.estimate.reports.report import Report, moment_text
 from funcshard.plan import Plan, mesh_text
 
@@ -72,11 +72,9 @@ def draw_memory(report: Report, *, path: str | Path | None = None) -> Figure:
     axes.set(xlim=(0, last_second), ylim=(0, None))
     _label_times(axes.xaxis, "time in the step")
     axes.set_ylabel(f"memory of a rank ({size_unit})")
-    axes.set_title(
-        f"Memory of a step on {report.hardware}, {mesh_text(report.plan.mesh_axes)}", loc="left"
-    )
     axes.legend(title=legend_title, reverse=True, **_BESIDE)
-    return _saved(figure, path)
+    title = f"Memory of a step on {report.hardware}, {mesh_text(report.plan.mesh_axes)}"
+    return _finished(figure, title, path)
 
 
 def draw_timeline(
@@ -113,10 +111,9 @@ def draw_timeline(
     _label_times(axes.xaxis, "time in the step")
     step_text, wait_text = table.duration(report.step_time), table.duration(report.exposed)
     lane_text = f"{step_text} a step, {wait_text} of them waiting for collectives"
-    axes.set_title(f"Lanes of a rank: {lane_text}", loc="left")
     work_names = [work.replace("_", "-") for work in bars_of_work]
     axes.legend(list(bars_of_work.values()), work_names, **_BESIDE)
-    return _saved(figure, path)
+    return _finished(figure, f"Lanes of a rank: {lane_text}", path)
 
 
 def draw_pareto(reports: Mapping[str, Report], *, path: str | Path | None = None) -> Figure:
@@ -156,11 +153,9 @@ def draw_pareto(reports: Mapping[str, Report], *, path: str | Path | None = None
     axes.margins(0.08)  # Why not from 0: plans that are compared are often close
     axes.set_xlabel(f"peak memory of a rank ({size_unit})")
     _label_times(axes.yaxis, "step time")
-    axes.set_title(
-        f"Time against memory of {len(reports)} plans; {len(front_names)} on the front", loc="left"
-    )
     axes.legend(**_BESIDE)
-    return _saved(figure, path)
+    title = f"Time against memory of {len(reports)} plans; {len(front_names)} on the front"
+    return _finished(figure, title, path)
 
 
 def pareto_front(reports: Mapping[Any, Any]) -> list[Any]:
@@ -187,7 +182,11 @@ def draw_holdings(
     # Note: more cells than that are no picture anymore.
     chosen_ranks = list(range(min(plan.world_size, _MOST_RANKS)) if ranks is None else ranks)
     rows = [row for row in holdings(plan).rows if row.buffer.numel]
-    part_shades = [[_shade(row, rank) for rank in chosen_ranks] for row in rows]
+    # Note: a unit that's whole everywhere has the shade in the middle.
+    part_shades = [
+        [row.part(rank) / (row.parts - 1) if row.parts > 1 else 0.5 for rank in chosen_ranks]
+        for row in rows
+    ]
     width = max(5.0, min(12.0, 3.2 + 0.32 * len(chosen_ranks)))
     figure, axes = _figure(width, 1.3 + 0.36 * len(rows))
     axes.pcolormesh(part_shades, cmap="cividis", vmin=0, vmax=1, edgecolors="white")
@@ -201,15 +200,7 @@ def draw_holdings(
         axes.text(len(chosen_ranks) + 0.25, i + 0.5, row_text, va="center", fontsize=8)
     axes.set_xlabel(f"{len(chosen_ranks)} of {plan.world_size} ranks")
     title = f"Parts of units, {mesh_text(plan.mesh_axes)}; beside them parts × copies"
-    axes.set_title(title, loc="left")
-    return _saved(figure, path)
-
-
-def _shade(row: Holding, rank: int) -> float:
-    """Return the shade of the part that a rank holds, from 0 to 1."""
-    if row.parts == 1:
-        return 0.5
-    return row.part(rank) / (row.parts - 1)
+    return _finished(figure, title, path)
 
 
 def _scale(largest: int) -> tuple[int, str]:
@@ -231,7 +222,8 @@ def _figure(width: float, height: float) -> tuple[Figure, Any]:
     return figure, axes
 
 
-def _saved(figure: Figure, path: str | Path | None) -> Figure:
+def _finished(figure: Figure, title: str, path: str | Path | None) -> Figure:
+    figure.axes[0].set_title(title, loc="left")
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure
