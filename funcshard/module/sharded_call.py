@@ -453,8 +453,8 @@ def _set_buffers(owners: Sequence[nn.Module], buffers: Buffers) -> None:
 def check_order(mesh: Mesh, reached: str, prefetcher: Prefetcher) -> None:
     """Raise on every rank unless all come to the same unit as this one, ``reached``."""
     remedy = (
-        "let every rank call the same units in one order, equally often; if generate() stops at "
-        "different times, ask for equally many tokens"
+        "let every rank call the same units in one order, equally often; end loops by fs.agree, "
+        "and ask generate() for equally many tokens"
     )
     position = len(prefetcher.ran)
     check_same(mesh, f"{reached} at position {position}", "the order of units", remedy=remedy)
