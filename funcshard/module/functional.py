@@ -296,6 +296,7 @@ class Skeleton:
             because it could change them or they lead into the tree.
         hook_tables: the same for tables of hooks that are functions.
         large: large tensors in copied attributes, copied when they are written.
+        generators: random generators in copied attributes.
         parameters: name of each parameter -> all of its names, this one first.
         frozen: the parameters that required no gradient.
         buffers: the same for each buffer.
@@ -309,6 +310,7 @@ class Skeleton:
     hook_tables: tuple[tuple[int, str], ...]
     references: References
     large: tuple[torch.Tensor, ...]
+    generators: tuple[torch.Generator, ...]
     parameters: Names
     shapes: dict[str, tuple[int, ...]]
     frozen: frozenset[str]
@@ -389,6 +391,8 @@ class Skeleton:
             memo.update((id(tensor), tensor_copy(tensor)) for tensor in self._attribute_tensors())
         elif self.large and not transforms_active():
             memo.update((id(tensor), late_copy(tensor)) for tensor in self.large)
+        # Why not by deepcopy: it sets the state by a tensor, which fails below a transform.
+        memo.update((id(generator), generator.clone_state()) for generator in self.generators)
         # An attribute may be the handle of a hook, which refers to the hook's table.
         memo.update(
             (id(self.specs[index].attributes[key]), modules[index].__dict__[key])

@@ -156,6 +156,7 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, Tensors, Tensors]:
         for index, key, value in own_attributes
         if id(value) in captured_functions or _needs_copy(specs[index].cls, value)
     ]
+    copied_values = [specs[index].attributes[key] for index, key in copied_attributes]
     all_paths = list(module.named_modules(remove_duplicate=False))
     original_indices = {id(m): index for index, (_, m) in enumerate(modules)}
     skeleton = Skeleton(
@@ -166,7 +167,8 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, Tensors, Tensors]:
         copied_attributes=tuple(copied_attributes),
         hook_tables=tuple(hook_tables),
         references=references,
-        large=_large_tensors(specs[index].attributes[key] for index, key in copied_attributes),
+        large=_large_tensors(copied_values),
+        generators=tuple(v for v in reachable(copied_values) if isinstance(v, torch.Generator)),
         parameters=parameter_names,
         shapes={name: tuple(parameter.shape) for name, parameter in parameters.items()},
         frozen=frozenset([name for name, p in parameters.items() if not p.requires_grad]),

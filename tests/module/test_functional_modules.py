@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import funcshard as fs
 from funcshard._utils.process_state import without_collection
 from funcshard.module.splitting import make_skeleton
+from tests.core.units import forward_mode
 from tests.module.law import Runs, check_equal
 
 x = torch.randn(4, 3)
@@ -99,6 +100,32 @@ COUNTERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "tensor": (lambda: torch.zeros(()), lambda kept: kept.add_(1).item()),
     "object": (lambda: types.SimpleNamespace(n=0), lambda kept: setattr(kept, "n", kept.n + 1) or kept.n),
 }
+
+
+# How a call of a function runs.
+TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "grad": lambda f, x: torch.func.grad_and_value(f)(x)[1],
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,))[0],
+    "vmap": lambda f, x: torch.vmap(f, randomness="different")(x[None])[0],
+    "jvp of grad": lambda f, x: torch.func.jvp(lambda x: torch.func.grad_and_value(f)(x)[1], (x,), (x,))[0],
+}
+
+
+@forward_mode
+@pytest.mark.parametrize("keep", [lambda g: g, lambda g: [g]], ids=["by itself", "in a list"])
+@pytest.mark.parametrize("run", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_a_generator_of_the_module_is_copied_inside_transforms(run: Any, keep: Any) -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        generator = m.kept[0] if isinstance(m.kept, list) else m.kept
+        return (m.lin(x) * torch.rand(3, generator=generator)).sum()
+
+    module = Runs(forward, lin=nn.Linear(3, 3))
+    module.kept = keep(torch.Generator().manual_seed(1))
+    apply, params, buffers = fs.make_functional(module)
+    f, x = lambda x: apply(params, buffers, x), torch.ones(3)
+    expected = (module.lin(x) * torch.rand(3, generator=torch.Generator().manual_seed(1))).sum()
+    for _ in range(2):  # every call begins with the state of make_functional
+        torch.testing.assert_close(run(f, x), expected)
 
 
 @pytest.mark.filterwarnings("ignore:the forward of .* set attributes of the module")
