@@ -17,7 +17,7 @@ order:
 - ``dtensor_leaves``: leaves that the model uses as DTensors.
 - ``checksum``: whether ranks that each pass full leaves pass the same ones.
 - ``unit``: ``unshard`` and ``reshard``, and the ``Unshard`` that they return; errors for shards
-  that do not fit a plan.
+  that do not fit a plan, and for a forward that writes to leaves.
 - ``attention``: attention with derivatives of any order. ``replaced_kernels``: losses that have
   them, and where both take the place of torch's kernels.
 - ``plain_collectives``: collectives along mesh axes and their adjoints, without autograd.
@@ -108,6 +108,7 @@ from funcshard.core.sharding import (
     shard,
 )
 from funcshard.core.unit import (
+    FirstLook,
     Unshard,
     cast_inputs,
     cast_outputs,
@@ -123,7 +124,7 @@ from funcshard.core.unit import (
 from funcshard.core.vectors import axpy, broadcast_to_shards, norm, randn_like, vdot
 
 __all__ = [
-    "AllGatherHandle", "BufferComm", "CONSTANT", "Gathered", "GradReducer", "GradientFunction",
+    "AllGatherHandle", "BufferComm", "CONSTANT", "FirstLook", "Gathered", "GradReducer", "GradientFunction",
     "GradientKeywords", "GradientOptions", "LeafBlocks", "LeafChecksums", "Leaves", "Prefetcher",
     "ScheduleLearner", "Shards", "Unshard", "accumulate",
     "activate", "agree", "all_gather",

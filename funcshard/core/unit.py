@@ -27,6 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from funcshard._utils import tree
 from funcshard._utils.options import module_remedy, outline, some
+from funcshard._utils.tensors import byte_view
 from funcshard._utils.torch_private import (
     TorchDispatchMode,
     dispatch_modes,
@@ -34,6 +35,7 @@ from funcshard._utils.torch_private import (
     hooks_allowed,
     in_selective_checkpoint,
     inside_hooks,
+    recording_or_transforming,
     storage_id,
     stored_parts,
     transforms_active,
@@ -183,6 +185,43 @@ def reshard(f: Unshard) -> Unshard:
     return dataclasses.replace(f, freed=True, slices=slice_comms(f.unit, f.mesh, f.comms))
 
 
+@dataclass(slots=True, eq=False)
+class FirstLook:
+    """Finds leaves that a function wrote to through ``.data``, which no version of theirs counts.
+
+    It compares a sample of each leaf's values before and after the first call.
+
+    Attributes:
+        pending: whether no call has been compared that left the leaves alone.
+    """
+
+    pending: bool = True
+
+    def begin(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Return samples to compare with, or ``None`` if there is nothing to compare."""
+        # Note: the values of tensors cannot be read there, and those of subclasses may communicate.
+        if not self.pending or recording_or_transforming() or not all(map(_is_readable, leaves)):
+            return None
+        return list(map(_sample, leaves))
+
+    def end(self, leaves: Sequence[torch.Tensor], before: list[torch.Tensor]) -> int | None:
+        """Return the index of the first leaf that has other values now, or ``None``."""
+        for index, (leaf, sample) in enumerate(zip(leaves, before, strict=True)):
+            if not torch.equal(_sample(leaf), sample):
+                return index
+        self.pending = False
+        return None
+
+
+def _is_readable(leaf: torch.Tensor) -> bool:
+    return type(leaf) in (torch.Tensor, nn.Parameter) and not leaf.is_meta
+
+
+def _sample(leaf: torch.Tensor) -> torch.Tensor:
+    stride = 1 + leaf.numel() // 64
+    return byte_view(leaf.detach().reshape(-1)[::stride].clone())
+
+
 @dataclass(frozen=True, slots=True)
 class Unshard:
     """The function that ``unshard`` or ``reshard`` returns: gather a unit, then run ``apply``.
@@ -199,6 +238,7 @@ class Unshard:
         frees: whether that frees memory: the gathered leaves take some besides the shard's.
         trainable: whether any leaf gets a gradient.
         dtensors: the form of each leaf that is a DTensor; ``None`` if there is none.
+        first_look: finds writes through ``.data`` in the first call.
     """
 
     apply: Callable[..., Any]
@@ -211,6 +251,7 @@ class Unshard:
     frees: bool = field(init=False, compare=False)
     trainable: bool = field(init=False, compare=False)
     dtensors: tuple[DTensorForm | None, ...] | None = field(init=False, compare=False, default=None)
+    first_look: FirstLook = field(init=False, compare=False, default_factory=FirstLook)
 
     def __post_init__(self) -> None:
         # Why here: every call asks for these.
@@ -332,6 +373,7 @@ class Unshard:
         else:
             apply = functools.partial(self.apply, tree.build(self.unit.structure, leaf_tensors))
         versions_before = _versions(first_leaves)
+        samples_before = self.first_look.begin(leaf_tensors)
         is_logging = _log.isEnabledFor(logging.DEBUG)
         if is_logging:
             _log.debug("pre_forward of unit %r", self.unit.title)
@@ -358,6 +400,13 @@ class Unshard:
         for buffer_index, new_version in enumerate(_versions(first_leaves)):
             if new_version != versions_before[buffer_index]:
                 raise modified_leaf(self.unit.title, self.unit.buffers[buffer_index])
+        if samples_before is not None:
+            written_index = self.first_look.end(leaf_tensors, samples_before)
+            if written_index is not None:
+                raise RuntimeError(
+                    f"the forward of unit {self.unit.title!r} wrote to "
+                    f"{self.unit.leaves[written_index].path!r} through .data; {_READ_ONLY}"
+                )
         if is_logging:
             _log.debug("post_forward of unit %r", self.unit.title)
         return copy_aliased_outputs(result, leaves) if gathered.shared else result

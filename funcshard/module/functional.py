@@ -21,7 +21,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +47,7 @@ from funcshard._utils.torch_private import (
     transforms_active,
     version,
 )
-from funcshard.core import any_order, check_derivatives
+from funcshard.core import FirstLook, any_order, check_derivatives
 from funcshard.module.copying import (
     TABLES,
     TORCH_ATTRIBUTES,
@@ -74,6 +74,7 @@ class Functional:
         late_changes: warns if the module was changed later; ``None`` in another process.
         method_name: the method that a call runs, or a function of the module.
         training: the training flag of every module; ``None`` keeps each one's.
+        first_look: finds writes to parameters through ``.data`` in the first call.
 
     Example:
         >>> import torch, funcshard as fs
@@ -88,6 +89,7 @@ class Functional:
     late_changes: LateChanges | None
     method_name: str | Callable[..., Any] = "forward"
     training: bool | None = None
+    first_look: FirstLook = field(init=False, default_factory=FirstLook)
 
     def __call__(
         self,
@@ -108,9 +110,9 @@ class Functional:
         if torch.compiler.is_compiling():
             out = self.run_plain(modules[0], args, kwargs)
         else:
-            with unchanged(params):
+            with unchanged(params, self.first_look):
                 out = self.run(modules[0], args, kwargs)
-        self.discarded.look(self, modules, call_buffers, buffers)
+        self.discarded.look(self, modules, params, call_buffers, buffers)
         return out
 
     def __repr__(self) -> str:
@@ -431,11 +433,12 @@ def plain_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 @contextmanager
-def unchanged(params: NamedTensors) -> Iterator[None]:
+def unchanged(params: NamedTensors, first_look: FirstLook) -> Iterator[None]:
     """Undo what the block does to parameters: frozen flags, gradients and attributes.
 
     Arguments:
         params: the parameters by name.
+        first_look: finds writes through ``.data``, in the first block.
 
     Raises:
         RuntimeError: the block wrote values to a parameter.
@@ -447,6 +450,7 @@ def unchanged(params: NamedTensors) -> Iterator[None]:
     flags_and_grads = list(map(_flag_and_grad, leaf_params))
     attributes_before = [vars(tensor).copy() for tensor in param_tensors]
     versions_before = _versions(param_tensors)
+    samples_before = first_look.begin(param_tensors)
     try:
         yield
     finally:
@@ -463,10 +467,15 @@ def unchanged(params: NamedTensors) -> Iterator[None]:
             if not same_attributes:
                 after.clear()
                 after.update(before)
+    written_index = None
     versions_after = _versions(param_tensors)
     if versions_after != versions_before:
-        versions = zip(params, versions_before, versions_after, strict=True)
-        name = next(name for name, before, after in versions if before != after)
+        versions = enumerate(zip(versions_before, versions_after, strict=True))
+        written_index = next(i for i, (before, after) in versions if before != after)
+    elif samples_before is not None:
+        written_index = first_look.end(param_tensors, samples_before)
+    if written_index is not None:
+        name = list(params)[written_index]
         raise RuntimeError(
             f"forward wrote to its parameter {name!r}, which belongs to the caller: compute with a "
             "copy, or keep values that change in a buffer and pass mutable=True"
@@ -517,6 +526,7 @@ class DiscardedChanges:
         self,
         apply: Functional,
         modules: Sequence[nn.Module],
+        call_parameters: NamedTensors,
         call_buffers: NamedTensors,
         caller_buffers: NamedTensors,
     ) -> None:
@@ -524,6 +534,7 @@ class DiscardedChanges:
 
         Arguments:
             apply: the function that was called.
+            call_parameters: the parameters, or their placeholders, with which the call began.
             call_buffers: the call's copies of the buffers, with which it began.
             caller_buffers: those that the call was given.
         """
@@ -557,6 +568,13 @@ class DiscardedChanges:
             for spec, module in zip(apply.skeleton.specs, modules, strict=True)
             for name, value in module.__dict__.items()
             if name not in TORCH_ATTRIBUTES and _was_set(spec, name, value)
+        ]
+        set_attributes += [
+            f"{spec.path}.{key}".removeprefix(".")
+            for spec, module in zip(apply.skeleton.specs, modules, strict=True)
+            for key, name in spec.parameters.items()
+            if name is not None
+            and module._parameters.get(key, call_parameters[name]) is not call_parameters[name]
         ]
         if set_attributes:
             self.watches_attributes = False

@@ -200,7 +200,7 @@ class FullyShard:
                 check_order(self.mesh, "no unit", unit_call.prefetcher)
             learner.learn(unit_call.prefetcher)
             _begin_backward_with(out, unit_call.prefetcher)
-        apply.discarded.look(apply, modules, call_buffers, buffers)
+        apply.discarded.look(apply, modules, outside_tensors, call_buffers, buffers)
         if apply.mutable:
             return out, self.precision.restore_buffers(new_buffers, buffers)
         return out
@@ -592,8 +592,9 @@ def forward_with_leaves(
                 table[key] = leaves[leaf_index]  # type: ignore[assignment]
             if isinstance(owner, nn.RNNBase):
                 # Why: an RNN keeps a second list of its weights, which would keep the gathered
-                # leaves alive.
-                afterwards.append((owner.__dict__, "_flat_weights", []))
+                # leaves alive. Why of equal length: setting a weight writes to the list, too.
+                state = owner.__dict__
+                afterwards.append((state, "_flat_weights", [None] * len(state["_flat_weights"])))
         return forward(args, kwargs)
     finally:
         # Why reversed: a module at two paths is filled twice, the second time over its leaves.

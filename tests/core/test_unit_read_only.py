@@ -26,6 +26,12 @@ CHANGES: dict[str, Any] = {  # functions of a weight
     "written through detach": lambda w: w.detach().mul_(2.0),
     "a part of it": torch.no_grad()(lambda w: w[0].zero_()),
 }
+THROUGH_DATA: dict[str, Any] = {  # no version of the weight counts these
+    "data written to": lambda w: w.data.mul_(2.0),
+    "a part of data": lambda w: w.data[0].sub_(1.0),
+    "other data": lambda w: setattr(w, "data", 2.0 * w.data),
+    "data of another shape": lambda w: setattr(w, "data", torch.ones(WIDTH, 1)),
+}
 RETURNS: dict[str, Any] = {  # results for a weight and an input
     "itself": lambda w, x: w,
     "a part": lambda w, x: w[:3],
@@ -37,7 +43,7 @@ RETURNS: dict[str, Any] = {  # results for a weight and an input
 def treat(layer: Any, x: torch.Tensor, what: str) -> Any:
     if what in RETURNS:
         return RETURNS[what](layer.weight, x)
-    CHANGES[what](layer.weight)
+    {**CHANGES, **THROUGH_DATA}[what](layer.weight)
     return x @ layer.weight
 
 
@@ -45,7 +51,8 @@ def made(mesh: fs.Mesh, what: str, strategy: str = "full_shard") -> Any:
     if mesh.world_size > 1 and type(mesh.shard).__name__ == "TorchGroup":
         mesh = fs.init_mesh(mesh.shape, device="cpu")
     run, leaves = functools.partial(treat, what=what), {"weight": torch.eye(WIDTH), "bias": torch.zeros(WIDTH)}
-    layers = [Runs(run, **{name: nn.Parameter(leaf) for name, leaf in leaves.items()}) for _ in range(1 + (what in CHANGES))]
+    number = 1 if what in RETURNS else 2
+    layers = [Runs(run, **{name: nn.Parameter(leaf) for name, leaf in leaves.items()}) for _ in range(number)]
     _, sharded, shards = of_module(mesh, nn.Sequential(*layers), ["*"], strategy=strategy)
     return sharded, shards
 
@@ -62,6 +69,29 @@ def test_a_leaf_that_forward_modifies_is_named(mesh: fs.Mesh, what) -> None:
         sharded(shards, {}, x)
     with pytest.raises(RuntimeError, match=words.partition(" .*")[0]):  # in a graph, torch itself refuses some writes
         fs.value_and_grad(lambda s: sharded(s, {}, x).sum())(shards)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("change", THROUGH_DATA)
+@on_ranks(2)
+def test_a_leaf_that_forward_modifies_through_data_is_named(mesh: fs.Mesh, strategy, change) -> None:
+    (sharded, shards), x = made(mesh, change, strategy), torch.ones(2, WIDTH)
+    shards = tree.map(torch.clone, shards)
+    words = r"^the forward of unit '0' wrote to '0.weight' through .data; gathered leaves are read-only"
+    with torch.no_grad(), pytest.raises(RuntimeError, match=words):
+        sharded(shards, {}, x)
+    with pytest.raises(RuntimeError, match=words):
+        fs.value_and_grad(lambda s: sharded(s, {}, x).sum())(shards)
+
+
+def test_a_forward_is_compared_until_it_leaves_its_leaves_alone_and_then_no_more() -> None:
+    writes = [False, True]
+    _, f, shards = by_hand(fs.Mesh(), {"w": torch.ones(3)}, lambda leaves: writes.pop() and leaves["w"].data.zero_())
+    with pytest.raises(RuntimeError, match=r"wrote to 'w' through .data"):
+        f(shards[""])
+    assert f.first_look.pending
+    f(shards[""])
+    assert not f.first_look.pending
 
 
 @on_ranks(2)

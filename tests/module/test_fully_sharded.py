@@ -146,6 +146,26 @@ def test_an_rnn_frees_its_weights_as_soon_as_its_forward_returns(mesh):
     assert moments == [0] * 8
 
 
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_unit_may_set_weights_of_an_rnn_in_each_of_its_calls(remat):
+    def dropping(runs, x):  # as WeightDrop does, whose parameter is not the RNN's
+        runs.rnn.weight_hh_l0 = runs.raw * 0.5
+        return runs.rnn(x)[0]
+
+    def twice(net, tokens):
+        net.model.blocks[0](net.model.embed(tokens))
+        return net.model(tokens)
+
+    model = made()
+    model.blocks = nn.ModuleList()
+    for kind in (nn.LSTM, nn.GRU):
+        rnn = kind(WIDTH, WIDTH, batch_first=True)
+        raw = nn.Parameter(rnn.weight_hh_l0.detach().clone())
+        del rnn._parameters["weight_hh_l0"]
+        model.blocks.append(Runs(dropping, rnn=rnn, raw=raw))
+    check_equal(Runs(twice, model=model), TOKENS, ["model.blocks.*"], program=program, how={"remat": remat})
+
+
 def test_a_root_reads_attributes_that_units_set_and_shapes_of_parameters_that_are_not_gathered():
     def noting(runs, x):
         runs.penalty = x.square().mean()

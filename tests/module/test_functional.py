@@ -270,12 +270,16 @@ def test_a_parameter_that_forward_freezes_gets_no_gradient_from_that_call() -> N
     assert params["lin.bias"].grad is not None
 
 
-def test_a_forward_that_writes_to_a_parameter_is_told() -> None:
-    @torch.no_grad()
-    def clamp(weight: torch.Tensor) -> None:
-        weight.clamp_(0, 1)
+WRITES: dict[str, Any] = {
+    "in place": torch.no_grad()(lambda weight: weight.clamp_(0, 1)),
+    "through data": lambda weight: weight.data.clamp_(0, 1),
+    "other data": lambda weight: setattr(weight, "data", weight.data + 1),
+}
 
-    apply, params, buffers = fs.make_functional(meddling(clamp))
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_forward_that_writes_to_a_parameter_is_told(write: Any) -> None:
+    apply, params, buffers = fs.make_functional(meddling(write))
     with pytest.raises(RuntimeError, match=r"forward wrote to its parameter 'lin.weight', .*: compute with a copy"):
         apply(params, buffers, x)
 

@@ -128,6 +128,7 @@ LEAVES: dict[str, tuple[Any, str]] = {
     "a choice": (lambda m, x: setattr(m, "name", "second"), "'name'"),
     "random numbers": (lambda m, x: torch.rand(2, generator=m.noise), "'noise'"),
     "a tensor in place of a number": (lambda m, x: setattr(m, "n", x), "'n'"),
+    "another parameter": (lambda m, x: setattr(m.inner.lin, "weight", nn.Parameter(torch.ones(3, 3))), "'inner.lin.weight'"),
 }
 # What a forward may compute again at any time, and what it does not keep.
 HARMLESS: dict[str, Any] = {
@@ -167,10 +168,16 @@ def test_caches_of_a_call_need_no_word(do: Any) -> None:
     assert _warned(lambda x: apply(params, buffers, x)) == [[], [], []]
 
 
-@pytest.mark.parametrize(("make", "name"), [(lambda: Keeps(LEAVES["a counter"][0]), "n"), (lambda: own(adds), "seen")])
-def test_a_sharded_call_names_state_and_buffers_too(make: Any, name: str) -> None:
+@pytest.mark.parametrize("units", [(), ("inner.lin",)])
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: Keeps(LEAVES["a counter"][0]), "n"), (lambda: own(adds), "seen"),
+    ],
+)  # fmt: skip
+def test_a_sharded_call_names_state_and_buffers_too(make: Any, name: str, units: tuple[str, ...]) -> None:
     functional = fs.make_functional(make())
-    _, sharded, shards = of_module(fs.Mesh(), functional)
+    _, sharded, shards = of_module(fs.Mesh(), functional, units if name != "seen" else ())
     (first,), *later = _warned(lambda x: sharded(shards, functional[2], x))
     assert f"('{name}')" in first
     assert later == [[], []]
