@@ -146,7 +146,7 @@ class FullyShard:
             call_buffers = self.precision.cast_buffers(call_buffers)
         # Note: outside of their units, modules hold placeholders for parameters.
         modules = apply.skeleton.instantiate(outside_tensors, call_buffers, training=apply.training)
-        unit_call = UnitCall(self.units, shards, learner, self.mesh)
+        unit_call = UnitCall(self.units, shards, learner, self.mesh, compiled=self.compiles_units)
         entry_functions: dict[int, Callable[..., Any]] = {
             member.index: functools.partial(
                 unit_call.enter_recomputed if member.remat else unit_call.enter, member
@@ -283,6 +283,7 @@ class UnitCall:
         level: the number of ``torch.func`` transforms around the call.
         used: version and address of each shard that forward used, by unit.
         groups: the groups that are gathered, by name.
+        compiled: whether units may run compiled.
     """
 
     def __init__(
@@ -291,7 +292,10 @@ class UnitCall:
         shards: Shards,
         learner: ScheduleLearner,
         mesh: Mesh,
+        *,
+        compiled: bool,
     ) -> None:
+        self.compiled = compiled
         self.units = units
         self.shards = dict(shards)
         self.mesh = None if learner.known else mesh
@@ -329,12 +333,17 @@ class UnitCall:
             member.f.trainable or any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
         )
         if shares_gather:
-            return self._run_in_group(group, member, inputs, again=member.remat and needs_leaves)
-        gathered = self._gather(member.f, needed=needs_leaves)
-        try:
-            return member.f.run(gathered, inputs, {})
-        finally:
-            gathered.close()
+            again = member.remat and needs_leaves
+            out = self._run_in_group(group, member, inputs, again=again)
+        else:
+            gathered = self._gather(member.f, needed=needs_leaves)
+            try:
+                out = member.f.run(gathered, inputs, {})
+            finally:
+                gathered.close()
+        if self.compiled and needs_leaves and prefetcher is not None:
+            _note_second_derivatives(out, self.shards[member.f.unit.name])
+        return out
 
     def _run_in_group(
         self, group: Sequence[UnitModule], member: UnitModule, inputs: Inputs, *, again: bool
@@ -436,6 +445,37 @@ class UnitCall:
         out, buffers = rematerialised(run)(shards_below, _get_buffers(owners), args, kwargs)
         _set_buffers(owners, buffers)
         return out
+
+
+class _DependOn(torch.autograd.Function):
+    """Return a gradient such that it depends on other tensors, too."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        ctx.count = len(others)
+        # Why contiguous: torch fails to copy one that isn't, if it requires a gradient.
+        return grad.contiguous().view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]
+        return *grads, *[None] * ctx.count
+
+
+def _note_second_derivatives(out: Any, shard: NamedTensors) -> None:
+    """Let second derivatives through a compiled unit raise torch's error.
+
+    A compiled backward has no derivative. torch raises an error for that if what goes into it
+    depends on what is differentiated, and would take the second derivative for zero otherwise.
+    """
+    trainable_shards = [local for local in shard.values() if local.requires_grad]
+
+    def depend(grad: torch.Tensor) -> torch.Tensor | None:
+        # Note: only with ``create_graph``.
+        return _DependOn.apply(grad, *trainable_shards) if torch.is_grad_enabled() else None
+
+    for tensor in tensors_in(out):
+        if tensor.grad_fn is not None:
+            tensor.register_hook(depend)
 
 
 Buffers = list[Tensors]  # of modules, by key

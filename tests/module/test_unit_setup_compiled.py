@@ -10,6 +10,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
+from tests.core.units import of_module
 from tests.models import SUBJECTS
 from tests.module.law import Call, Runs, calls_on, same_bits, sharded_call
 from tests.module.test_fully_sharded import TOKENS, Model, loss_of, made, program
@@ -147,6 +148,46 @@ def test_under_transforms_units_run_as_they_are_and_before_and_after_as_compiled
     both(main, functools.partial(torch.compile, backend=backend, fullgraph=True))
     assert backend.runs == 2 * 2 * (3 if units else 1)
     assert backend.graphs == 1
+
+
+class Slope(nn.Module):
+    """A network whose loss is its slope, as in physics-informed networks and gradient penalties."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.c(self.b(self.a(x).sin()))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    ("units", "remat"), [((), ()), (("b",), ()), ((("a", "c"), "b"), ()), (("b",), ("b",))],
+    ids=["the root", "a block", "a group", "computed again"],
+)  # fmt: skip
+def test_a_second_derivative_is_right_or_the_error_of_torch(backend, units, remat):
+    net, x = Slope(), torch.randn(5, 3)
+
+    def slope(model):
+        inputs = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+        return grad.square().sum()
+
+    def main(mesh):
+        compiler = functools.partial(torch.compile, backend=backend)
+        plan, sharded, shards = of_module(mesh, net, units, how={"compiler": compiler, "remat": remat})
+        _, grads = fs.value_and_grad(lambda shards: slope(functools.partial(sharded, shards, {})))(shards)
+        return fs.gather(grads, plan, mesh)
+
+    if backend == "aot_eager":  # without our note, torch takes it for zero
+        with pytest.raises(RuntimeError, match="does not currently support double backward"):
+            fs.simulate(main, 2)
+        return
+    slope(net).backward()
+    expected = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in net.named_parameters()}
+    for grads in fs.simulate(main, 2):
+        torch.testing.assert_close(grads, expected)
 
 
 @OF_OURS
