@@ -576,6 +576,14 @@ class DiscardedChanges:
             if name is not None
             and module._parameters.get(key, call_parameters[name]) is not call_parameters[name]
         ]
+        set_attributes += [
+            f"{self.skeleton.specs[index].path}.{name}".removeprefix(".")
+            for index, name in self.skeleton.copied_attributes
+            if name not in TORCH_ATTRIBUTES
+            and _was_written(
+                self.skeleton.specs[index].attributes[name], modules[index].__dict__.get(name)
+            )
+        ]
         if set_attributes:
             self.watches_attributes = False
             self._warn(
@@ -601,6 +609,19 @@ def _was_set(spec: ModuleSpec, name: str, value: Any) -> bool:
     if type(old) not in _PLAIN or value is old:
         return False
     return type(value) is not type(old) or bool(value != old)
+
+
+def _was_written(before: Any, after: Any) -> bool:
+    """Return whether a call wrote to a tensor, such as a cache of keys, also in a container."""
+    tensor_pairs = list(zip(tree.tensors_in(before), tree.tensors_in(after), strict=False))
+    # Why the version: a tensor that the call made is a result, which it makes again.
+    return type(before) is type(after) and any(
+        old.shape == new.shape
+        and old.dtype == new.dtype
+        and version(new) > 0
+        and _differ(new, old, old.dtype)
+        for old, new in tensor_pairs
+    )
 
 
 def _differ(after: torch.Tensor | None, before: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -457,7 +457,7 @@ class _DependOn(torch.autograd.Function):
         return grad.contiguous().view_as(grad)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Any) -> Any:
         return *grads, *[None] * ctx.count
 
 

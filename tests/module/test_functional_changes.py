@@ -116,6 +116,7 @@ class Keeps(Runs):
     def __init__(self, do: Any) -> None:
         super().__init__(lambda m, x: (do(m, x), m.inner.lin(x))[1], inner=nn.ModuleDict({"lin": nn.Linear(3, 3)}))
         self.n, self.name, self.cache, self.masks, self.rate = 0, "first", None, {}, float("nan")
+        self.keys, self.layers, self.last = torch.zeros(2, 2**14), [{"keys": torch.zeros(3)}], torch.zeros(3)
         self.noise, self.inner.n = torch.Generator().manual_seed(1), 0
         self.inner.when = Raises()
 
@@ -128,6 +129,9 @@ LEAVES: dict[str, tuple[Any, str]] = {
     "a choice": (lambda m, x: setattr(m, "name", "second"), "'name'"),
     "random numbers": (lambda m, x: torch.rand(2, generator=m.noise), "'noise'"),
     "a tensor in place of a number": (lambda m, x: setattr(m, "n", x), "'n'"),
+    "keys": (lambda m, x: m.keys[0].fill_(1), "'keys'"),
+    "keys of a layer": (lambda m, x: m.layers[0]["keys"].add_(x.detach().mean(0)), "'layers'"),
+    "through data": (lambda m, x: m.last.data.add_(1), "'last'"),
     "another parameter": (lambda m, x: setattr(m.inner.lin, "weight", nn.Parameter(torch.ones(3, 3))), "'inner.lin.weight'"),
 }
 # What a forward may compute again at any time, and what it does not keep.
@@ -137,6 +141,8 @@ HARMLESS: dict[str, Any] = {
     "a dictionary of masks": lambda m, x: m.masks.update({len(x): torch.ones(len(x))}),
     "a new attribute": lambda m, x: setattr(m, "last", x),
     "an equal value": lambda m, x: setattr(m, "name", "fir" + "st"),
+    "another tensor": lambda m, x: setattr(m, "last", x.detach().mean(0)),
+    "the same values": lambda m, x: m.keys.zero_(),
     "a hook": lambda m, x: m.inner.lin.register_forward_hook(lambda *args: None),
     "a buffer that no state dict has": lambda m, x: m.register_buffer("mask", x, persistent=False),
 }
