@@ -584,6 +584,21 @@ class DiscardedChanges:
                 self.skeleton.specs[index].attributes[name], modules[index].__dict__.get(name)
             )
         ]
+        made_parts = [
+            f"{spec.path}.{key}".removeprefix(".")
+            for spec, module in zip(self.skeleton.specs, modules, strict=True)
+            for key, part in (*module._modules.items(), *module._parameters.items())
+            if spec.children.get(key) is None
+            and spec.parameters.get(key) is None
+            and _has_parameters(part)
+        ]
+        if made_parts:
+            self.watches_attributes = False
+            self._warn(
+                f"made parameters ({some(made_parts)}), and the call threw them away: each call "
+                "makes them again, and nothing trains them. Call the module once, or make them in "
+                "__init__, before make_functional"
+            )
         if set_attributes:
             self.watches_attributes = False
             self._warn(
@@ -609,6 +624,12 @@ def _was_set(spec: ModuleSpec, name: str, value: Any) -> bool:
     if type(old) not in _PLAIN or value is old:
         return False
     return type(value) is not type(old) or bool(value != old)
+
+
+def _has_parameters(part: nn.Module | torch.Tensor | None) -> bool:
+    return isinstance(part, torch.Tensor) or (
+        part is not None and next(part.parameters(), None) is not None
+    )
 
 
 def _was_written(before: Any, after: Any) -> bool:

@@ -143,6 +143,7 @@ HARMLESS: dict[str, Any] = {
     "an equal value": lambda m, x: setattr(m, "name", "fir" + "st"),
     "another tensor": lambda m, x: setattr(m, "last", x.detach().mean(0)),
     "the same values": lambda m, x: m.keys.zero_(),
+    "a module without parameters": lambda m, x: m.add_module("drop", nn.Dropout()),
     "a hook": lambda m, x: m.inner.lin.register_forward_hook(lambda *args: None),
     "a buffer that no state dict has": lambda m, x: m.register_buffer("mask", x, persistent=False),
 }
@@ -165,6 +166,26 @@ def test_state_that_a_call_leaves_in_a_module_is_named_once(do: Any, name: str, 
     apply, params, buffers = fs.make_functional(Keeps(do), mutable=mutable)
     (said,), *later = _warned(lambda x: apply(params, buffers, x))
     assert f"the forward of Keeps set attributes of the module ({name}), and the call threw them away" in said
+    assert later == [[], []]
+
+
+# name -> (what a forward makes, the parameters)
+MAKES: dict[str, tuple[Any, str]] = {
+    "a module": (lambda m, x: setattr(m, "cache", nn.Linear(3, 2)), "'cache'"),
+    "a module under a new name": (lambda m, x: m.inner.add_module("head", nn.Sequential(nn.Linear(3, 2))), "'inner.head'"),
+    "a parameter": (lambda m, x: setattr(m.inner.lin, "scale", nn.Parameter(torch.ones(3))), "'inner.lin.scale'"),
+}
+
+
+@pytest.mark.parametrize("units", [None, (), ("inner.lin",)], ids=["whole", "the root", "a unit"])
+@pytest.mark.parametrize(("make", "names"), MAKES.values(), ids=MAKES)
+def test_parameters_that_a_call_makes_are_named_once(make: Any, names: str, units: Any) -> None:
+    functional = fs.make_functional(Keeps(make))
+    apply, params, buffers = functional
+    if units is not None:
+        _, apply, params = of_module(fs.Mesh(), functional, units)
+    (said,), *later = _warned(lambda x: apply(params, buffers, x))
+    assert f"the forward of Keeps made parameters ({names}), and the call threw them away" in said
     assert later == [[], []]
 
 
