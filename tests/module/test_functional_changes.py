@@ -177,7 +177,7 @@ MAKES: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("units", [None, (), ("inner.lin",)], ids=["whole", "the root", "a unit"])
+@pytest.mark.parametrize("units", [None, ("inner.lin",)], ids=["whole", "a unit"])
 @pytest.mark.parametrize(("make", "names"), MAKES.values(), ids=MAKES)
 def test_parameters_that_a_call_makes_are_named_once(make: Any, names: str, units: Any) -> None:
     functional = fs.make_functional(Keeps(make))
