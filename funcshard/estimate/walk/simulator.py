@@ -19,7 +19,7 @@ import dataclasses
 import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from funcshard.estimate.trace import Profile, Program, Run
 from funcshard.estimate.walk.lanes import HardwareClock, Lanes
@@ -37,7 +37,6 @@ from funcshard.plan import (
     Plan,
     Reached,
     Schedule,
-    UnitPlan,
     buffer_mode,
     predict_step,
     unit_mode,
@@ -96,16 +95,7 @@ def simulate_step(
         reached=reached_places,
     )
     lanes = Lanes(clock, runtime)
-    step_walk = _Walk(
-        lanes=lanes,
-        optimizer=optimizer,
-        runtime=runtime,
-        accumulation=accumulation,
-        not_saved=program.not_saved,
-        units=units,
-        sizes=sizes_by_unit(plan, accelerator=runtime.accelerator),
-        reductions=Counter(place.unit for place in program.reached if place.what == "reduce"),
-    )
+    step_walk = _Walk(plan, program, lanes, optimizer, runtime, accumulation)
     hold_between_steps(
         step_walk.ledger,
         step_walk.sizes,
@@ -166,41 +156,41 @@ class _Reduction:
     end: float
 
 
-@dataclass(slots=True, eq=False)
 class _Walk:
-    lanes: Lanes
-    optimizer: OptimizerMemory | None
-    runtime: Runtime
-    accumulation: Accumulation
-    not_saved: frozenset[str]
-    units: Mapping[str, UnitPlan]
-    sizes: Mapping[str, UnitSizes]
-    reductions: Counter[str]  # reductions of one backward, by unit
-    ledger: Ledger = field(default_factory=Ledger)
-    backwards: int = 0  # number of backwards that have begun
-    # A unit that is called several times may be held for several calls at a time.
-    held: Counter[str] = field(default_factory=Counter)  # bytes of the gathered buffers, by unit
-    sent: Counter[str] = field(default_factory=Counter)  # bytes of casts on their way, by unit
-    # Bytes of packed leaves once they are decoded, which is when the unit is reached, by unit.
-    undecoded: Counter[str] = field(default_factory=Counter)
-    # When the gathers of a unit are over, by unit.
-    ready: defaultdict[str, deque[float]] = field(default_factory=lambda: defaultdict(deque))
-    # Whether the rank has waited for the unit that it has reached, or need not.
-    arrived: bool = True
-    # Reductions still to come in this backward, by unit.
-    left: Counter[str] = field(default_factory=Counter)
-    # Bytes gathered for a forward that runs again, by unit.
-    again: Counter[str] = field(default_factory=Counter)
-    # Bytes of slices kept after forward, by unit.
-    slices: Counter[str] = field(default_factory=Counter)
-    # Buffers that later micro-batches add to.
-    summed: set[tuple[str, str]] = field(default_factory=set)
-    running: deque[_Reduction] = field(default_factory=deque)
-    graded: set[tuple[str, str]] = field(default_factory=set)  # buffers with a reduced gradient
-    # Moments before, unit, bytes.
-    held_changes: list[tuple[int, str, int]] = field(default_factory=list)
-    copied: int = 0  # bytes of a gathered buffer that was copied out and is not freed yet
-    lingering: list[int] = field(default_factory=list)  # bytes of freed units that still count
+    def __init__(
+        self,
+        plan: Plan,
+        program: Program,
+        lanes: Lanes,
+        optimizer: OptimizerMemory | None,
+        runtime: Runtime,
+        accumulation: Accumulation,
+    ) -> None:
+        self.lanes, self.ledger = lanes, Ledger()
+        self.optimizer, self.runtime, self.accumulation = optimizer, runtime, accumulation
+        self.units, self.not_saved = plan.units, program.not_saved
+        self.sizes = sizes_by_unit(plan, accelerator=runtime.accelerator)
+        # Reductions of one backward, and those still to come in this one, by unit.
+        self.reductions = Counter(place.unit for place in program.reached if place.what == "reduce")
+        self.left = Counter[str]()
+        self.backwards = 0  # number of backwards that have begun
+        # A unit that is called several times may be held for several calls at a time.
+        self.held = Counter[str]()  # bytes of the gathered buffers, by unit
+        self.sent = Counter[str]()  # bytes of casts on their way, by unit
+        # Bytes of packed leaves once they are decoded, which is when the unit is reached, by unit.
+        self.undecoded = Counter[str]()
+        # When the gathers of a unit are over, by unit.
+        self.ready = defaultdict[str, deque[float]](deque)
+        # Whether the rank has waited for the unit that it has reached, or need not.
+        self.arrived = True
+        self.again = Counter[str]()  # bytes gathered for a forward that runs again, by unit
+        self.slices = Counter[str]()  # bytes of slices kept after forward, by unit
+        self.summed = set[tuple[str, str]]()  # buffers that later micro-batches add to
+        self.running = deque[_Reduction]()
+        self.graded = set[tuple[str, str]]()  # buffers with a reduced gradient
+        self.held_changes: list[tuple[int, str, int]] = []  # moments before, unit, bytes
+        self.copied = 0  # bytes of a gathered buffer that was copied out and is not freed yet
+        self.lingering: list[int] = []  # bytes of freed units that still count
 
     # --- the whole step ---------------------------------------------------------------------------
 
