@@ -267,7 +267,12 @@ def make_template(
     references = References.of(attributes, part_ids)
     with references.in_memo(memo) as memo:
         _copy_by_attributes(modules, memo)
-        root_copy = copy.deepcopy(modules[0], memo)
+        parts_only = {**memo, **{id(m): m for m in modules}}
+        try:
+            root_copy = copy.deepcopy(modules[0], memo)
+        except Exception:  # of any kind: it is the code of any object
+            _check_attributes(modules, parts_only)
+            raise
     module_copies = list(root_copy.modules())
     if references.captures:
         # Why again: deepcopy of a module copies its attributes without ``copied``.
@@ -277,6 +282,20 @@ def make_template(
             ]
             m.__dict__.update((key, copied(value, memo)) for key, value in function_attributes)
     return module_copies, stand_ins
+
+
+def _check_attributes(modules: Sequence[nn.Module], memo: Mapping[int, Any]) -> None:
+    """Raise an error that names the first attribute that has no copy."""
+    for module in modules:
+        for name, value in attributes_to_follow(module):
+            try:
+                copy.deepcopy(value, dict(memo))
+            except Exception as error:
+                raise TypeError(
+                    f"make_functional copies the module, and attribute {name!r} of "
+                    f"{type(module).__name__} has no copy ({error}): keep it outside of the "
+                    "module, or give its class a __deepcopy__"
+                ) from error
 
 
 def _copy_by_attributes(modules: Sequence[nn.Module], memo: dict[int, Any]) -> None:

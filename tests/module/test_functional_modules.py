@@ -352,6 +352,13 @@ def test_a_module_that_needs_arguments_when_it_is_made() -> None:
     check_own(Around(nn.Linear(3, 3)))
 
 
+def test_an_attribute_that_has_no_copy_is_named() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    module[1].writer = {"queue": threading.Lock()}  # as a SummaryWriter has
+    with pytest.raises(TypeError, match=r"attribute 'writer' of Tanh has no copy \(cannot pickle .*: keep it outside"):
+        fs.make_functional(module)
+
+
 def test_a_module_whose_pickle_leaves_out_what_cannot_be_copied() -> None:
     class Locked(nn.Linear):
         def __init__(self) -> None:
