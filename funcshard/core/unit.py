@@ -200,7 +200,7 @@ class FirstLook:
     def begin(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Return samples to compare with, or ``None`` if there is nothing to compare."""
         # Note: the values of tensors cannot be read there, and those of subclasses may communicate.
-        if not self.pending or recording_or_transforming() or not all(map(_is_readable, leaves)):
+        if recording_or_transforming() or not all(map(_is_readable, leaves)):
             return None
         return list(map(_sample, leaves))
 
@@ -372,8 +372,9 @@ class Unshard:
             apply = functools.partial(self.apply, leaf_tensors, gathered)
         else:
             apply = functools.partial(self.apply, tree.build(self.unit.structure, leaf_tensors))
-        versions_before = _versions(first_leaves)
-        samples_before = self.first_look.begin(leaf_tensors)
+        versions_before, samples_before = _versions(first_leaves), None
+        if self.first_look.pending:
+            samples_before = self.first_look.begin(leaf_tensors)
         is_logging = _log.isEnabledFor(logging.DEBUG)
         if is_logging:
             _log.debug("pre_forward of unit %r", self.unit.title)

@@ -450,7 +450,7 @@ def unchanged(params: NamedTensors, first_look: FirstLook) -> Iterator[None]:
     flags_and_grads = list(map(_flag_and_grad, leaf_params))
     attributes_before = [vars(tensor).copy() for tensor in param_tensors]
     versions_before = _versions(param_tensors)
-    samples_before = first_look.begin(param_tensors)
+    samples_before = first_look.begin(param_tensors) if first_look.pending else None
     try:
         yield
     finally:
