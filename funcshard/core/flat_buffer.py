@@ -10,7 +10,6 @@ leaves are views of one gathered buffer, ``[*batch, padded_numel]``, also under 
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections.abc import Sequence
@@ -232,19 +231,25 @@ def _parts(
         return batch_shape, leaf_rows
     # With vmap each rank gets a slice of every row, so the rows are cut up by rank.
     if comm.topology.cut:
-        return batch_shape, _by_rank(leaf_rows, buffer.shard_numel, buffer.shards)
+        return batch_shape, [_by_rank(leaf_rows, comm)]
     return batch_shape, [torch.cat(leaf_rows, -1).view(-1)]
 
 
-def _by_rank(rows: Sequence[torch.Tensor], shard_numel: int, ranks: int) -> list[torch.Tensor]:
-    """Return 1-D tensors that concatenate to each rank's slices of all rows, in rank order."""
-    rank_parts: list[torch.Tensor] = []
+def _by_rank(rows: Sequence[torch.Tensor], comm: BufferComm) -> torch.Tensor:
+    """Return each rank's slices of all rows, in rank order, in one 1-D tensor."""
+    shard_numel = comm.plan.shard_numel
     # A leaf may lie in the slices of several ranks, and a slice may hold several leaves.
-    for rank in range(ranks):
-        row_slices = slice_parts(rows, rank * shard_numel, (rank + 1) * shard_numel)
-        columns = zip(*[row_slice.unbind(0) for row_slice in row_slices], strict=True)
-        rank_parts += itertools.chain.from_iterable(columns)
-    return rank_parts
+    rank_slices = [
+        slice_parts(rows, rank * shard_numel, (rank + 1) * shard_numel)
+        for rank in range(comm.plan.shards)
+    ]
+    if dispatch_modes():
+        return torch.stack([torch.cat(slices, -1) for slices in rank_slices]).view(-1)
+    shape = len(rank_slices), len(rows[0]), shard_numel
+    whole = comm.mesh.shard.empty(math.prod(shape), rows[0]).view(shape)
+    for rank_part, slices in zip(whole, rank_slices, strict=True):
+        torch.cat(slices, -1, out=rank_part)
+    return whole.view(-1)
 
 
 # --- flat tensors of no unit, without autograd ----------------------------------------------------
