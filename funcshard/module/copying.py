@@ -246,8 +246,6 @@ def make_template(
     part_ids = {*map(id, modules), *memo}
     attributes: list[Any] = []
     for m in modules:
-        # Why not by deepcopy: a module has a dozen empty tables of hooks, which take most of its
-        # time.
         for key, table_type in TORCH_CONTAINERS.items():
             table = m.__dict__.get(key)
             if type(table) is table_type and not table:
@@ -266,12 +264,12 @@ def make_template(
                 attributes.append(value)
     references = References.of(attributes, part_ids)
     with references.in_memo(memo) as memo:
-        _copy_by_attributes(modules, memo)
-        parts_only = {**memo, **{id(m): m for m in modules}}
         try:
+            _copy_by_attributes(modules, memo)
             root_copy = copy.deepcopy(modules[0], memo)
         except Exception:  # of any kind: it is the code of any object
-            _check_attributes(modules, parts_only)
+            parts = {id(part): part for part in (*modules, *tensors.values())}
+            _check_attributes(modules, parts)
             raise
     module_copies = list(root_copy.modules())
     if references.captures:
@@ -299,9 +297,10 @@ def _check_attributes(modules: Sequence[nn.Module], memo: Mapping[int, Any]) -> 
 
 
 def _copy_by_attributes(modules: Sequence[nn.Module], memo: dict[int, Any]) -> None:
-    """Put copies of modules of ``torch.fx``, and of those with their own pickle, into ``memo``."""
-    # Why not deepcopy: that of GraphModule loses attributes and compiles the graph again, and a
-    # pickle may make other children and tensors, as that of e3nn's modules does.
+    """Put copies of modules into ``memo``, except for those that deepcopy has to copy."""
+    # Why not deepcopy: it takes three times as long for a usual module. That of GraphModule loses
+    # attributes and compiles the graph again, and a pickle may make other children and tensors, as
+    # that of e3nn's modules does.
     originals: list[nn.Module] = []
     for module in modules:
         cls = type(module)
@@ -313,19 +312,22 @@ def _copy_by_attributes(modules: Sequence[nn.Module], memo: dict[int, Any]) -> N
             }
             memo[id(module)] = object.__new__(type(cls.__name__, (cls,), class_attributes))
             originals.append(module)
-        elif _has_own_pickle(cls) and _can_copy_attributes(
-            module, memo | {id(module): module for module in modules}
+        elif not hasattr(cls, "__deepcopy__") and (
+            _is_usual(cls)
+            or _can_copy_attributes(module, memo | {id(module): module for module in modules})
         ):
             memo[id(module)] = object.__new__(cls)
             originals.append(module)
     for module in originals:
-        shared_keys = graph_attributes(type(module))
-        memo[id(module)].__dict__.update(
-            {
-                key: value if key in shared_keys else copy.deepcopy(value, memo)
-                for key, value in module.__dict__.items()
-            }
-        )
+        shared_keys, attributes = graph_attributes(type(module)), memo[id(module)].__dict__
+        for key, value in module.__dict__.items():
+            if type(value) in _PLAIN or key in shared_keys:
+                attributes[key] = value
+            # Why asked here: a module has a dozen empty tables, which would take most time.
+            elif (known_copy := memo.get(id(value))) is not None:
+                attributes[key] = known_copy
+            else:
+                attributes[key] = copy.deepcopy(value, memo)
 
 
 def _can_copy_attributes(module: nn.Module, memo: dict[int, Any]) -> bool:
@@ -340,9 +342,12 @@ def _can_copy_attributes(module: nn.Module, memo: dict[int, Any]) -> bool:
     return True
 
 
-def _has_own_pickle(cls: type[nn.Module]) -> bool:
-    return not hasattr(cls, "__deepcopy__") and (
-        cls.__new__ is not object.__new__  # which may need arguments, as that of ema_pytorch's EMA
-        or cls.__getstate__ is not nn.Module.__getstate__
-        or cls.__setstate__ is not nn.Module.__setstate__
+def _is_usual(cls: type[nn.Module]) -> bool:
+    """Return whether a pickle of the class has the attributes of the module, and nothing else."""
+    return (
+        cls.__new__ is object.__new__  # others may need arguments, as that of ema_pytorch's EMA
+        and cls.__getstate__ is nn.Module.__getstate__
+        and cls.__setstate__ is nn.Module.__setstate__
+        and cls.__reduce__ is nn.Module.__reduce__
+        and cls.__reduce_ex__ is nn.Module.__reduce_ex__
     )
