@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def lower(
     elif operation_name:
         # Note: unit, axis and label are known now; only data, and the source of a broadcast, are
         # arguments.
-        copy.target = _Start(node, operation_name, mesh, donated=_is_free(node, storages))
+        copy.target = _start_of(node, operation_name, mesh, donated=_is_free(node, storages))
         copy.args, copy.kwargs = copy.args[: 2 if operation_name == "broadcast" else 1], {}
 
 
@@ -78,66 +79,61 @@ def _number(function: Callable[[int], float], is_tensor: bool) -> Callable[[int]
     return number
 
 
+@dataclass(slots=True, eq=False)
 class _Pending:
     """A collective that runs, with the tensors that it reads and writes."""
 
-    __slots__ = ("_held", "_out", "_work")
-
-    def __init__(self, work: Any, out: torch.Tensor, held: Any = None) -> None:
-        self._work, self._out, self._held = work, out, held
+    work: Any
+    out: torch.Tensor
+    held: Any = None
 
     def wait(self) -> torch.Tensor:
-        self._work.wait()
+        self.work.wait()
         # Why: data that a collective read is free with its wait, as memory_of counts.
-        self._held = None
-        return self._out
+        self.held = None
+        return self.out
 
 
-class _Start:
-    """The start of a collective: a function from its data to a ``_Pending``."""
+def _start_of(node: fx.Node, name: str, mesh: Mesh, *, donated: bool) -> Callable[..., Any]:
+    """Return the start of a collective: a function from its data to its wait."""
+    event: Any = node.meta.get("event")
+    arguments = operator_arguments(node.target, node.args, node.kwargs)
+    group, label = _group(mesh, arguments["axis"], arguments["ranks"]), arguments["label"]
 
-    def __init__(self, node: fx.Node, name: str, mesh: Mesh, *, donated: bool) -> None:
-        self.__name__ = name
-        self._start = getattr(self, f"_{name}")
-        self._event = node.meta.get("event")
-        self._arguments = operator_arguments(node.target, node.args, node.kwargs)
-        self._group = _group(mesh, self._arguments["axis"], self._arguments["ranks"])
-        self._label, self._donated = self._arguments["label"], donated
+    def all_gather(shard: torch.Tensor) -> Any:
+        if arguments["shared"]:
+            return group.all_gather_last(shard, shared=True, label=label)
+        return all_gather_private(group, shard, label=label)
 
-    def __call__(self, *data: Any) -> Any:
-        if self._event is not None:
-            emit(self._event)
-        return self._start(*data)
-
-    def _all_gather(self, shard: torch.Tensor) -> Any:
-        if self._arguments["shared"]:
-            return self._group.all_gather_last(shard, shared=True, label=self._label)
-        return all_gather_private(self._group, shard, label=self._label)
-
-    def _reduce_scatter(self, parts: Sequence[torch.Tensor]) -> Any:
-        shard_numel = sum(part.numel() for part in parts) // self._group.size
-        out_tensor = parts[0].new_empty(shard_numel, dtype=self._arguments["dtype"])
+    def reduce_scatter(parts: Sequence[torch.Tensor]) -> Any:
+        shard_numel = sum(part.numel() for part in parts) // group.size
+        out_tensor = parts[0].new_empty(shard_numel, dtype=arguments["dtype"])
         # Why one: a group copies several parts at once, and reads a single one until it is done.
         held_parts = parts if len(parts) == 1 else None
         return _Pending(
-            self._group.reduce_scatter(out_tensor, parts, label=self._label), out_tensor, held_parts
+            group.reduce_scatter(out_tensor, parts, label=label), out_tensor, held_parts
         )
 
-    def _all_reduce(self, tensor: torch.Tensor, *src: int) -> Any:
-        out_tensor = tensor if self._donated else tensor.clone()
-        start = getattr(self._group, self.__name__)
-        return _Pending(start(out_tensor, *src, label=self._label), out_tensor)
+    def in_place(tensor: torch.Tensor, *src: int) -> Any:
+        out_tensor = tensor if donated else tensor.clone()
+        return _Pending(getattr(group, name)(out_tensor, *src, label=label), out_tensor)
 
-    _broadcast = _all_reduce  # which takes the source too
-
-    def _all_to_all(self, full: torch.Tensor) -> Any:
-        split_sizes = self._arguments["out_sizes"], self._arguments["sizes"]
+    def all_to_all(full: torch.Tensor) -> Any:
+        split_sizes = arguments["out_sizes"], arguments["sizes"]
         out_tensor = full.new_empty(sum(split_sizes[0]))
         return _Pending(
-            self._group.all_to_all(out_tensor, full, *split_sizes, label=self._label),
-            out_tensor,
-            full,
+            group.all_to_all(out_tensor, full, *split_sizes, label=label), out_tensor, full
         )
+
+    starts: Any = {f.__name__: f for f in (all_gather, reduce_scatter, all_to_all)}
+    start_data = starts.get(name, in_place)
+
+    def start(*data: Any) -> Any:
+        if event is not None:
+            emit(event)
+        return start_data(*data)
+
+    return start
 
 
 def _group(mesh: Mesh, axis: str, ranks: int) -> Group:
