@@ -188,9 +188,9 @@ def estimate(
 
 def budget_on(hardware: Hardware, budget: int | str | None) -> tuple[int | None, int]:
     """Return a budget in bytes, and what a rank may use: at most what the device has."""
-    asked_budget = None if budget is None else check_bytes("budget", budget, example="80GiB")
-    if asked_budget is None:
+    if budget is None:
         return None, hardware.memory
+    asked_budget = check_bytes("budget", budget, example="80GiB")
     return asked_budget, min(asked_budget, hardware.memory)
 
 

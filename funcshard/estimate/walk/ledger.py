@@ -81,27 +81,21 @@ class Ledger:
 
     def run(self, run: Run, begin: float, end: float) -> None:
         """Keep two moments of a run: its highest memory, at ``begin``, and its end, in seconds."""
-        # Why not note: a step of a large model has hundreds of runs.
-        current_sizes, moments = self._now, self.moments
-        other_bytes = self.total - self._tape
+        self._hold(run.highest)
         # Note: a run's highest memory is somewhere inside it; its beginning is as good a place.
-        current_sizes[_TAPE] = run.highest
-        total_bytes = other_bytes + sum(run.highest)
-        if total_bytes > self.peak:
-            self.peak, self.highest = total_bytes, len(moments)
-        moments.append((begin, run.what, run.unit, tuple(current_sizes)))
-        current_sizes[_TAPE] = run.end
-        self._tape = sum(run.end)
-        self.total = total_bytes = other_bytes + self._tape
-        if total_bytes > self.peak:
-            self.peak, self.highest = total_bytes, len(moments)
-        moments.append((end, run.what, run.unit, tuple(current_sizes)))
+        self.note(begin, run.what, run.unit)
+        self._hold(run.end)
+        self.note(end, run.what, run.unit)
+
+    def _hold(self, sizes: tuple[int, ...]) -> None:
+        taken_bytes = sum(sizes)
+        self._now[_TAPE] = sizes
+        self.total += taken_bytes - self._tape
+        self._tape = taken_bytes
 
     def clear_tape(self) -> None:
         """Free all bytes of the categories that the tape knows."""
-        self._now[_TAPE] = (0, 0, 0, 0)
-        self.total -= self._tape
-        self._tape = 0
+        self._hold((0, 0, 0, 0))
 
     def note(self, seconds: float, what: str, unit: str) -> None:
         if self.total > self.peak:

@@ -158,7 +158,6 @@ class BufferSizes:
             packed leaves, the gathered bytes until they are decoded.
         gathered: the gathered buffer; 0 if the leaves are views of the shard.
         decoding: what decoding takes beside its result; 0 if the leaves are not packed.
-        grads: the gradients of the leaves.
         full: the flat gradient that is reduced.
         full_before_cast: the same before its cast; 0 without a cast.
         cast_grads: the gradients of the leaves, if they're cast to be reduced.
@@ -174,7 +173,6 @@ class BufferSizes:
     sent: int
     gathered: int
     decoding: int
-    grads: int
     full: int
     full_before_cast: int
     cast_grads: int
@@ -260,7 +258,7 @@ def sizes_of(unit: UnitPlan, *, accelerator: bool) -> UnitSizes:
         decoded=decoded_bytes,
         decoding=max((sizes.decoding for sizes in buffer_sizes.values()), default=0),
         last_cut=cut_buffers[-1].key if cut_buffers else "",
-        reduced=tuple(sizes for sizes in reversed(trained_buffers) if sizes.grads),
+        reduced=tuple(sizes for sizes in reversed(trained_buffers) if sizes.full),
     )
 
 
@@ -294,7 +292,6 @@ def _buffer_sizes(unit: UnitPlan, buffer: BufferPlan, *, accelerator: bool) -> B
         # Note: without a cast, the leaves of an uncut buffer are views of the shard.
         gathered=gathered_numel * gathered_itemsize * (is_cut or is_cast),
         decoding=decoding_bytes,
-        grads=grad_bytes,
         full=trained_factor * padded_numel * reduced_itemsize,
         full_before_cast=trained_factor
         * padded_numel

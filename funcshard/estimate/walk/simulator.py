@@ -16,7 +16,6 @@ collectives and where they start. The rules below give the buffers that the runt
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,10 +103,7 @@ def simulate_step(
         profile.buffers,
         profile.inputs * accumulation.micro_batches,
     )
-    steps = itertools.chain.from_iterable(
-        itertools.repeat(program.steps, accumulation.micro_batches)
-    )
-    step_walk.run(steps, predicted)
+    step_walk.run(iter(program.steps * accumulation.micro_batches), predicted)
     step_walk.end()
     return Simulation(
         schedule=schedule,
@@ -427,22 +423,16 @@ class _Walk:
             if buffer_mode(reduce_mode, cut=buffer.cut, repeated=buffer.repeated) != "once":
                 self._start(name, buffer, joined=False)
                 continue
-            cast_bytes = self._join(name, buffer)
+            # Note: gradients are joined for later micro-batches.
+            self.ledger.add("reduction", buffer.full + buffer.cast_grads)
+            self.note("join", name)
+            if (name, buffer.key) in self.summed:  # it is added to that of the micro-batch before
+                self.ledger.free("reduction", buffer.full)
+            self.summed.add((name, buffer.key))
             if is_last and not more_coming:
                 self.summed.discard((name, buffer.key))
                 self._start(name, buffer, joined=True)
-            self.ledger.free("reduction", cast_bytes)
-
-    def _join(self, name: str, buffer: BufferSizes) -> int:
-        """Join gradients for later micro-batches; return the bytes to free after the cast."""
-        cast_bytes = buffer.cast_grads
-        self.ledger.add("reduction", buffer.full + cast_bytes)
-        self.note("join", name)
-        if (name, buffer.key) in self.summed:  # it is added to that of the micro-batch before
-            self.ledger.free("reduction", buffer.full)
-        else:
-            self.summed.add((name, buffer.key))
-        return cast_bytes
+            self.ledger.free("reduction", buffer.cast_grads)
 
     def _start(self, name: str, buffer: BufferSizes, *, joined: bool) -> None:
         """Take the buffers of a reduction, whose time follows with its events.
@@ -483,13 +473,10 @@ class _Walk:
         on_host = self.sizes[name].offload
         kept_bytes = 0 if on_host else buffer.kept
         # Why together on the device: without a cast the gradient is the reduced buffer itself.
+        self.ledger.add("gradient shards", kept_bytes)
         if on_host or buffer.kept != buffer.reduced:
-            self.ledger.add("gradient shards", kept_bytes)
             self.note("reduced", name)
-            self.ledger.free("reduction", buffer.reduced)
-        else:
-            self.ledger.free("reduction", buffer.reduced)
-            self.ledger.add("gradient shards", kept_bytes)
+        self.ledger.free("reduction", buffer.reduced)
         if on_host:
             self.lanes.copy("reduce", buffer.reduced)
         if (name, buffer.key) in self.graded:  # it is added to that of the micro-batch before
