@@ -12,6 +12,7 @@ https://github.com/pytorch/pytorch/blob/v2.7.0/torch/_functorch/partitioners.py
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,15 +39,17 @@ def is_reduction(operation: Any) -> bool:
     return torch.Tag.reduction in operation.tags
 
 
+@dataclass(slots=True, eq=False)
 class _Packed:
-    """A tensor that autograd saves; ``tensor`` is ``None`` if the compiler drops it."""
+    """A tensor that autograd saves; ``tensor`` is ``None`` if the compiler drops it.
 
-    __slots__ = ("form", "kept", "tensor")
+    Attributes:
+        roots: the tensors that a dropped one is computed from, which are kept.
+    """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor: Any = tensor
-        self.form = Form.of(tensor)
-        self.kept: list[torch.Tensor] = []  # the tensors that a dropped one is computed from
+    tensor: Any
+    form: Form
+    roots: list[torch.Tensor]
 
 
 class Region(TorchDispatchMode):
@@ -96,7 +99,7 @@ class Region(TorchDispatchMode):
         if self._is_param(tensor):
             return self.recorder.pack(tensor)
         # Note: which ones the compiler keeps is known only at the end of the region.
-        self.packed.append(_Packed(tensor))
+        self.packed.append(_Packed(tensor, Form.of(tensor), []))
         return self.packed[-1]
 
     def _choose(self) -> None:
@@ -125,8 +128,8 @@ class Region(TorchDispatchMode):
                 continue
             # Note: the roots are kept in place of the tensor, and serve later candidates too.
             kept_storages |= root_tensors.keys()
-            packed.tensor, packed.kept = None, list(root_tensors.values())
-            for root in packed.kept:
+            packed.tensor, packed.roots = None, list(root_tensors.values())
+            for root in packed.roots:
                 self.recorder.pack(root)
         self.packed, self.roots = [], {}
 

@@ -119,8 +119,8 @@ class _Folder:
         for frame, phase, event in log:
             # Note: the events of one phase of one call become one event, at the place of the first
             # of them. Backward of a call may be interrupted by that of others.
-            folded = _outermost_fold(frame, root)
-            if folded is not None:
+            if folded_calls := frame.folded(root):
+                folded = folded_calls[-1]
                 fold_phase = "forward"
                 if phase == "backward":
                     fold_phase = "recompute" if folded.again else "backward"
@@ -174,7 +174,7 @@ class _Folder:
             # It leaves what it made and didn't free: gradients of its inputs.
             _number(exchanged, _GIVEN, given_storages)
             _number(exchanged, _MADE, left_storages)
-            if _fold_around(call_frame) is not None:
+            if len(call_frame.folded()) > 1:  # inside another one
                 self._check(window, given_storages, left_storages)
             else:
                 left_sizes = tuple(self._sizes[storage] for storage in left_storages)
@@ -281,22 +281,6 @@ class _Folder:
 def _number(exchanged: dict[int, int], start: int, storages: Iterable[int]) -> None:
     for place, storage in enumerate(dict.fromkeys(storages)):
         exchanged.setdefault(storage, start - place)
-
-
-def _outermost_fold(frame: Frame, root: Frame | None) -> Frame | None:
-    """Return the outermost folded call, below ``root``, around a call."""
-    outermost_frame = None
-    outer_frame: Frame | None = frame
-    while outer_frame is not None and outer_frame is not root:
-        if outer_frame.fold is not None:
-            outermost_frame = outer_frame
-        outer_frame = outer_frame.parent
-    return outermost_frame
-
-
-def _fold_around(frame: Frame) -> Frame | None:
-    """Return the innermost folded call around a call."""
-    return next((f for f in frame.outwards() if f is not frame and f.fold is not None), None)
 
 
 # --- stubs ----------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from funcshard._utils.torch_private import (
     storage_id,
     stored_parts,
 )
-from funcshard._utils.tree import tensors_in
+from funcshard._utils.tree import is_under, tensors_in
 from funcshard.estimate.trace.compiled import is_fused, is_reduction
 from funcshard.estimate.trace.tape import (
     Alloc,
@@ -68,6 +68,16 @@ class Frame:
     compiled: bool = False
     output_grads: set[int] = field(default_factory=set)
     grad_forms: list[Any] = field(default_factory=list)
+
+    def folded(self, root: Frame | None = None) -> list[Frame]:
+        """Return the folded calls from this one out to ``root``, innermost first."""
+        folded_calls: list[Frame] = []
+        frame: Frame | None = self
+        while frame is not None and frame is not root:
+            if frame.fold is not None:
+                folded_calls.append(frame)
+            frame = frame.parent
+        return folded_calls
 
     def outwards(self) -> Iterator[Frame]:
         """Yield the call and those around it, innermost first."""
@@ -149,10 +159,7 @@ class Recorder(TorchDispatchMode):
 
     def _caller(self, path: str) -> Frame:
         """Return the call, above the one whose backward runs, that contains the module."""
-        for frame in self.frame.outwards():
-            if path == frame.path or path.startswith(f"{frame.path}."):
-                return frame
-        return self.root
+        return next(frame for frame in self.frame.outwards() if is_under(path, frame.path))
 
     def _follow_backward(self) -> None:
         """Find the call whose backward runs now."""
@@ -181,8 +188,7 @@ class Recorder(TorchDispatchMode):
 
     def fold_around(self) -> Frame | None:
         """Return the innermost running call of a module that represents others."""
-        frames = self._stack[-1].outwards()
-        return next((frame for frame in frames if frame.fold is not None), None)
+        return next(iter(self._stack[-1].folded()), None)
 
     def runs(self, path: str) -> bool:
         """Return whether a call of a module runs, in forward or in a checkpoint."""

@@ -159,10 +159,6 @@ def _around(path: str) -> list[str]:
     return [*tree.upwards(path)][1:]
 
 
-def _nothing() -> None:
-    return None
-
-
 def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
     """Return a fake tensor, inside of ``fake_tensors``."""
     return Form.of(tensor).empty().requires_grad_(tensor.requires_grad)
@@ -200,7 +196,7 @@ class _Tracer:
         self.dtypes = leaf_dtypes(plan)
         self.modules: list[nn.Module] = []
         # The hook of the checkpoint in which a module of a kind ran last.
-        self.checkpoint: Callable[[], Any] = _nothing
+        self.checkpoint: weakref.ref[Any] | None = None
         self.paths = self.skeleton.paths()
         again_indices = {self.paths[path] for path in remat | compiled if path in self.paths}
         self.kinds, self.differing = kinds_of(self.skeleton, self._form_of, again_indices)
@@ -640,11 +636,12 @@ class _Tracer:
     def _check_checkpoint(self) -> None:
         """Raise if another module of a kind ran in the innermost checkpoint."""
         outer_hooks = outer_saved_tensors_hooks()
-        checkpoint_before, self.checkpoint = self.checkpoint(), _nothing
+        checkpoint_before, self.checkpoint = self.checkpoint, None
         if outer_hooks is not None and not self._hooks_are_own():
             # Why weak: the hook holds the inputs of its checkpoint.
             self.checkpoint = weakref.ref(outer_hooks[0])
-        if checkpoint_before is not None and self.checkpoint() is checkpoint_before:
+        # Note: two references are equal while they are to one hook.
+        if self.checkpoint is not None and self.checkpoint == checkpoint_before:
             raise CannotFoldError(0)
 
     def _hooks_are_own(self) -> bool:
