@@ -11,13 +11,13 @@ import itertools
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from funcshard.estimate.machine import Hardware, update_time
 from funcshard.estimate.search.space import Candidate, UnitClass, on_mesh, unit_classes
-from funcshard.estimate.trace import Profile, Program, Run
+from funcshard.estimate.trace import Profile, Program, Run, once
 from funcshard.estimate.walk import (
     HardwareClock,
     OptimizerMemory,
@@ -36,8 +36,6 @@ from funcshard.plan import (
     make_schedule,
     predict_events,
 )
-
-_T = TypeVar("_T")
 
 _LESS = 1 - 1e-9  # sums in another order differ in their last digits
 
@@ -257,7 +255,8 @@ class Scorer:
 
     def program(self, candidate: Candidate) -> Program:
         profile, plan = self.profiles[candidate.profile][1], self.singles[candidate.profile]
-        return self._once(
+        return once(
+            self._made,
             ("program", *self._key(candidate)),
             lambda: profile.program(plan, remat=self.remat(candidate)),
         )
@@ -283,55 +282,48 @@ class Scorer:
                 reduced=[place.unit for place in program.reached if place.what == "reduce"],
             )
 
-        return self._once(("bounds", *self._key(candidate)), bounds)
+        return once(self._made, ("bounds", *self._key(candidate)), bounds)
 
     def _key(self, candidate: Candidate) -> tuple[int, tuple[int, ...]]:
         return candidate.profile, tuple(choice.remat for choice in candidate.choices)
 
     def _clock(self, mesh: tuple[int, int]) -> HardwareClock:
         axes = self.singles[0].mesh_axes | {"replicate": mesh[0], "shard": mesh[1]}
-        return self._once(mesh, lambda: HardwareClock(self.hardware, axes))
+        return once(self._made, mesh, lambda: HardwareClock(self.hardware, axes))
 
     def _base(self, candidate: Candidate, strategy: str) -> _Base:
         def base() -> _Base:
             options = functools.partial(unit_options, strategy)
-            plan = on_mesh(self.singles[candidate.profile], candidate.mesh, options)
-            return self._measured(plan, candidate)
+            single_plan = self.singles[candidate.profile]
+            plan = on_mesh(single_plan, candidate.mesh, options)
+            profile = self.profiles[candidate.profile][1]
+            program = profile.program(single_plan)
+            clock = self._clock(candidate.mesh)
+            lane_seconds = {name: [0.0, 0.0, 0.0] for name in plan.units}
+            once_seconds = {name: [0.0, 0.0, 0.0] for name in plan.units}
+            first_seconds = dict.fromkeys(plan.units, 0.0)
+            late_seconds = first_seconds.copy()
+            events, begun = set[Event](), set[tuple[str, str]]()
+            forward_order = [name for name in program.order if name in lane_seconds]
+            for event in predict_events(plan, forward_order, not_saved=program.not_saved):
+                lane = int(event.kind != "all_gather")
+                if self.runtime.replicates_apart and event.kind == "all_reduce":
+                    lane = 2
+                seconds, name = clock.collective(event)[0], event.unit or ""
+                lane_seconds[name][lane] += seconds
+                if event in events:
+                    continue
+                events.add(event)
+                once_seconds[name][lane] += seconds
+                if event.kind == "all_gather":
+                    continue
+                if (name, event.buffer) in begun:
+                    late_seconds[name] += seconds
+                else:
+                    begun.add((name, event.buffer))
+                    late_seconds[name] = 0.0
+                    first_seconds[name] = first_seconds[name] or seconds
+            unit_sizes = sizes_by_unit(plan, accelerator=self.runtime.accelerator)
+            return _Base(plan, unit_sizes, lane_seconds, once_seconds, first_seconds, late_seconds)
 
-        return self._once((candidate.profile, candidate.mesh, strategy), base)
-
-    def _once(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        if key not in self._made:
-            self._made[key] = make()
-        value: _T = self._made[key]
-        return value
-
-    def _measured(self, plan: Plan, candidate: Candidate) -> _Base:
-        profile = self.profiles[candidate.profile][1]
-        program = profile.program(self.singles[candidate.profile])
-        clock = self._clock(candidate.mesh)
-        lane_seconds = {name: [0.0, 0.0, 0.0] for name in plan.units}
-        once_seconds = {name: [0.0, 0.0, 0.0] for name in plan.units}
-        first_seconds, late_seconds = dict.fromkeys(plan.units, 0.0), dict.fromkeys(plan.units, 0.0)
-        events, begun = set[Event](), set[tuple[str, str]]()
-        forward_order = [name for name in program.order if name in lane_seconds]
-        for event in predict_events(plan, forward_order, not_saved=program.not_saved):
-            lane = int(event.kind != "all_gather")
-            if self.runtime.replicates_apart and event.kind == "all_reduce":
-                lane = 2
-            seconds, name = clock.collective(event)[0], event.unit or ""
-            lane_seconds[name][lane] += seconds
-            if event in events:
-                continue
-            events.add(event)
-            once_seconds[name][lane] += seconds
-            if event.kind == "all_gather":
-                continue
-            if (name, event.buffer) in begun:
-                late_seconds[name] += seconds
-            else:
-                begun.add((name, event.buffer))
-                late_seconds[name] = 0.0
-                first_seconds[name] = first_seconds[name] or seconds
-        unit_sizes = sizes_by_unit(plan, accelerator=self.runtime.accelerator)
-        return _Base(plan, unit_sizes, lane_seconds, once_seconds, first_seconds, late_seconds)
+        return once(self._made, (candidate.profile, candidate.mesh, strategy), base)

@@ -18,7 +18,7 @@ program. In reading order:
 
 from __future__ import annotations
 
-from funcshard.estimate.trace.profiling import Profile, profile
+from funcshard.estimate.trace.profiling import Profile, once, profile
 from funcshard.estimate.trace.program import MARGIN, Memory, Program, Run, Work, equal_units
 from funcshard.estimate.trace.recorder import Frame, Recorder
 from funcshard.estimate.trace.stretches import Counts, add_operation
@@ -28,5 +28,5 @@ from funcshard.estimate.trace.tracing import ModelCall
 
 __all__ = [
     "MARGIN", "Alloc", "Counts", "Frame", "Free", "Memory", "ModelCall", "Operation", "Profile", "Program", "Recorder",
-    "Run", "Work", "add_operation", "equal_units", "profile",
+    "Run", "Work", "add_operation", "equal_units", "once", "profile",
 ]  # fmt: skip

@@ -36,6 +36,14 @@ _T = TypeVar("_T")
 _unfolded: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
+def once(made: dict[Any, Any], key: Hashable, make: Callable[[], _T]) -> _T:
+    """Return what was made for a key before, or make it."""
+    if key not in made:
+        made[key] = make()
+    value: _T = made[key]
+    return value
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Profile(Shown):
     """The trace of one forward and backward; made by ``profile``.
@@ -71,7 +79,7 @@ class Profile(Shown):
         """
         # Note: other meshes, strategies and schedules read the same tape.
         key = frozenset(remat), frozenset(apart)
-        return self._once(("tape", *key), lambda: self.retrace(*key))
+        return once(self._made, ("tape", *key), lambda: self.retrace(*key))
 
     def on(self, *, accelerator: bool) -> Profile:
         """Return the profile of the same model on a GPU, or on the CPU."""
@@ -83,7 +91,7 @@ class Profile(Shown):
             retrace = functools.partial(self.retrace, accelerator=False)
             return dataclasses.replace(self, retrace=retrace, _made={})
 
-        return self._once("cpu", on_cpu)
+        return once(self._made, "cpu", on_cpu)
 
     def program(self, plan: Plan, *, remat: Iterable[str] = ()) -> Program:
         """Return the trace as the units of a plan see it.
@@ -95,7 +103,7 @@ class Profile(Shown):
         remat_names = frozenset(remat)
         paths = {unit.name: unit.paths for unit in plan.unit_list}
         staying_units: frozenset[str] = frozenset()
-        if self._once(("nests", *paths), lambda: _nested(paths)):
+        if once(self._made, ("nests", *paths), lambda: _nested(paths)):
             # Note: only inside other units it matters which ones stay gathered.
             staying_units = frozenset(
                 unit.name for unit in plan.unit_list if not unit.reshard_after_forward
@@ -112,7 +120,7 @@ class Profile(Shown):
                     self.tape(remat_names, repeated_paths), paths, stays=staying_units
                 )
 
-        return self._once((tuple(paths.items()), remat_names, staying_units), make)
+        return once(self._made, (tuple(paths.items()), remat_names, staying_units), make)
 
     def _merged(self, plan: Plan, remat: frozenset[str]) -> Program | None:
         """Return a program by the steps of others, or ``None`` if that isn't possible."""
@@ -190,12 +198,6 @@ class Profile(Shown):
         """Bytes that autograd keeps between forward and backward."""
         return sum(self._root().saved.values())
 
-    def _once(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        if key not in self._made:
-            self._made[key] = make()
-        value: _T = self._made[key]
-        return value
-
     def _flops(self, phase: str) -> Mapping[str, int]:
         dtype_flops = Counter[str]()
         for run in self._root().runs():
@@ -205,7 +207,7 @@ class Profile(Shown):
         return +dtype_flops  # those above 0
 
     def _root(self) -> Program:
-        return self._once("root", lambda: make_program(self.tape(), {"": ("",)}))
+        return once(self._made, "root", lambda: make_program(self.tape(), {"": ("",)}))
 
     def _parts(self) -> list[Table]:
         rows = []
@@ -399,5 +401,4 @@ def _form(param: torch.Tensor, trainable: bool) -> torch.Tensor:
 
 
 def _stored_bytes(tensors: Any) -> int:
-    stored_tensors = [part for tensor in tensors_in(tensors) for part in stored_parts(tensor)]
-    return sum(part.numel() * part.element_size() for part in stored_tensors)
+    return sum(part.nbytes for tensor in tensors_in(tensors) for part in stored_parts(tensor))
