@@ -11,10 +11,9 @@ import os
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch import fx
 
 from funcshard._utils import tree
 from funcshard._utils.closures import captured, emptied_caches, reachable
@@ -128,7 +127,8 @@ def record(step: Step, state: Any, batch: Any, names: Mapping[int, Any]) -> tupl
     unit_of_leaf = {
         id(leaf): unit for unit, shard in state.shards.items() for leaf in tree.leaves(shard)
     }
-    for node, leaf_index in zip(graph.find_nodes(op="placeholder"), input_leaves, strict=True):
+    placeholders = graph.find_nodes(op="placeholder")
+    for node, leaf_index in zip(placeholders, input_leaves, strict=True):
         node.meta["path"], node.meta["unit"] = (
             leaf_paths[leaf_index],
             unit_of_leaf.get(id(leaves[leaf_index])),
@@ -138,7 +138,11 @@ def record(step: Step, state: Any, batch: Any, names: Mapping[int, Any]) -> tupl
         # Why first: a recording whose state grows with the batch would be recorded again in each
         # step.
         _check_after(step_facts["after"], sizes)
-        _fill(graph, [signature.leaves[i] for i in input_leaves], constants, sizes)
+        # Note: the results get forms with numbers in place of symbols; counters are still tensors.
+        counter_facts = torch.Size(), torch.int64, torch.device("cpu"), (), False
+        leaf_facts = [signature.leaves[i] for i in tensor_leaves]
+        leaf_facts += [counter_facts] * len(counter_leaves)
+        fill_in(graph, leaf_facts, sizes, input_memory(placeholders), constants)
     tidy(graph, counters=len(counter_leaves))
     step_graph = StepGraph(
         graph=graph,
@@ -168,19 +172,6 @@ def _usable(rules: Sequence[tuple[str, str]], sizes: Mapping[str, int]) -> Condi
             # Note: such as a condition with a function of torch's symbols that Python lacks.
             place_of |= {f"{name} == {size}": place for name, size in sizes.items()}
     return Conditions(tuple(place_of), tuple(place_of.values()))
-
-
-def _fill(
-    graph: fx.Graph,
-    leaves: Sequence[Any],
-    constants: Mapping[str, torch.Tensor],
-    sizes: Mapping[str, int],
-) -> None:
-    """Give the results of a new graph forms with numbers in place of symbols."""
-    counter_facts = torch.Size(), torch.int64, torch.device("cpu"), (), False
-    tensor_leaves = [counter_facts if leaf is int else leaf for leaf in leaves]
-    input_places = input_memory(graph.find_nodes(op="placeholder"))
-    fill_in(graph, tensor_leaves, sizes, input_places, constants)
 
 
 def _check_after(state: Any, sizes: Mapping[str, int]) -> None:
@@ -279,8 +270,21 @@ class _Guard(TorchDispatchMode):
         # Why not lift_fresh: torch.tensor(1.0) inside the step makes a constant of the graph.
         if "lift_fresh" not in func.name():
             for tensor in given_tensors:
-                if not is_fake(tensor):
-                    _refuse(tensor, func)
+                if is_fake(tensor):
+                    continue
+                if is_zero_tensor(tensor):
+                    raise ValueError(
+                        "trace cannot record this torch.func.jvp: torch differentiates an "
+                        "operation forwards with zeros that no recording sees, as for GroupNorm; "
+                        f"found them in {func}: run the step itself, or take the derivative with "
+                        "torch.func.vjp"
+                    )
+                raise ValueError(
+                    "trace records a step whose tensors all come from its arguments; found a "
+                    f"tensor of shape {tuple(tensor.shape)} and {tensor.dtype} in {func}, which "
+                    "would be a constant of the graph: pass it in the state's buffers or in the "
+                    "batch"
+                )
         return func(*args, **(kwargs or {}))
 
     def _note_phase(self, func: Any, tensors: list[torch.Tensor]) -> None:
@@ -300,18 +304,3 @@ class _Guard(TorchDispatchMode):
         if phase != self._phase:
             self._phase = phase
             torch.ops.funcshard.phase(phase)
-
-
-def _refuse(tensor: torch.Tensor, func: Any) -> NoReturn:
-    if is_zero_tensor(tensor):
-        raise ValueError(
-            "trace cannot record this torch.func.jvp: torch differentiates an "
-            "operation forwards with zeros that no recording sees, as for GroupNorm; "
-            f"found them in {func}: run the step itself, or take the derivative with "
-            "torch.func.vjp"
-        )
-    raise ValueError(
-        "trace records a step whose tensors all come from its arguments; found a tensor of shape "
-        f"{tuple(tensor.shape)} and {tensor.dtype} in {func}, which would be a constant of the "
-        "graph: pass it in the state's buffers or in the batch"
-    )

@@ -190,7 +190,7 @@ class StepDifference(Shown):
         return cls(before, after, *map(tuple, change_parts))
 
     def _parts(self) -> Iterable[Part]:
-        rows = [*_collective_rows(self.before, self.after), *_memory_rows(self.before, self.after)]
+        rows = list(_rows(self.before, self.after))
         yield Table("Two steps", ["what", "before", "after"], rows)
         for heading, heading_lines in (
             ("Collectives", self.collectives),
@@ -202,7 +202,7 @@ class StepDifference(Shown):
                 yield f"{heading}: the same, in the same order."
 
 
-def _collective_rows(*step_graphs: StepGraph) -> Iterable[list[str]]:
+def _rows(*step_graphs: StepGraph) -> Iterable[list[str]]:
     for kind in STARTS:
         kind_sizes = [[e.bytes for e in graph.events if e.kind == kind] for graph in step_graphs]
         if any(kind_sizes):
@@ -210,9 +210,6 @@ def _collective_rows(*step_graphs: StepGraph) -> Iterable[list[str]]:
                 f"{len(part)} of {table.size(sum(part))}" if part else "none" for part in kind_sizes
             ]
             yield [f"{_VERBS[kind]}s", *cells]
-
-
-def _memory_rows(*step_graphs: StepGraph) -> Iterable[list[str]]:
     memories = list(map(memory_of, step_graphs))
     yield ["peak", *(table.size(memory.peak) for memory in memories)]
     yield ["peak gathered", *(table.size(memory.peak_gathered) for memory in memories)]
@@ -226,24 +223,25 @@ def _lines(graph: fx.Graph) -> list[str]:
 def _changes(before: Sequence[str], after: Sequence[str]) -> list[str]:
     """Return the lines that are new, gone, earlier or later, in order."""
     listed_changes: list[str] = []
-    unpaired: dict[tuple[str, str], list[int]] = defaultdict(list)  # places in that list
-    for verb, other_verb, line in _edits(before, after):
+    unpaired: dict[str, list[int]] = defaultdict(list)  # places in that list, by line
+    for verb, line in _edits(before, after):
+        change, places = f"{verb}: {line}", unpaired[line]
         # Note: a line that is gone at one place and new at another one has moved.
-        if places := unpaired[other_verb, line]:
+        if places and listed_changes[places[0]] != change:
             direction = "earlier" if verb == "gone" else "later"
             listed_changes[places.pop(0)] = f"{direction}: {line}"
         else:
-            unpaired[verb, line].append(len(listed_changes))
-            listed_changes.append(f"{verb}: {line}")
+            places.append(len(listed_changes))
+            listed_changes.append(change)
     return listed_changes
 
 
-def _edits(before: Sequence[str], after: Sequence[str]) -> Iterable[tuple[str, str, str]]:
+def _edits(before: Sequence[str], after: Sequence[str]) -> Iterable[tuple[str, str]]:
     matcher = SequenceMatcher(None, before, after, autojunk=False)
     for kind, old_begin, old_end, new_begin, new_end in matcher.get_opcodes():
         if kind != "equal":
-            yield from (("gone", "new", line) for line in before[old_begin:old_end])
-            yield from (("new", "gone", line) for line in after[new_begin:new_end])
+            yield from (("gone", line) for line in before[old_begin:old_end])
+            yield from (("new", line) for line in after[new_begin:new_end])
 
 
 def _shortened(lines: Sequence[str]) -> list[str]:

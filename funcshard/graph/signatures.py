@@ -123,22 +123,6 @@ class NamedSizes:
         }
 
 
-def _parse_names(text: str) -> tuple[list[str | None], bool]:
-    """Return the names in a text, and whether further dims may follow."""
-    dim_names = [part.strip() for part in text.split(",")]
-    has_more = dim_names[-1] == "..."
-    if has_more:
-        dim_names.pop()
-    for name in dim_names:
-        if not name.isidentifier() or keyword.iskeyword(name):
-            raise ValueError(
-                "dynamic_shapes names the sizes that may change: 'b, ...' for dim 0, 'b, t' for "
-                "two dims, with _ for a fixed one and ... at the end for all further ones; found "
-                f"{text!r}"
-            )
-    return [None if name == "_" else name for name in dim_names], has_more
-
-
 def _spread(spec: Any, batch: Any, path: str) -> Iterator[tuple[int, str]]:
     """Yield the text for each leaf of a batch."""
     if spec is None:
@@ -164,14 +148,26 @@ def _keys(part: Any) -> Any:
 
 
 def _names(text: str, tensor: torch.Tensor) -> Names:
-    dim_names, has_more = _parse_names(text)
-    if len(dim_names) > tensor.ndim or (len(dim_names) < tensor.ndim and not has_more):
+    """Return the name of each dim of a tensor."""
+    dim_names = [part.strip() for part in text.split(",")]
+    has_more = dim_names[-1] == "..."
+    if has_more:
+        dim_names.pop()
+    for name in dim_names:
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise ValueError(
+                "dynamic_shapes names the sizes that may change: 'b, ...' for dim 0, 'b, t' for "
+                "two dims, with _ for a fixed one and ... at the end for all further ones; found "
+                f"{text!r}"
+            )
+    more_count = tensor.ndim - len(dim_names)
+    if more_count < 0 or (more_count and not has_more):
         raise ValueError(
             f"dynamic_shapes={text!r} names {len(dim_names)} dims; found a tensor of shape "
             f"{list(tensor.shape)} in the batch: pass a tree of texts in the form of the batch, "
             "with None for tensors of fixed shapes, and '...' for further dims"
         )
-    return tuple(dim_names) + (None,) * (tensor.ndim - len(dim_names))
+    return tuple(None if name == "_" else name for name in dim_names + ["_"] * more_count)
 
 
 def sizes_of(leaves: Sequence[Any], names: Mapping[int, Names]) -> dict[str, int]:
