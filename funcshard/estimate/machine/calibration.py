@@ -396,8 +396,11 @@ def measure(
                 # do.
                 swept_memory.add_(1)
                 run_clock = time.perf_counter
-            _together(group)
-            seconds[key].append(_clock(run_once, run_clock))
+            # Note: so that all ranks begin together.
+            group.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu")).wait()
+            begin_seconds = run_clock()
+            run_once()
+            seconds[key].append(run_clock() - begin_seconds)
         kernel_runs.append(times_of(train_step))
     # Note: other programs only add time, so the fastest run is the truest.
     kernel_overhead = min(seconds["kernels"]) / (2 * KERNELS)
@@ -438,17 +441,6 @@ def _reduce(start: Callable[..., Any], ranks: int, out: torch.Tensor, *grads: An
 
 def _ones(nbytes: int) -> torch.Tensor:
     return torch.ones(nbytes // 4, dtype=torch.float32, device="cpu")
-
-
-def _together(group: Group) -> None:
-    group.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu")).wait()
-
-
-def _clock(run: Callable[[], Any], now: Callable[[], float]) -> float:
-    """Return the seconds of a ``run``."""
-    start = now()
-    run()
-    return now() - start
 
 
 def _small_kernels() -> None:

@@ -248,31 +248,27 @@ class Hardware:
                 source.
         """
         try:
-            return _from_data(file_data.parse(text))
+            data: Any = file_data.parse(text)
+            sources: dict[str, Source] = {}
+
+            def figure(name: str, record: Mapping[str, Any]) -> Any:
+                sources[name] = _source(record)
+                return record["value"]
+
+            for name in {*_FIGURES, "optimizer_efficiency"}.intersection(data):
+                data[name] = figure(name, data[name])
+            data["flops"] = {
+                dtype: figure(f"flops.{dtype}", record) for dtype, record in data["flops"].items()
+            }
+            data["offload"] = _record(Link, data["offload"])
+            for name, record_class in _LISTS.items():
+                data[name] = [_record(record_class, record) for record in data.get(name, ())]
+            return Hardware(**data, sources=sources)
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(
                 "a hardware description must have the form of those that come with funcshard; "
                 f"found {type(error).__name__}: {error}"
             ) from None
-
-
-def _from_data(data: dict[str, Any]) -> Hardware:
-    sources: dict[str, Source] = {}
-
-    def figure(name: str, record: Mapping[str, Any]) -> Any:
-        sources[name] = Source(record["source"], record.get("how", "calibrated"))
-        return record["value"]
-
-    values = dict(data)
-    for name in {*_FIGURES, "optimizer_efficiency"}.intersection(data):
-        values[name] = figure(name, data[name])
-    values["flops"] = {
-        dtype: figure(f"flops.{dtype}", record) for dtype, record in data["flops"].items()
-    }
-    values["offload"] = _record(Link, data["offload"])
-    for name, record_class in _LISTS.items():
-        values[name] = [_record(record_class, record) for record in data.get(name, ())]
-    return Hardware(**values, sources=sources)
 
 
 _FIGURES = (
@@ -360,9 +356,12 @@ def _source_data(source: Source) -> dict[str, str]:
 
 
 def _record(record_class: type[Any], data: Mapping[str, Any]) -> Any:
-    source = Source(data["source"], data.get("how", "calibrated"))
     figures = {key: value for key, value in data.items() if key not in ("source", "how")}
-    return record_class(**figures, source=source)
+    return record_class(**figures, source=_source(data))
+
+
+def _source(data: Mapping[str, Any]) -> Source:
+    return Source(data["source"], data.get("how", "calibrated"))
 
 
 def _record_data(record: Link | SizeFactor) -> dict[str, Any]:

@@ -56,8 +56,10 @@ def collective_time(
     stride = check_count("stride", stride)
     if ranks == 1:
         return Timed(0.0, "exact")
-    # Why all ranks in one node without a network: a measured machine, such as a laptop.
-    node_count = _nodes(ranks, stride, hardware.ranks_per_node) if hardware.network else 1
+    # How many nodes the axis through rank 0 reaches.
+    node_count = min(ranks, (ranks - 1) * stride // hardware.ranks_per_node + 1)
+    if not hardware.network:
+        node_count = 1  # a measured machine, such as a laptop
     axis_links = hardware.network if node_count > 1 else hardware.node
     kind_links = _of_kind(axis_links, event_kind)
     # Note: without a measured all-reduce, it is the two halves of NCCL's ring.
@@ -112,14 +114,13 @@ def compute_time(
 
 def update_time(hardware: Hardware, nbytes: int) -> Timed:
     """Return the time in which the optimizer reads and writes bytes of device memory."""
+    if not nbytes:
+        return Timed(0.0, "exact")
     efficiency_name, efficiency = "optimizer_efficiency", hardware.optimizer_efficiency
     if efficiency is None:
         efficiency_name, efficiency = "memory_efficiency", hardware.memory_efficiency
-    seconds = nbytes / (hardware.memory_bandwidth * efficiency)
-    if not nbytes:
-        return Timed(seconds, "exact")
-    sources = hardware.sources
-    return Timed(seconds, weakest(sources["memory_bandwidth"].how, sources[efficiency_name].how))
+    how = [hardware.sources[name].how for name in ("memory_bandwidth", efficiency_name)]
+    return Timed(nbytes / (hardware.memory_bandwidth * efficiency), weakest(*how))
 
 
 def offload_time(hardware: Hardware, nbytes: int) -> Timed:
@@ -128,13 +129,6 @@ def offload_time(hardware: Hardware, nbytes: int) -> Timed:
         return Timed(0.0, "exact")
     link = hardware.offload
     return Timed(link.latency + nbytes / link.bandwidth, link.source.how)
-
-
-def _nodes(ranks: int, stride: int, per_node: int) -> int:
-    """Return how many nodes the axis through rank 0 reaches."""
-    if stride >= per_node:
-        return ranks
-    return (ranks - 1) * stride // per_node + 1
 
 
 def _of_kind(links: Sequence[Link], kind: str) -> list[Link]:
