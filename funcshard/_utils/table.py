@@ -120,12 +120,18 @@ def count(number: int) -> str:
 
 def size(number: int) -> str:
     """Return bytes in the largest unit that fits: ``1.5 MiB``."""
-    value, unit = float(number), "B"
+    unit_bytes, unit = unit_of(number)
+    return f"{number} B" if unit == "B" else f"{number / unit_bytes:.1f} {unit}"
+
+
+def unit_of(number: int) -> tuple[int, str]:
+    """Return the largest unit of bytes that fits, and its name."""
+    unit_bytes, unit = 1, "B"
     for larger_unit in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
+        if number < 1024 * unit_bytes:
             break
-        value, unit = value / 1024, larger_unit
-    return f"{number} B" if unit == "B" else f"{value:.1f} {unit}"
+        unit_bytes, unit = 1024 * unit_bytes, larger_unit
+    return unit_bytes, unit
 
 
 def duration(seconds: float) -> str:

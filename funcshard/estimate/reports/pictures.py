@@ -31,7 +31,6 @@ _PHASES = {
     "all_gather": "#88CCBB", "reduce_scatter": "#EE99AA", "all_reduce": "#CCAADD",
 }  # fmt: skip
 _OTHER, _INK, _ALARM = "#DDCC77", "#333333", "#CC3311"
-_SIZES = (("B", 1), ("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("TiB", 1 << 40))
 _MOST_RANKS, _MOST_NAMES = 64, 14
 _FAR = 2.0  # a budget above so many peaks is not drawn: its line would flatten the rest
 _BESIDE = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "frameon": False, "fontsize": 8}
@@ -47,7 +46,7 @@ def draw_memory(report: Report, *, path: str | Path | None = None) -> Figure:
     figure, axes = _figure(9.0, 4.2)
     category_names = report.categories
     last_second = max(report.step_time, report.timeline[-1].seconds)
-    byte_scale, size_unit = _scale(report.peak)
+    byte_scale, size_unit = table.unit_of(report.peak)
     # Note: the last moment lasts until the end of the step.
     moments = [*report.timeline, report.timeline[-1]]
     seconds = [*(moment.seconds for moment in report.timeline), last_second]
@@ -133,7 +132,7 @@ def draw_pareto(reports: Mapping[str, Report], *, path: str | Path | None = None
         )
     figure, axes = _figure(8.0, 4.6)
     most_bytes = max(report.peak for report in reports.values())
-    byte_scale, size_unit = _scale(most_bytes)
+    byte_scale, size_unit = table.unit_of(most_bytes)
     points = {
         name: (report.peak / byte_scale, report.step_time) for name, report in reports.items()
     }
@@ -201,11 +200,6 @@ def draw_holdings(
     axes.set_xlabel(f"{len(chosen_ranks)} of {plan.world_size} ranks")
     title = f"Parts of units, {mesh_text(plan.mesh_axes)}; beside them parts × copies"
     return _finished(figure, title, path)
-
-
-def _scale(largest: int) -> tuple[int, str]:
-    """Return the largest unit of bytes up to ``largest``, and its name."""
-    return next((size, name) for name, size in reversed(_SIZES) if largest >= size or size == 1)
 
 
 def _label_times(axis: Any, label: str) -> None:

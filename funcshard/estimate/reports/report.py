@@ -391,11 +391,7 @@ def by_unit(
 
 def recomputed_units(report: Report) -> set[str]:
     """Return the names of the units with modules that backward recomputes."""
-    remat: Any = report.options.get("remat") or ()
-    recomputed_modules: set[str] = set()
-    # Note: one name stands alone, and a group is a tuple of the names of its members.
-    for names in (remat,) if isinstance(remat, str) else remat:
-        recomputed_modules.update((names,) if isinstance(names, str) else names)
+    recomputed_modules = set(report.remat)
     return {
         unit.name
         for unit in report.plan.unit_list

@@ -38,9 +38,8 @@ def test_the_memory_and_time_of_units_are_those_of_the_report() -> None:
     [
         ((), set(), ["(root)", "4 × blocks.*"]),
         (("blocks.1",), {"blocks.1"}, ["(root)", "3 × blocks.0 … blocks.3", "blocks.1"]),
-        ("blocks.1", {"blocks.1"}, ["(root)", "3 × blocks.0 … blocks.3", "blocks.1"]),
         (
-            (("blocks.0", "blocks.1"),),
+            ("blocks.0", "blocks.1"),
             {"blocks.0", "blocks.1"},
             ["(root)", "2 × blocks.0, blocks.1", "2 × blocks.2, blocks.3"],
         ),
