@@ -81,21 +81,19 @@ class Ledger:
 
     def run(self, run: Run, begin: float, end: float) -> None:
         """Keep two moments of a run: its highest memory, at ``begin``, and its end, in seconds."""
-        self._hold(run.highest)
         # Note: a run's highest memory is somewhere inside it; its beginning is as good a place.
-        self.note(begin, run.what, run.unit)
-        self._hold(run.end)
-        self.note(end, run.what, run.unit)
-
-    def _hold(self, sizes: tuple[int, ...]) -> None:
-        taken_bytes = sum(sizes)
-        self._now[_TAPE] = sizes
-        self.total += taken_bytes - self._tape
-        self._tape = taken_bytes
+        for seconds, sizes in ((begin, run.highest), (end, run.end)):
+            taken_bytes = sum(sizes)
+            self._now[_TAPE] = sizes
+            self.total += taken_bytes - self._tape
+            self._tape = taken_bytes
+            self.note(seconds, run.what, run.unit)
 
     def clear_tape(self) -> None:
         """Free all bytes of the categories that the tape knows."""
-        self._hold((0, 0, 0, 0))
+        self._now[_TAPE] = (0, 0, 0, 0)
+        self.total -= self._tape
+        self._tape = 0
 
     def note(self, seconds: float, what: str, unit: str) -> None:
         if self.total > self.peak:
