@@ -200,7 +200,9 @@ class FirstLook:
     def begin(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Return samples to compare with, or ``None`` if there is nothing to compare."""
         # Note: the values of tensors cannot be read there, and those of subclasses may communicate.
-        if recording_or_transforming() or not all(map(_is_readable, leaves)):
+        # In inference mode, a forward may write to its leaves.
+        in_inference = torch.is_inference_mode_enabled()
+        if in_inference or recording_or_transforming() or not all(map(_is_readable, leaves)):
             return None
         return list(map(_sample, leaves))
 

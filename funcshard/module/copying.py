@@ -320,7 +320,7 @@ def _copy_by_attributes(modules: Sequence[nn.Module], memo: dict[int, Any]) -> N
             originals.append(module)
     for module in originals:
         shared_keys, attributes = graph_attributes(type(module)), memo[id(module)].__dict__
-        for key, value in module.__dict__.items():
+        for key, value in nn.Module.__getstate__(module).items():  # without what was compiled
             if type(value) in _PLAIN or key in shared_keys:
                 attributes[key] = value
             # Why asked here: a module has a dozen empty tables, which would take most time.

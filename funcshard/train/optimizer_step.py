@@ -145,10 +145,10 @@ class TorchStep:
         new_states = []
         for leaf_views, leaf_state in zip(all_views, leaf_states, strict=True):
             view_states = [optimizer.state.pop(view.parameter, {}) for view in leaf_views]
-            new_state = view_states[0]
-            if num_groups is not None:
-                new_state = _merge_state(leaf_state, leaf_views, view_states, num_groups)
-            new_states.append(new_state)
+            if num_groups is None:
+                new_states += view_states
+            else:
+                new_states.append(_merge_state(leaf_state, leaf_views, view_states, num_groups))
         # Whoever uses the old state gets an error, and no tensors that a step has changed.
         state["leaves"] = DONATED_STATE
         state_after = {"steps": state["steps"] + 1, "leaves": unflatten(new_states)}
