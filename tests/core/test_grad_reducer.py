@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcshard as fs
 from funcshard._utils import tree
@@ -321,3 +322,21 @@ def test_the_reducer_takes_the_gradients_of_stacked_models(name: str, monkeypatc
     fs.simulate(main, GRID)
     stacked = [shape for shape in taken if len(shape) == 2]
     assert len(stacked) == len(taken) // 4 > 0  # as often as those of three models, one after the other
+
+
+class Records(TorchDispatchMode):
+    """A mode that lets every operation run, as one that records it does."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(2)
+def test_gradients_of_stacked_models_are_the_same_while_a_mode_records(mesh: fs.Mesh) -> None:
+    _, _, shards, loss_fn, mine = setup(mesh)
+    stack = tree.map(lambda leaf: torch.stack([leaf, 2 * leaf]), shards)
+    losses_of = torch.vmap(loss_fn, in_dims=(0, None))
+    evaluate = fs.value_and_grad(lambda s: losses_of(s, mine).sum())
+    expected = evaluate(stack)
+    with Records():
+        same_bits(evaluate(stack), expected)
