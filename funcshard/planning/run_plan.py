@@ -457,7 +457,9 @@ def _fastest(search: _Search) -> tuple[Best | Infeasible, int]:
     """Return a plan of the fastest batch that fits, and the batch."""
     batch, factor = 1, 4
     best = _plan_batch(search, 1, 1)
-    if best.report.exposed > best.report.step_time / 2:  # then four samples take little longer
+    step_seconds = best.report.step_time
+    # Why: four samples would take little longer, or so little time that more would gain as well.
+    if best.report.exposed > step_seconds / 2 or 4 * step_seconds < _SHORT:
         factor = 16
     while best.fits and factor * batch <= LARGEST_BATCH and _may_gain(best.report):
         larger = _plan_batch(search, factor * batch, 1)

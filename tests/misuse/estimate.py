@@ -56,7 +56,7 @@ CASES += [
     ("estimate", "plan and profile swapped", TypeError("profile must be the Profile that fs.profile returned; found Plan"),
      lambda mesh: fs.estimate(fs.make_plan(PARAMS, mesh), traced())),
     ("estimate profile", "a plan of another precision than the profile",
-     ValueError("was profiled in float32, but unit '(root)' of the plan computes in bfloat16"),
+     ValueError("was profiled in float32, but the plan computes in bfloat16"),
      lambda mesh: estimate(mesh, precision=HALF)),
     ("estimate", "a plan of another model", ValueError("the profile has no parameter 'w', which the plan has"),
      lambda mesh: fs.estimate(traced(), fs.make_plan({"w": torch.zeros(3)}, mesh))),

@@ -213,6 +213,8 @@ def _search(
     """Return the best candidate or the leanest one, whether it fits, and what was scored of all."""
     all_ladders = list(ladders(space, ranks, scorer.classes, len(scorer.profiles)))
     assert all_ladders, "a space has at least one plan"
+    # Note: all ladders are equally high.
+    rung_count = len(all_ladders[0].counts)
     fixed_figures = [scorer.fixed(ladder.first) for ladder in all_ladders]
     scores: dict[Candidate, Score] = {}
     best: tuple[float, int, int, int] | None = None
@@ -240,26 +242,24 @@ def _search(
 
     def first_end(ladder_index: int, low_rung: int) -> int | None:
         """Return the first rung from one on that ends, or ``None`` if no rung can win."""
-        counts = all_ladders[ladder_index].counts
-        high_rung = len(counts) - 1
+        high_rung = rung_count - 1
         # Note: the last rung is traced, as those beside it are, so it says first whether to look
         # there.
         if not may_fit(ladder_index, high_rung):
             return None
         fitting = functools.partial(may_fit, ladder_index)
-        low_rung = bisect.bisect_left(range(len(counts)), True, lo=low_rung, key=fitting)
+        low_rung = bisect.bisect_left(range(rung_count), True, lo=low_rung, key=fitting)
         if too_slow(least(ladder_index, low_rung).step_time):
             return None
         if not (ends(ladder_index, low_rung) or ends(ladder_index, high_rung)):
             return None
         # Why one after the other: the bound of the peak is close, so the first one is near.
-        return next(rung for rung in range(low_rung, len(counts)) if ends(ladder_index, rung))
+        return next(rung for rung in range(low_rung, rung_count) if ends(ladder_index, rung))
 
     time_bounds = [least(i, 0).step_time for i in range(len(all_ladders))]
     ladder_order = sorted(range(len(all_ladders)), key=time_bounds.__getitem__)
-    has_rungs = any(len(ladder.counts) > 1 for ladder in all_ladders)
     # Why not with rungs: the bound of a last one would take a trace.
-    if not has_rungs and not any(may_fit(i, 0) for i in ladder_order):
+    if rung_count == 1 and not any(may_fit(i, 0) for i in ladder_order):
         ladder_order = []
     # Note: after the first ladder whose bound is over the best time, none can win.
     for i in ladder_order:
@@ -268,7 +268,7 @@ def _search(
         # Note: no rung of the ladder fits, because recomputation frees activations only.
         if fixed_figures[i].held > budget:
             continue
-        rungs = range(len(all_ladders[i].counts))
+        rungs = range(rung_count)
         if len(rungs) > MOST_RUNGS:
             # Why the first one before: most ladders end there, as slower than the best plan. Before
             # there is one, a first rung that recomputes other units would take a trace.
@@ -286,7 +286,7 @@ def _search(
             # Note: the position makes the first one win of plans that are equal in time and peak.
             if peak <= budget and (best is None or (seconds, peak, i, rung) < best):
                 best = seconds, peak, i, rung
-    plan_count = sum(len(ladder.counts) for ladder in all_ladders)
+    plan_count = rung_count * len(all_ladders)
     if best is not None:
         return all_ladders[best[2]].rung(best[3]), True, scores, plan_count
     # Note: nothing fits, so the last rungs of the smallest ladders are candidates for the leanest
@@ -294,13 +294,12 @@ def _search(
     held_bytes = [fixed_part.held for fixed_part in fixed_figures]
     lean_count = max(_LEAN, sum(size <= budget for size in held_bytes))
     lean_ladders = sorted(range(len(all_ladders)), key=held_bytes.__getitem__)[:lean_count]
-    last_rungs = {i: len(all_ladders[i].counts) - 1 for i in lean_ladders}
-    peak_bounds = {i: least(i, rung).peak for i, rung in last_rungs.items()}
+    peak_bounds = {i: least(i, rung_count - 1).peak for i in lean_ladders}
     least_peak = math.inf
     for i in sorted(lean_ladders, key=peak_bounds.__getitem__):
         if peak_bounds[i] > least_peak:
             break
-        least_peak = min(least_peak, score(i, last_rungs[i]).peak)
+        least_peak = min(least_peak, score(i, rung_count - 1).peak)
     lean_candidate = min(
         scores, key=lambda candidate: (scores[candidate].peak, scores[candidate].step_time)
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,9 +30,6 @@ from funcshard.estimate.trace.tracing import ModelCall, leaf_dtypes, trace_model
 from funcshard.plan import MixedPrecision, Plan, dtype_name, make_plan, match
 
 _T = TypeVar("_T")
-
-# By the template of a model: paths of modules that represent no others.
-_unfolded: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 def once(made: dict[Any, Any], key: Hashable, make: Callable[[], _T]) -> _T:
@@ -154,22 +150,18 @@ class Profile(Shown):
 
     def check(self, plan: Plan) -> None:
         """Raise unless the plan has the parameters and the precision of the profile."""
-        dtypes = self.dtypes
-        for unit in plan.unit_list:
-            for buffer in unit.buffers:
-                dtype = dtype_name(unit.dtypes(buffer).computed)
-                for leaf in buffer.leaves:
-                    traced_dtype = dtypes.get(leaf.path)
-                    if traced_dtype is None:
-                        raise ValueError(
-                            f"the profile has no parameter {leaf.path!r}, which the plan has: "
-                            "profile the function for whose params the plan was made"
-                        )
-                    if traced_dtype != dtype:
-                        raise ValueError(
-                            f"parameter {leaf.path!r} was profiled in {traced_dtype}, but unit {unit.title!r} "
-                            f"of the plan computes in {dtype}: pass profile the precision of the plan"
-                        )
+        for path, (dtype, _) in leaf_dtypes(plan).items():
+            traced_dtype, computed_dtype = self.dtypes.get(path), dtype_name(dtype)
+            if traced_dtype is None:
+                raise ValueError(
+                    f"the profile has no parameter {path!r}, which the plan has: "
+                    "profile the function for whose params the plan was made"
+                )
+            if traced_dtype != computed_dtype:
+                raise ValueError(
+                    f"parameter {path!r} was profiled in {traced_dtype}, but the plan computes in "
+                    f"{computed_dtype}: pass profile the precision of the plan"
+                )
 
     @property
     def forward_flops(self) -> int:
@@ -291,21 +283,28 @@ def profile(
         )
     apply.check_names("params", params, apply.skeleton.parameters)
     apply.check_names("buffers", buffers, apply.skeleton.buffers)
-    _check_plain(params)
+    if dtensor_names := [name for name, param in params.items() if is_dtensor(param)]:
+        raise ValueError(
+            "profile takes parameters that are plain tensors, because DTensor's own collectives "
+            f"cannot be traced; found a DTensor at {dtensor_names[0]!r}: profile the model before "
+            "parallelize_module, or cut it with make_plan(local=...)"
+        )
     with without_collection():
         plan = (
             precision if isinstance(precision, Plan) else make_plan(params, 1, precision=precision)
         )
-    _check_names(params, plan)
     compiled_modules = match(
         compiled, [tuple(names) for names in apply.skeleton.parameters.values()], "compiled module"
     )
     dtypes = leaf_dtypes(plan)
+    if missing_names := params.keys() - dtypes.keys():
+        raise ValueError(
+            "precision must be a plan of the same parameters; found a plan without "
+            f"{min(missing_names)!r}: pass the plan that make_plan made for these params"
+        )
     param_forms = {name: _form(param, dtypes[name][1]) for name, param in params.items()}
 
     model_call = ModelCall(apply, buffers, args, kwargs, loss, targets)
-    # Note: all traces of the model learn which modules can't be folded, whatever its inputs.
-    unfolded_modules = _unfolded.setdefault(apply.skeleton.template, set())
     # Note: estimates trace again later, outside of the caller's autocast.
     autocast_dtype = _autocast()
 
@@ -326,7 +325,6 @@ def profile(
                     apart=apart,
                     compiled=compiled_modules,
                     fold=fold,
-                    unfolded=unfolded_modules,
                     accelerator=accelerator,
                 )
         except Exception as error:
@@ -367,28 +365,9 @@ def _autocast() -> torch.dtype | None:
     return None
 
 
-def _check_plain(params: Mapping[str, torch.Tensor]) -> None:
-    for name, param in params.items():
-        if is_dtensor(param):
-            raise ValueError(
-                "profile takes parameters that are plain tensors, because DTensor's own "
-                f"collectives cannot be traced; found a DTensor at {name!r}: profile the model "
-                "before parallelize_module, or cut it with make_plan(local=...)"
-            )
-
-
-def _check_names(params: Mapping[str, torch.Tensor], plan: Plan) -> None:
-    missing_names = params.keys() - {leaf.path for leaf in plan.leaves}
-    if missing_names:
-        raise ValueError(
-            "precision must be a plan of the same parameters; found a plan without "
-            f"{min(missing_names)!r}: pass the plan that make_plan made for these params"
-        )
-
-
 def _nested(paths: Mapping[str, Sequence[str]]) -> bool:
-    unit_nodes_all = {node for unit_nodes in paths.values() for node in unit_nodes if node}
-    return any(not unit_nodes_all.isdisjoint([*tree.upwards(node)][1:]) for node in unit_nodes_all)
+    nodes = {node for unit_nodes in paths.values() for node in unit_nodes if node}
+    return any(len(nodes.intersection(tree.upwards(node))) > 1 for node in nodes)
 
 
 def _form(param: torch.Tensor, trainable: bool) -> torch.Tensor:

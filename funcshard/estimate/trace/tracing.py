@@ -12,7 +12,7 @@ import functools
 import itertools
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import (
     Callable,
     Collection,
@@ -88,7 +88,6 @@ def trace_model(
     apart: Collection[str] = (),
     compiled: Collection[str] = (),
     fold: bool = True,
-    unfolded: set[str] | None = None,
     accelerator: bool = True,
 ) -> Tape:
     """Return the tape of one forward, loss and backward.
@@ -101,20 +100,19 @@ def trace_model(
         apart: paths of modules of which each call has its own gradients.
         compiled: paths of modules that a compiler fuses.
         fold: whether one module represents others of its kind.
-        unfolded: paths of modules that represent no others, to which this trace adds what it finds.
         accelerator: whether attention and dropout run as on a GPU.
     """
     # Note: fake tensors on the CPU behave like real ones, storages and their lifetimes included.
     with call.without_data(), AcceleratorKernels() if accelerator else contextlib.nullcontext():
         args, kwargs, buffers, targets, loss = call.faked()
         depth = 2 if fold else 0
-        whole_paths = set[str]() if unfolded is None else unfolded
+        whole_paths = frozenset[str]()
         # Note: that a module can't be folded shows only when backward has run. Then the model is
         # traced again, with fewer folds.
         for attempt_index in itertools.count():
             model_tracer = _Tracer(
                 call.apply, plan, forms, frozenset(remat), frozenset(apart), frozenset(compiled), depth,
-                frozenset(whole_paths),
+                whole_paths,
             )  # fmt: skip
             model_tracer.know(targets)
             try:
@@ -226,18 +224,37 @@ class _Tracer:
         nodes_around.update(path for path, count in again_counts.items() if count >= _NESTED)
         for path, index in self.paths.items():
             if (
-                path in nodes_around | whole
+                path in nodes_around
                 or closed_paths.intersection(_around(path))
                 or apart.intersection(tree.upwards(path))
             ):
                 self.kinds.pop(index, None)
-        # Why: few modules inside one that is traced itself aren't worth a trace that may fail.
-        for around in whole:
-            counts = self._kinds_inside(around)
-            for path, index in self.paths.items():
-                if tree.is_under(path, around) and counts[self.kinds.get(index, -1)] < _NESTED:
-                    self.kinds.pop(index, None)
+        for path in whole:
+            self._trace_whole(path)
+        # By path of a list: storages of inputs with a gradient, of its modules that ran.
+        self.list_inputs: defaultdict[str, set[int]] = defaultdict(set)
         self.anchor = torch.empty((), requires_grad=True, dtype=torch.float32, device="cpu")
+
+    def _trace_whole(self, around: str) -> None:
+        """Let no other module represent one, nor a few that are inside it."""
+        if self.kinds.pop(self.paths[around], None) is None:
+            return
+        # Why: few modules inside one that is traced itself aren't worth a trace that may fail.
+        counts = self._kinds_inside(around)
+        for path, index in self.paths.items():
+            if tree.is_under(path, around) and counts[self.kinds.get(index, -1)] < _NESTED:
+                self.kinds.pop(index, None)
+
+    def _watch_inputs(self, path: str, inputs: Iterable[torch.Tensor]) -> None:
+        """Trace the last module of a list itself, if the modules of the list share an input."""
+        around, _, name = path.rpartition(".")
+        if self.recorder.phase == "backward" or not name.isdecimal():
+            return
+        storages = {self.recorder.number(tensor) for tensor in inputs if tensor.requires_grad}
+        # Why: its backward runs first, so it makes the gradient to which all others add.
+        if storages & self.list_inputs[around]:
+            self._trace_whole([p for p in self.paths if p.rpartition(".")[0] == around][-1])
+        self.list_inputs[around] |= storages
 
     def _form_of(self, name: str) -> Hashable:
         tensor = self.forms.get(name)
@@ -394,6 +411,8 @@ class _Tracer:
         run_module = functools.partial(self._run, path, forward, args, kwargs, inputs)
         fold_around = recorder.fold_around()
         input_forms = None
+        if fold_around is None:
+            self._watch_inputs(path, inputs)
         if index in self.kinds and (fold_around is None or self._nests(fold_around.path, index)):
             input_forms = self._described(args, kwargs)
         if input_forms is None or self._hooked(index):
