@@ -8,8 +8,11 @@ then ``_Remat``, then ``_Call``.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
+import operator
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +49,7 @@ from funcshard.core.basis import (
 from funcshard.core.replaced_kernels import repeating_any_order
 
 Tensors = Sequence[torch.Tensor]
+Contents = list[tuple[Any, Any]]  # lists and dictionaries, each with a copy
 AutocastSettings = tuple[tuple[str, bool, torch.dtype], ...]  # type of device, whether on, dtype
 
 
@@ -54,7 +58,8 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
 
     ``remat(unshard(apply, unit, mesh))`` frees the gathered leaves as ``reshard`` does, and the
     activations too, also under ``torch.func`` transforms, where ``reshard`` frees nothing. The
-    second computation has the random numbers and the autocast of the first.
+    second computation has the random numbers and the autocast of the first, and lists, dictionaries
+    and attributes of objects in the arguments hold what they held.
 
     Arguments:
         f: your function of pytrees. Under ``torch.func`` transforms, pass tensors that need a
@@ -67,7 +72,8 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         RuntimeError: you modified a tensor in the arguments in place after forward.
         ValueError: under a ``torch.func`` transform, ``f`` captures a tensor that the transform
-            differentiates or maps over, or that requires a gradient.
+            differentiates or maps over, or that requires a gradient; or it puts a tensor into a
+            list, dictionary or object in its arguments.
 
     Example:
         >>> import torch, funcshard as fs
@@ -109,7 +115,12 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
 
         def of_tensors(*tensors: torch.Tensor) -> Any:
             args, kwargs = build(tensors)
-            return repeated_f(*args, **kwargs)
+            contents = _contents((args, kwargs))
+            out = repeated_f(*args, **kwargs)
+            changed = [part for part, copy in contents if _is_changed(part, copy)]
+            if any(isinstance(part, torch.Tensor) for part in _reached(changed)):
+                raise ValueError(_WRITTEN)
+            return out
 
         return _apply(of_tensors, tensors)
 
@@ -119,18 +130,17 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
 def _repeatable(f: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
     """Return ``f`` with ``kwargs``, whose later calls compute what the first one did, or raise."""
     states_before: list[tuple[weakref.ref[torch.Tensor], tuple[int, int]]] | None = None
-    arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    contents: Contents = []
     ambient: _AmbientState | None = None
 
     def run(*args: Any) -> Any:
-        nonlocal states_before, arguments, ambient
+        nonlocal states_before, contents, ambient
         if states_before is None:
             # Note: torch compares the arguments that are tensors, but not those inside trees.
             containers = [arg for arg in args if not isinstance(arg, torch.Tensor)]
             inner_tensors = tensors_in((containers, kwargs))
             states_before = [(weakref.ref(tensor), _data_state(tensor)) for tensor in inner_tensors]
-            # Why copies: a list may grow afterwards, as that of the features in DenseNet.
-            arguments = _container_copies((args, kwargs))
+            contents = _contents((containers, kwargs))
             ambient = _AmbientState.capture()
             return f(*args, **kwargs)
         if any(
@@ -139,25 +149,61 @@ def _repeatable(f: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[..
         ):
             raise RuntimeError(_CHANGED)
         assert ambient is not None
-        assert arguments is not None
-        again_args, again_kwargs = _container_copies(arguments)
+        # Why: a list may have grown since, as that of the features in DenseNet, or a cache of keys.
+        contents_after = _put(contents)
         try:
             with ambient.restored():
-                return f(*again_args, **again_kwargs)
+                return f(*args, **kwargs)
         except Exception as error:  # of any kind: the function is the user's
             error.add_note(_FAILED_AGAIN)
             raise
+        finally:
+            _put(contents_after)
 
     return run
 
 
-def _container_copies(value: Any) -> Any:
-    """Return a tree whose lists and dictionaries are copies, with the same leaves."""
-    if type(value) in (list, tuple):
-        return type(value)(map(_container_copies, value))
-    if type(value) is dict:
-        return {key: _container_copies(item) for key, item in value.items()}
-    return value
+def _contents(value: Any) -> Contents:
+    """Return the lists, dictionaries and attributes of objects in a value, each with a copy."""
+    return [(part, part.copy()) for part in _reached(value) if type(part) in _CONTAINERS]
+
+
+def _reached(value: Any) -> Iterator[Any]:
+    """Yield what tuples, lists, dictionaries and attributes hold, and these, each once."""
+    seen_ids: set[int] = set()
+    to_visit = [value]
+    while to_visit:
+        part = to_visit.pop()
+        part_type = type(part)
+        if part_type in _CONSTANTS or id(part) in seen_ids:
+            continue
+        seen_ids.add(id(part))
+        yield part
+        if issubclass(part_type, dict):
+            to_visit += dict.values(part)
+        elif issubclass(part_type, (tuple, list)):
+            to_visit += (tuple if issubclass(part_type, tuple) else list).__iter__(part)
+        elif not issubclass(part_type, _OPAQUE):
+            # Why not getattr: it may be code of a user's class.
+            with contextlib.suppress(AttributeError):
+                to_visit.append(object.__getattribute__(part, "__dict__"))
+
+
+def _put(contents: Contents) -> Contents:
+    """Give lists and dictionaries the contents of their copies; return those that they had."""
+    contents_before = [(container, container.copy()) for container, _ in contents]
+    for container, copy in contents:
+        if _is_changed(container, copy):
+            container.clear()
+            (container.update if isinstance(container, dict) else container.extend)(copy)
+    return contents_before
+
+
+def _is_changed(container: Any, copy: Any) -> bool:
+    """Return whether a list or dictionary holds other objects than its copy."""
+    pairs = [(x, x.values() if isinstance(x, dict) else ()) for x in (container, copy)]
+    parts, copied_parts = [[*keys, *values] for keys, values in pairs]
+    return len(parts) != len(copied_parts) or any(map(operator.is_not, parts, copied_parts))
 
 
 def _data_state(tensor: torch.Tensor) -> tuple[int, int]:
@@ -390,11 +436,21 @@ _CHANGED = (
     "modify a copy, and update shards after backward"
 )
 
+_WRITTEN = (
+    "a function under fs.remat changed a list, dictionary or object in its arguments, which under "
+    "torch.func would lose gradients: return the tensors; for a cache of transformers, pass "
+    "use_cache=False"
+)
+
 _FAILED_AGAIN = (
     "raised in backward, where fs.remat computes a function again that ran in forward. If it changes "
-    "an argument, such as a cache of keys and values, pass it a new one; for models of transformers, "
-    "pass use_cache=False"
+    "an object that is no argument, such as a cache of keys and values, pass it as one; for models "
+    "of transformers, pass use_cache=False"
 )
+
+_CONTAINERS = frozenset((list, dict, collections.OrderedDict, collections.defaultdict))
+_CONSTANTS = frozenset((bool, int, float, str, type(None)))
+_OPAQUE = (torch.Tensor, torch.nn.Module, type, types.FunctionType, types.ModuleType)
 
 # --- captured tensors, which _Remat cannot differentiate ------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import re
 import types
@@ -243,15 +244,62 @@ def test_a_function_runs_again_with_the_lists_of_its_call():
     assert all(map(torch.equal, *grads))
 
 
-def test_a_failure_in_backward_says_where_the_function_ran_again():
-    w, cache = made((4, 4), 0).requires_grad_(), types.SimpleNamespace(keys=[])
+class Layer:
+    """A layer of a network that hands one object from layer to layer."""
 
-    def f(cache, w):  # as attention with an object of keys
-        cache.keys.append(w.detach())
-        return (w @ torch.cat(cache.keys).view(4, 4)).sum()
+    def __init__(self, *keys):
+        self.hidden, self.calls, self.by_name = keys[0], 0, collections.defaultdict(list)
+
+    def run(self, w):
+        self.hidden = torch.tanh(self.hidden @ w)
+        self.calls += 1
+        self.by_name["all"].append(self.hidden)
+        self.last = [self.hidden]
+
+
+def test_a_function_runs_again_with_the_attributes_of_its_call():
+    """As a cache of keys, or an object that holds the hidden state: torch.utils.checkpoint gives other gradients."""
+    w = made((4, 4), 1).requires_grad_()
+    grads = []
+    for run in (Layer.run, fs.remat(Layer.run)):
+        layer = Layer(made((4, 4), 0))
+        for _ in range(3):
+            run(layer, w)
+        grads += torch.autograd.grad(layer.hidden.square().sum() + layer.by_name["all"][1].sum(), w)
+        assert (layer.calls, len(layer.by_name["all"]), layer.last) == (3, 3, [layer.hidden])
+    assert torch.equal(*grads)
+
+
+WRITES = {
+    "a list": lambda features, x: features["all"].append(x.sin()),
+    "a dictionary": lambda features, x: features.update(out=x.sin()),
+    "an object": lambda features, x: setattr(features["object"], "out", x.sin()),
+    "an object in an object": lambda features, x: features["object"].caches.append(types.SimpleNamespace(keys=x.sin())),
+}
+
+
+@pytest.mark.parametrize("place", WRITES)
+def test_a_tensor_put_into_an_argument_is_an_error_under_torch_func(place):
+    """It would have no gradient, or be lost with a copy of the list."""
+
+    def loss(x):
+        features = {"all": [x], "object": types.SimpleNamespace(caches=[], calls=0)}
+        return fs.remat(lambda features, x: (WRITES[place](features, x), x.sum())[1])(features, x)
+
+    loss(X.clone().requires_grad_()).backward()
+    with pytest.raises(ValueError, match="changed a list, dictionary or object in its arguments"):
+        grad(loss)(X)
+
+
+def test_a_failure_in_backward_says_where_the_function_ran_again():
+    w, keys = made((4, 4), 0).requires_grad_(), []
+
+    def f(w):  # as attention with keys that it captured
+        keys.append(w.detach())
+        return (w @ torch.cat(keys).view(4, 4)).sum()
 
     with pytest.raises(RuntimeError, match="invalid for input") as info:
-        fs.remat(f)(cache, w).backward()
+        fs.remat(f)(w).backward()
     assert any("pass use_cache=False" in note for note in info.value.__notes__)
 
 

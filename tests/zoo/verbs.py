@@ -38,7 +38,7 @@ def verbs_of(subject: Subject) -> dict[str, Callable[[], Any]]:
     shards = fs.shard(params, plan, mesh)
 
     if "use_cache" in inspect.signature(module.forward).parameters:
-        keywords["use_cache"] = False  # a recomputed layer would fill its cache twice
+        keywords["use_cache"] = False  # Why: under torch.func, a recomputed layer can't fill its cache
     batch = positional, keywords
 
     def loss_fn(shards: Any, buffers: Any = buffers, batch: Any = batch, **options: Any) -> torch.Tensor:
