@@ -125,7 +125,7 @@ def train(mesh: fs.Mesh, options: argparse.Namespace) -> None:
         ids = mine[mesh.rank][: options.batch].to(mesh.device)
         logits = evaluated(state.shards, state.buffers, input_ids=ids[:, :-1]).logits
         loss = fs.pmean(F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten()), mesh).item()
-    fs.save_pretrained(options.out / "model", apply, state.shards, plan, mesh)
+    fs.save_pretrained(options.out / "model", apply, state, plan, mesh)
     if mesh.rank == 0:
         print(f"loss on held-out text {loss:.3f}; exported to {options.out / 'model'}")
 

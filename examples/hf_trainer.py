@@ -58,7 +58,7 @@ class ShardedTrainer(transformers.Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a Hugging Face folder, unit by unit."""
         folder = output_dir or self.args.output_dir
-        fs.save_pretrained(folder, self.apply, self.sharded_state.shards, self.plan, self.mesh)
+        fs.save_pretrained(folder, self.apply, self.sharded_state, self.plan, self.mesh)
 
 
 def main() -> None:

@@ -82,10 +82,10 @@ def train(mesh: fs.Mesh, steps: int, folder: Path, stop: threading.Event) -> lis
         if mesh.rank == 0:
             print(f"continue from {last.name} on {mesh.world_size} ranks", flush=True)
 
-    def save(wait: bool) -> fs.Saving:
+    def save() -> fs.Saving:
         contents = {"train": state, "losses": losses}
         path = folder / f"step-{state.step}"
-        return fs.save(path, contents, plan, mesh, wait=wait, after=saving, keep=2, timeout=LIMIT)
+        return fs.save(path, contents, plan, mesh, wait=False, after=saving, keep=2)
 
     batches = DataLoader(make_data(), batch_sampler=list(sample_numbers(state.step, steps, mesh)))
     for batch in batches:
@@ -97,8 +97,8 @@ def train(mesh: fs.Mesh, steps: int, folder: Path, stop: threading.Event) -> lis
         if mesh.rank == 0 and (state.step % 20 == 0 or state.step == steps):
             print(f"step {state.step}: loss {losses[-1]:.4f}", flush=True)
         if state.step % SAVE_EVERY == 0:
-            saving = save(wait=False)
-    save(wait=True)
+            saving = save()
+    save().wait(timeout=LIMIT)
     if mesh.rank == 0 and state.step < steps:
         print(f"saved step {state.step} after a signal", flush=True)
     return losses.tolist()

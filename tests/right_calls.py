@@ -164,10 +164,10 @@ RIGHT_CALLS: dict[str, Callable[[World], Call]] = {
         "schedule": None, "cast": None, "remat": (), "compiler": None, "ignored_params": (), "methods": None,
     }),
     "value_and_grad": lambda w: (fs.value_and_grad, (w.of_shards,), {
-        "has_aux": False, "mesh": w.mesh, "weighted": False, "allow_constant": False, "divisor": None,
+        "has_aux": False, "mesh": w.mesh, "weighted": False, "divisor": None,
     }),
     "accumulate": lambda w: (fs.accumulate, (w.loss, 2), {
-        "has_aux": False, "mesh": w.mesh, "reduce": "each", "weighted": False, "allow_constant": False, "divisor": None,
+        "has_aux": False, "mesh": w.mesh, "reduce": "each", "weighted": False, "divisor": None,
     }),
     "grad": lambda w: (fs.grad, (w.of_shards,), {"has_aux": False, "mesh": w.mesh}),
     # Outputs, or an output and aux.
@@ -212,14 +212,15 @@ RIGHT_CALLS: dict[str, Callable[[World], Call]] = {
     }),
     "optimizer_to_state_dict": lambda w: (
         fs.optimizer_to_state_dict, (w.optimizer.init(w.shards), w.optimizer, w.plan, w.mesh),
-        {"rank0_only": False, "offload": False, "sharded": False, "flatten": False},
+        {"rank0_only": False, "offload": False, "sharded": False},
     ),
+    "flatten_optimizer_state_dict": lambda w: (fs.flatten_optimizer_state_dict, (w.moments,), {}),
     "optimizer_from_state_dict": lambda w: (fs.optimizer_from_state_dict, (w.moments, w.optimizer, w.plan, w.mesh), {
-        "src": None, "strict": True, "steps": None, "check": True,
+        "src": None, "strict": True, "steps": None,
     }),
     "attempt": lambda w: (fs.attempt, (len, (1, 2)), {"mesh": w.mesh}),
     "save": lambda w: (save, (w.folder / "again", {"shards": w.shards}, w.plan, w.mesh), {
-        "wait": True, "after": None, "keep": None, "timeout": 5.0,
+        "wait": True, "after": None, "keep": None,
     }),
     "restore": lambda w: (fs.restore, (w.saved, w.plan, w.mesh), {"cast": False}),
     "latest": lambda w: (fs.latest, (w.folder,), {"thorough": False}),

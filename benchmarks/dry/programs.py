@@ -26,14 +26,14 @@ from funcshard.checkpoint import safetensors
 from funcshard.checkpoint.writer import Writer
 
 # Options of optimizer_to_state_dict.
-FORMS: tuple[dict[str, Any], ...] = ({}, {"rank0_only": True}, {"sharded": True}, {"flatten": True})
+FORMS: tuple[dict[str, Any], ...] = ({}, {"rank0_only": True}, {"sharded": True})
 
 
 def convert(mesh: fs.Mesh, *, forms: Sequence[Mapping[str, Any]] = FORMS[:1], **options: Any) -> None:
     """Convert parameters and optimizer state to names and back, in every form."""
     run, state = train(mesh, **options)
     plan, optimizer = run.plan, run.optimizer
-    for form in (*FORMS[:3], {"offload": True}):
+    for form in (*FORMS, {"offload": True}):
         found = fs.to_state_dict(state.shards, plan, mesh, buffers=state.buffers, **form)
         if not form:
             assert all(value.device == mesh.device for value in found.values()), "full tensors stay on the device"

@@ -31,7 +31,10 @@ from funcshard.checkpoint.conversion import export_dcp, export_parameters, write
 from funcshard.checkpoint.dcp_import import import_dcp
 from funcshard.checkpoint.hugging_face import default_units, is_hugging_face, module_of_config
 from funcshard.checkpoint.optimizer_loading import optimizer_from_state_dict
-from funcshard.checkpoint.optimizer_state import optimizer_to_state_dict
+from funcshard.checkpoint.optimizer_state import (
+    flatten_optimizer_state_dict,
+    optimizer_to_state_dict,
+)
 from funcshard.checkpoint.pretrained import Pretrained, from_pretrained, save_pretrained
 from funcshard.checkpoint.resharding import Piece
 from funcshard.checkpoint.safetensors import export_safetensors, import_safetensors
@@ -50,6 +53,7 @@ __all__ = [
     "export_dcp",
     "export_parameters",
     "export_safetensors",
+    "flatten_optimizer_state_dict",
     "from_pretrained",
     "from_state_dict",
     "import_dcp",

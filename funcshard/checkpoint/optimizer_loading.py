@@ -61,7 +61,6 @@ def optimizer_from_state_dict(
     src: int | None = None,
     strict: bool = True,
     steps: int | None = None,
-    check: bool = True,
 ) -> Any:
     """Return this rank's optimizer state; ``optimizer_to_state_dict`` is the inverse.
 
@@ -77,7 +76,6 @@ def optimizer_from_state_dict(
             With ``False``, leaves without state begin with the initial state, and other state is
             ignored.
         steps: number of steps taken, for schedules; by default the ``step`` of the state.
-        check: whether ranks compare checksums, as in ``shard``; not with ``src``.
 
     Returns:
         The state, for ``optimizer.step`` or a ``TrainState``.
@@ -104,7 +102,7 @@ def optimizer_from_state_dict(
 
     Source: ``torch.distributed.checkpoint.state_dict.set_optimizer_state_dict``.
     """
-    check_flags(strict=strict, check=check)
+    check_flags(strict=strict)
     if steps is not None:
         remedy = "pass the step of the TrainState that the state dict belongs to"
         steps = check_count(
@@ -113,9 +111,7 @@ def optimizer_from_state_dict(
     check_mesh(
         plan,
         mesh,
-        {
-            "the options of optimizer_from_state_dict": f"src={src!r}, strict={strict!r}, check={check!r}"
-        },
+        {"the options of optimizer_from_state_dict": f"src={src!r}, strict={strict!r}"},
     )
     if src is not None:
         check_source(src, mesh)
@@ -132,8 +128,7 @@ def optimizer_from_state_dict(
         if src in (None, mesh.rank):
             by_path, options = _by_path(state_dict, plan, strict)
         if src is None:
-            if check:
-                _add_checksums(checksums, by_path, {**options, "steps": steps}, plan)
+            _add_checksums(checksums, by_path, {**options, "steps": steps}, plan)
             return loading.state(by_path, options, optimizer)
         if src == mesh.rank:
             _check_full(by_path)

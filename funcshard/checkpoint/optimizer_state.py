@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from funcshard._utils import tree
+from funcshard._utils.options import outline
 from funcshard.checkpoint.matrix_states import matrix_states_by_path
 from funcshard.checkpoint.state_dict import (
     Delivery,
@@ -48,7 +49,6 @@ def optimizer_to_state_dict(
     rank0_only: bool = False,
     offload: bool = False,
     sharded: bool = False,
-    flatten: bool = False,
 ) -> dict[str, Any]:
     """Return your optimizer's state by name; ``optimizer_from_state_dict`` is the inverse.
 
@@ -63,8 +63,6 @@ def optimizer_to_state_dict(
         rank0_only: as in ``to_state_dict``.
         offload: as in ``to_state_dict``.
         sharded: as in ``to_state_dict``.
-        flatten: whether to return one flat dictionary with names such as
-            ``"state.0.weight.exp_avg"``, like torch's ``flatten_optimizer_state_dict``.
 
     Returns:
         ``{"state": {name: state}, "param_groups": [{"lr": ..., "params": [names]}, ...]}``, where a
@@ -90,7 +88,7 @@ def optimizer_to_state_dict(
 
     Source: ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``.
     """
-    check_flags(rank0_only=rank0_only, offload=offload, sharded=sharded, flatten=flatten)
+    check_flags(rank0_only=rank0_only, offload=offload, sharded=sharded)
     check_mesh(
         plan,
         mesh,
@@ -135,8 +133,55 @@ def optimizer_to_state_dict(
         for path, leaf_state in states_by_path.items()
         if leaf_state and not any(value is None for value in leaf_state.values())
     }
-    state_dict = {"state": plan.in_order(leaf_states), "param_groups": param_groups}
-    return _flattened(state_dict) if flatten else state_dict
+    return {"state": plan.in_order(leaf_states), "param_groups": param_groups}
+
+
+def flatten_optimizer_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Put an optimizer's state dict under one level of names.
+
+    ``optimizer_from_state_dict`` takes the result too.
+
+    Arguments:
+        state_dict: what ``optimizer_to_state_dict`` returned; empty with ``rank0_only`` on other
+            ranks than 0.
+
+    Returns:
+        ``{"state.0.weight.exp_avg": tensor, "param_groups.0.weight.lr": 0.1, ...}``.
+
+    Raises:
+        TypeError: ``state_dict`` isn't an optimizer's state dict, or is flat already.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> params = {"w": torch.ones(3)}
+        >>> optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
+        >>> plan, mesh = fs.make_plan(params, 1), fs.Mesh()
+        >>> opt_state = optimizer.init(fs.shard(params, plan, mesh))
+        >>> state_dict = fs.optimizer_to_state_dict(opt_state, optimizer, plan, mesh)
+        >>> fs.flatten_optimizer_state_dict(state_dict)["param_groups.w.lr"]
+        0.1
+
+    Source: ``flatten_optimizer_state_dict`` of torch's ``StateDictOptions``.
+    """
+    if not state_dict:
+        return {}
+    if not {"state", "param_groups"} <= {*state_dict}:
+        raise TypeError(
+            "flatten_optimizer_state_dict takes a dictionary with 'state' and 'param_groups'; "
+            f"found {outline(state_dict)}: pass what optimizer_to_state_dict returned"
+        )
+    flat_dict = {
+        f"state.{path}.{name}": value
+        for path, leaf_state in state_dict["state"].items()
+        for name, value in leaf_state.items()
+    }
+    for group in state_dict["param_groups"]:
+        options = {key: value for key, value in group.items() if key != "params"}
+        for path in group["params"]:
+            flat_dict.update(
+                (f"param_groups.{path}.{key}", value) for key, value in options.items()
+            )
+    return flat_dict
 
 
 def _scalars(
@@ -177,21 +222,6 @@ def _param_groups(
         return param_groups + step.param_groups(other_values["steps"], paths)
     group_of = layout_of(step, plan, mesh).group_of
     return [{**other_values, "params": [path for path in paths if path in group_of]}]
-
-
-def _flattened(state_dict: dict[str, Any]) -> dict[str, Any]:
-    flat_dict = {
-        f"state.{path}.{name}": value
-        for path, leaf_state in state_dict["state"].items()
-        for name, value in leaf_state.items()
-    }
-    for group in state_dict["param_groups"]:
-        options = {key: value for key, value in group.items() if key != "params"}
-        for path in group["params"]:
-            flat_dict.update(
-                (f"param_groups.{path}.{key}", value) for key, value in options.items()
-            )
-    return flat_dict
 
 
 # --- where a state has a value for each shard ---------------------------------------------------

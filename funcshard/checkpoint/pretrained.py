@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +54,7 @@ from funcshard.core import (
 )
 from funcshard.module import Functional, init_buffers, init_missing, make_functional
 from funcshard.plan import Plan, make_plan
+from funcshard.train import TrainState
 
 # By path: a leaf of the rows that the files hold, and these rows.
 _Grown = dict[str, tuple[LeafPlace, torch.Tensor]]
@@ -294,11 +294,10 @@ def _read(
 def save_pretrained(
     path: StrPath,
     apply: Functional,
-    shards: Shards,
+    state: TrainState | Shards,
     plan: Plan,
     mesh: Mesh,
     *,
-    buffers: Mapping[str, torch.Tensor] | None = None,
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
 ) -> list[Path]:
@@ -310,10 +309,10 @@ def save_pretrained(
     Arguments:
         path: the folder to write.
         apply: the function that you got from ``from_pretrained`` or ``make_functional``.
-        shards: this rank's shards.
+        state: your ``TrainState``, whose parameters and persistent buffers are written. Or this
+            rank's shards, for the parameters alone.
         plan: the plan of your shards.
         mesh: the ranks.
-        buffers: the buffers; persistent ones are written.
         max_shard_size: as in ``export_safetensors``.
         dtype: as in ``export_safetensors``.
 
@@ -333,8 +332,8 @@ def save_pretrained(
         >>> apply, params, buffers = fs.make_functional(transformers.GPT2LMHeadModel(config))
         >>> plan, mesh = fs.make_plan(params, 1), fs.Mesh()
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     shards = fs.shard(params, plan, mesh)
-        ...     _ = fs.save_pretrained(folder, apply, shards, plan, mesh, buffers=buffers)
+        ...     state = fs.TrainState(fs.shard(params, plan, mesh), buffers)
+        ...     _ = fs.save_pretrained(folder, apply, state, plan, mesh)
         ...     type(transformers.AutoModelForCausalLM.from_pretrained(folder)).__name__
         'GPT2LMHeadModel'
 
@@ -342,7 +341,10 @@ def save_pretrained(
     """
     check_functional("save_pretrained", apply)
     folder = check_path("path", path)
-    extra_tensors = None if buffers is None else apply.persistent(buffers)
+    shards: Any = state
+    extra_tensors = None
+    if isinstance(state, TrainState):
+        shards, extra_tensors = state.shards, apply.persistent(state.buffers)
     # Note: on meta; it has the class, the config and the names of tied parameters.
     module = apply.skeleton.template
     files = export_model(module, folder, shards, plan, mesh, extra_tensors, max_shard_size, dtype)

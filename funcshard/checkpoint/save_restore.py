@@ -70,14 +70,20 @@ class Saving:
         """Whether this rank has finished its part; other ranks aren't asked."""
         return self._thread is None or not self._thread.is_alive()
 
-    def wait(self) -> Path:
+    def wait(self, timeout: float = 600.0) -> Path:
         """Wait until the checkpoint is complete, and return its path. Call it on every rank.
+
+        Arguments:
+            timeout: seconds that rank 0, once its part is written, waits for those of other ranks.
 
         Raises:
             OSError: a rank couldn't write its part. Every rank raises it. An earlier checkpoint at
                 ``path`` is untouched.
         """
+        check_number("timeout", timeout, above=0, remedy="pass a number of seconds, such as 600.0")
         if self._outcome is None:
+            if self._thread is not None:
+                self._thread.timeout = timeout
             # Why a collective before join: simulated ranks take turns, and join keeps the turn.
             # After the collective every rank has started its thread, so rank 0's thread finds every
             # report.
@@ -110,7 +116,6 @@ def save(
     wait: bool = True,
     after: Saving | None = None,
     keep: int | None = None,
-    timeout: float = 600.0,
 ) -> Saving:
     """Save your state as a checkpoint; ``restore`` is the inverse. Call it on every rank.
 
@@ -136,7 +141,6 @@ def save(
             at its end, and exits with code 1 if it can't be saved.
         after: the ``Saving`` of an earlier save, to wait for first. Its memory is reused.
         keep: number of checkpoints to keep in the parent folder, with this one; by default all.
-        timeout: seconds that rank 0 waits for all ranks to write their parts.
 
     Returns:
         A ``Saving``, whose ``wait()`` returns the path.
@@ -144,9 +148,9 @@ def save(
     Raises:
         TypeError: a leaf is neither a tensor nor a number or string, or an option has the wrong
             type.
-        ValueError: ``keep`` or ``timeout`` isn't positive; a tree of shards doesn't match the plan;
-            ranks differ in a value; ``path`` holds something else, or its
-            name begins with a dot; or another save to ``path`` is running.
+        ValueError: ``keep`` isn't positive; a tree of shards doesn't match the plan; ranks differ
+            in a value; ``path`` holds something else, or its name begins with a dot; or another
+            save to ``path`` is running.
         OSError: a rank couldn't write its part. With ``wait=False``, ``wait()`` raises it.
 
     Example:
@@ -167,7 +171,6 @@ def save(
     if keep is not None:
         remedy = "1 keeps the checkpoint that is saved"
         keep = check_count("keep", keep, of="checkpoints", none="for all", remedy=remedy)
-    check_number("timeout", timeout, above=0, remedy="pass a number of seconds, such as 600.0")
     if after is not None:
         if not isinstance(after, Saving):
             raise TypeError(
@@ -206,7 +209,7 @@ def save(
         # Note: the thread issues no collectives; it meets other ranks through files alone.
         thread = Writer(
             path=path, save=token, plans=plan, flat=flat_state, tensors=written_tensors, mesh=mesh,
-            keep=keep, timeout=timeout, lock=save_lock, in_background=not wait,
+            keep=keep, lock=save_lock, in_background=not wait,
         )  # fmt: skip
         if thread.started():
             undo_stack.pop_all()  # from now on the thread has the lock

@@ -49,6 +49,7 @@ class Writer(threading.Thread):
     Attributes:
         tensors: the tensors of ``flat``, or copies of them.
         in_background: whether other threads have precedence.
+        timeout: seconds that rank 0 waits for other ranks; ``Saving.wait`` may change it.
         error: why the writer failed, or ``""``; read it after ``join``.
     """
 
@@ -59,9 +60,9 @@ class Writer(threading.Thread):
     tensors: Tensors
     mesh: Mesh
     keep: int | None
-    timeout: float
     lock: FileLock | None
     in_background: bool
+    timeout: float = 600.0
     error: str = ""
 
     def __post_init__(self) -> None:
@@ -130,8 +131,7 @@ class Writer(threading.Thread):
         Raises:
             OSError: a rank failed, is suspended or gone, or took too long.
         """
-        last_look = time.monotonic()
-        end_time = last_look + self.timeout
+        first_look = last_look = time.monotonic()
         while True:
             # Note: one list of the folder in place of a look for each rank's file.
             file_names = set(os.listdir(self.path))
@@ -153,7 +153,7 @@ class Writer(threading.Thread):
                 last_look = current_time
                 if lost_text := find_lost_rank(self.mesh):
                     raise OSError(lost_text)
-            if current_time > end_time:
+            if current_time > first_look + self.timeout:
                 raise OSError(
                     f"rank {missing_ranks[0]} has not written its part within {self.timeout:g} s"
                 )

@@ -54,7 +54,6 @@ class GradientKeywords(TypedDict, total=False):
     on_grads: OnGrads | None
     on_reduce_scattered: OnReduceScattered | None
     divisor: float | None
-    allow_constant: bool
 
 
 def value_and_grad(
@@ -66,7 +65,6 @@ def value_and_grad(
     on_grads: OnGrads | None = None,
     on_reduce_scattered: OnReduceScattered | None = None,
     divisor: float | None = None,
-    allow_constant: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """Turn a loss function of shards into one that also returns the gradient, averaged over ranks.
 
@@ -99,7 +97,6 @@ def value_and_grad(
         divisor: the number by which the sum of the ranks' gradients is divided, in place of the
             number of ranks or the sum of the weights. ``divisor=1`` gives the sum. It counts for
             local leaves too, and changes no loss.
-        allow_constant: whether a loss that depends on no trainable shard gives zeros, and no error.
 
     Returns:
         ``f(shards, *rest, **kwargs)`` -> ``(loss, grads)``, or ``((loss, aux), grads)`` with
@@ -144,7 +141,6 @@ def value_and_grad(
         on_grads=on_grads,
         on_reduce_scattered=on_reduce_scattered,
         divisor=divisor,
-        allow_constant=allow_constant,
     )
     options.compare("value_and_grad")
     return GradientFunction(loss_fn, options)
@@ -259,7 +255,6 @@ class GradientOptions:
         on_grads: called before each reduction.
         on_reduce_scattered: called between the stages of each reduction.
         divisor: the divisor of all gradients, in place of the number of ranks or the weights.
-        allow_constant: whether a loss that depends on no trainable shard is no error.
     """
 
     mesh: Mesh | None = None
@@ -269,7 +264,6 @@ class GradientOptions:
     on_grads: OnGrads | None = None
     on_reduce_scattered: OnReduceScattered | None = None
     divisor: float | None = None
-    allow_constant: bool = False
 
     def __post_init__(self) -> None:
         if self.mesh is not None and not isinstance(self.mesh, Mesh):
@@ -277,7 +271,7 @@ class GradientOptions:
                 f"mesh must be a Mesh, or None; found {type(self.mesh).__name__}: pass the result "
                 "of init_mesh, by name"
             )
-        for option_name in ("has_aux", "weighted", "allow_constant"):
+        for option_name in ("has_aux", "weighted"):
             check_flag(option_name, getattr(self, option_name))
         for option_name, parameters in _HOOKS.items():
             hook = getattr(self, option_name)
@@ -503,8 +497,8 @@ def evaluate(
             reducer.zero_weight, reducer.received = factor == 0, False
             reached = _backward(loss if factor == 1 else loss * factor, local_leaves, reducer)
             # Zeros would hide that the loss uses other tensors than the shards.
-            if not reached and not options.allow_constant:
-                raise ValueError(f"{CONSTANT}, or pass allow_constant=True for zeros")
+            if not reached:
+                raise ValueError(CONSTANT)
             loss_term = loss.detach().reshape(())
             # Why not in the loss's dtype: a mean over micro-batches would be rounded at each sum.
             if weighted or len(calls) > 1:

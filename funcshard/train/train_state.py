@@ -23,21 +23,21 @@ class TrainState(NamedTuple):
     Attributes:
         shards: this rank's shards of the parameters.
         buffers: the module's buffers.
-        opt_state: the optimizer's state of the trainable shards.
+        opt_state: the optimizer's state of the trainable shards; ``None`` if you don't train.
         step: number of steps taken.
         scaler: the state of loss scaling; ``None`` without a scaler.
 
     Example:
         >>> import torch, funcshard as fs
-        >>> state = fs.TrainState({"": {"float32": torch.ones(3)}}, {}, opt_state={}, step=0)
+        >>> state = fs.TrainState({"": {"float32": torch.ones(3)}}, buffers={})
         >>> state._replace(step=1).step
         1
     """
 
     shards: Shards
     buffers: dict[str, torch.Tensor]
-    opt_state: Any
-    step: int
+    opt_state: Any = None
+    step: int = 0
     scaler: ScalerState | None = None
 
 

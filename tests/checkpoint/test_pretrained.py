@@ -85,7 +85,7 @@ def test_a_folder_is_loaded_trains_and_is_saved_as_hugging_face_saves_it(name: s
         sharded = fs.fully_shard(apply.eval(), plan, mesh)
         loss_fn = lambda shards: sharded(shards, buffers, **family.inputs).loss  # noqa: E731
         loss, grads = fs.value_and_grad(loss_fn, mesh=mesh)(shards)
-        fs.save_pretrained(tmp_path / "ours", apply, shards, plan, mesh, buffers=buffers, max_shard_size="9KB")
+        fs.save_pretrained(tmp_path / "ours", apply, fs.TrainState(shards, buffers), plan, mesh, max_shard_size="9KB")
         return loss, fs.gather(grads, plan, mesh)
 
     loss, grads = fs.simulate(main, 2)[0]
@@ -378,7 +378,7 @@ def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
         with Alive(lambda nbytes: nbytes not in mapped) as load:
             apply, shards, buffers, plan = fs.from_pretrained(tmp_path, mesh)
         with Alive(lambda nbytes: nbytes not in mapped) as write:
-            fs.save_pretrained(tmp_path / "new", apply, shards, plan, mesh, buffers=buffers)
+            fs.save_pretrained(tmp_path / "new", apply, fs.TrainState(shards, buffers), plan, mesh)
         return load.most_bytes, write.most_bytes
 
     for load, write in fs.simulate(main, 4):  # a quarter, a converted leaf, and the scratch memory of checksums

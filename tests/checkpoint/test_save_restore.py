@@ -139,8 +139,10 @@ def test_a_rank_that_never_writes_is_named(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(writer.Writer, "write", lambda work: write(work) if work.mesh.rank != 1 else None)
     plan = make_plan("2 ranks, the root alone")
     with pytest.raises(OSError, match=r"a is not saved: rank 1 has not written its part within 0\.2 s"):
-        fs.simulate(lambda mesh: fs.save(tmp_path / "a", {"step": 1}, plan, mesh, timeout=0.2), 2)
+        fs.simulate(lambda mesh: fs.save(tmp_path / "a", {"step": 1}, plan, mesh, wait=False).wait(0.2), 2)
     assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=r"timeout must be a finite number above 0; found 0: pass a number of seconds"):
+        fs.save(tmp_path / "a", {"step": 1}, fs.make_plan(PARAMS, 1), fs.Mesh()).wait(timeout=0)
 
 
 def test_two_savings_to_one_path_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

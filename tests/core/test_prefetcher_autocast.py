@@ -83,7 +83,7 @@ def ours(mesh: fs.Mesh, use: str, dtype: torch.dtype, hooks: Any = contextlib.nu
         with autocast(dtype), hooks():
             return loss_of(sharded(shards, {}, batch()))
 
-    (loss, grads), events = recorded(fs.value_and_grad(loss_fn, allow_constant=True), shards)
+    (loss, grads), events = recorded(fs.value_and_grad(loss_fn), shards)
     assert events == fs.predict_events(plan, sharded.schedule)
     return loss, fs.gather(grads, plan, mesh)
 

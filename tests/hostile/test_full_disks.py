@@ -39,7 +39,7 @@ def write(folder: Path, step: int, shape: Any, *, exports: bool = False) -> None
             fs.export_safetensors(folder / "exported", shards, plan, mesh, max_shard_size=50_000)
         else:
             state = {"shards": shards, "step": step, "own": fs.PerRank(mesh.rank)}
-            fs.save(folder / f"step-{step}", state, plan, mesh, timeout=600.0, wait=bool(step % 2), keep=2).wait()
+            fs.save(folder / f"step-{step}", state, plan, mesh, wait=bool(step % 2), keep=2).wait()
 
     fs.simulate(main, shape)
 

@@ -236,10 +236,10 @@ def train_and_save(enter: Callable[[], None], mesh: fs.Mesh, job: Job) -> None:
             enter()
             what = {"train": state, "own": fs.PerRank({"position": state.step * 10 + mesh.rank})}
             path = job.checkpoints / f"step-{state.step}"
-            saving = fs.save(path, what, program.plan, mesh, wait=job.waits, after=saving, keep=KEEP, timeout=job.timeout)
+            saving = fs.save(path, what, program.plan, mesh, wait=job.waits, after=saving, keep=KEEP)
     _compare(program, state, job, "trained")
     if saving is not None:
-        saving.wait()
+        saving.wait(timeout=job.timeout)
     print("step", state.step, flush=True)
 
 

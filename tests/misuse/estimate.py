@@ -71,6 +71,9 @@ CASES += [
     ("estimate", "a number instead of a schedule",
      TypeError("schedule must be a Schedule or None; found 3: make it with make_schedule(plan)"),
      lambda mesh: estimate(mesh, schedule=3)),
+    ("estimate", "the name of a peer instead of its runtime",
+     TypeError("runtime must be a Runtime, such as Runtime.fsdp2(), or None"),
+     lambda mesh: estimate(mesh, runtime="fsdp2")),
 ]  # fmt: skip
 
 # --- auto_plan ------------------------------------------------------------------------------------
@@ -83,7 +86,4 @@ CASES += [
     ("auto_plan", "options that the search chooses",
      ValueError("auto_plan chooses the options of units itself; found 'strategy': leave it out"),
      lambda mesh: fs.auto_plan(traced(), ranks=2, units={"0": {"strategy": "no_shard"}})),
-    ("auto_plan", "the name of a peer instead of its runtime",
-     TypeError("runtime must be a Runtime, such as Runtime.fsdp2(), or None"),
-     lambda mesh: fs.auto_plan(traced(), ranks=2, runtime="fsdp2")),
 ]  # fmt: skip

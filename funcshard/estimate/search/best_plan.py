@@ -33,7 +33,7 @@ from funcshard.estimate.search.space import (
     ladders,
 )
 from funcshard.estimate.trace import Profile
-from funcshard.estimate.walk import OptimizerMemory, Runtime, check_runtime
+from funcshard.estimate.walk import OptimizerMemory, Runtime
 from funcshard.plan import AXES, Plan, Schedule, mesh_axes_of
 
 Profiles = Profile | Mapping[int, Profile]
@@ -112,7 +112,6 @@ def auto_plan(
     optimizer: str | OptimizerMemory | None = "adamw",
     units: Any = (),
     space: Space | None = None,
-    runtime: Runtime | None = None,
 ) -> Best | Infeasible:
     """Find the fastest plan of your model that fits a memory budget on every rank.
 
@@ -129,7 +128,6 @@ def auto_plan(
         optimizer: as in ``estimate``.
         units: as in ``make_plan``, without options.
         space: the plans to try.
-        runtime: as in ``estimate``.
 
     Returns:
         The best plan, or an ``Infeasible`` that says which changes would help. Both have ``fits``,
@@ -150,7 +148,6 @@ def auto_plan(
     """
     ranks, model_axes = _data_ranks(ranks)
     space = Space() if space is None else space
-    check_runtime(runtime)
     for options in units.values() if isinstance(units, Mapping) else ():
         for name in ("strategy", "reshard_after_forward", "offload"):
             if name in (options or {}):
@@ -166,7 +163,7 @@ def auto_plan(
             )
     target_hardware = load_hardware(hardware)
     _, budget_limit = budget_on(target_hardware, budget)
-    runtime = runtime or Runtime.on(target_hardware.device)
+    runtime = Runtime.on(target_hardware.device)
     profiles = [
         (count, each.on(accelerator=runtime.accelerator)) for count, each in _profiles(profile)
     ]
@@ -187,7 +184,7 @@ def auto_plan(
     micro_batches, best_profile = scorer.profiles[candidate.profile]
     report = estimate(
         best_profile, scorer.plan(candidate), hardware=target_hardware, optimizer=optimizer,
-        remat=remat, accumulate=micro_batches, budget=budget, runtime=runtime,
+        remat=remat, accumulate=micro_batches, budget=budget,
     )  # fmt: skip
     if fits:
         return Best(
