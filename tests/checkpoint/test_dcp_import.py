@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import funcshard as fs
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.slow  # torch.distributed.checkpoint is imported for a second
 
@@ -92,8 +93,8 @@ def written(folder: Path, state: Any) -> Path:
     return folder
 
 
-def loaded(mesh: fs.Mesh, folder: Path, params: Any = PARAMS, **options: Any) -> Any:
-    plan = fs.make_plan(params, mesh, units=["a"])
+def loaded(mesh: fs.Mesh, folder: Path, params: Any = PARAMS, units: Any = ("a",), **options: Any) -> Any:
+    plan = fs.make_plan(params, mesh, units=units)
     return fs.gather(fs.import_dcp(folder, plan, mesh, **options)[0], plan, mesh)
 
 
@@ -133,6 +134,7 @@ NAMES: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "keys in keys": (lambda p: {"app": {"model": p, "step": 3}}, {}),
     "of compiled modules": (lambda p: {"model": {f"_orig_mod.{name}": value for name, value in p.items()}}, {}),
     "one of two keys": (lambda p: {"model": p, "ema": {name: value + 1 for name, value in p.items()}}, {"key": "model"}),
+    "another name of a tied one": (lambda p: p, {"params": {"0": PARAMS["a"], **PARAMS}}),
 }
 
 
@@ -141,12 +143,6 @@ def test_parameters_are_found_under_their_names(name: str, tmp_path: Path) -> No
     wrap, options = NAMES[name]
     found = loaded(fs.Mesh(), written(tmp_path / "x", wrap(PARAMS)), **options)
     assert all(torch.equal(found[path], value) for path, value in PARAMS.items())
-
-
-def test_a_tied_parameter_may_stand_under_any_of_its_names(tmp_path: Path) -> None:
-    params = {"a": PARAMS["a"], "b": PARAMS["a"]}
-    found = loaded(fs.Mesh(), written(tmp_path / "x", {"model": {"b": PARAMS["a"]}}), params)
-    assert torch.equal(found["a"], PARAMS["a"])
 
 
 def test_other_dtypes_are_converted_on_request_alone(tmp_path: Path) -> None:
@@ -171,6 +167,10 @@ def harmful(folder: Path) -> None:
     (folder / ".metadata").write_bytes(b"cos\nsystem\n(S'touch " + str(folder / "ran").encode() + b"'\ntR.")
 
 
+def pickled(data: bytes) -> Callable[[Path], Any]:
+    return lambda folder: (folder / ".metadata").write_bytes(data)
+
+
 def other_boxes(change: Callable[[Any], Any]) -> Callable[[Path], None]:
     """Return a change of the chunks of a tensor in the metadata."""
 
@@ -183,56 +183,54 @@ def other_boxes(change: Callable[[Any], Any]) -> Callable[[Path], None]:
     return harm
 
 
-BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
-    "no folder": (shutil.rmtree, FileNotFoundError, "there is no such folder"),
-    "no metadata": (lambda path: (path / ".metadata").unlink(), FileNotFoundError, "there is no .metadata in .*: it holds"),
-    "a pickle that runs a program": (harmful, ValueError, r"it names os\.system, and a pickle could run that"),
-    "metadata of nothing": (
-        lambda path: (path / ".metadata").write_bytes(b"N."), ValueError, r"is not the metadata of torch",
-    ),
+def second_chunk(**facts: Callable[[Any], Any]) -> Callable[[Path], None]:
+    ((name, value_of),) = facts.items()
+    return other_boxes(lambda stored: setattr(stored.chunks[1], name, torch.Size(value_of(stored))))
+
+
+NAMED = b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n"
+# What a folder of FSDP2 is changed to, and words of the error.
+BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no folder": (shutil.rmtree, "there is no such folder"),
+    "no metadata": (lambda path: (path / ".metadata").unlink(), "there is no .metadata in .*: it holds"),
+    "a pickle that runs a program": (harmful, r"it names os\.system, and a pickle could run that"),
+    "metadata of nothing": (pickled(b"N."), r"is not the metadata of torch"),
+    "a pickle that changes a class": (pickled(NAMED + b"N}X\x07\x00\x00\x00plantedK\x01s\x86b."), "is not the metadata"),
+    **{
+        f"a pickle that reads an attribute of {asked!r}": (
+            pickled(b"\x80\x02cbuiltins\ngetattr\n" + asked + b"X\x05\x00\x00\x00cleartR."),
+            "is not the metadata of torch.*: it asks for 'clear' of a ",
+        )
+        for asked in (b"(ctorch\nfloat32\n", b"(ccollections\nOrderedDict\n", b"(X\x01\x00\x00\x00a")
+    },
     "a file elsewhere": (
-        replaced(".metadata", b"__0_0.distcp", b"../0_.distcp"), ValueError, r"in the same folder; found '\.\./0_\.distcp'",
+        replaced(".metadata", b"__0_0.distcp", b"../0_.distcp"), r"in the same folder; found '\.\./0_\.distcp'",
     ),
-    "chunks that lack a row": (
-        other_boxes(lambda stored: stored.chunks.pop()), ValueError, "is incomplete: it holds .* needed elements of",
-    ),
-    "chunks that overlap": (
-        other_boxes(lambda stored: setattr(stored.chunks[1], "offsets", stored.chunks[0].offsets)), ValueError,
-        "damaged: the bytes at .* aren't a tensor of",
-    ),
-    "a chunk outside": (
-        other_boxes(lambda stored: setattr(stored.chunks[1], "sizes", torch.Size([2**40] * len(stored.size)))), ValueError,
-        "damaged: the bytes at .* aren't a tensor of",
-    ),
-    "a chunk in no file": (
-        other_boxes(lambda stored: setattr(stored.chunks[1], "offsets", torch.Size([1] * len(stored.size)))), ValueError,
-        "is damaged, or is not the metadata",
-    ),
+    "chunks that lack a row": (other_boxes(lambda stored: stored.chunks.pop()), "it holds .* needed elements of"),
+    "chunks that overlap": (second_chunk(offsets=lambda stored: stored.chunks[0].offsets), "bytes at .* aren't a tensor"),
+    "a chunk outside": (second_chunk(sizes=lambda stored: [2**40] * len(stored.size)), "bytes at .* aren't a tensor"),
+    "a chunk in no file": (second_chunk(offsets=lambda stored: [1] * len(stored.size)), "is damaged, or is not"),
     "a link out of the folder": (
         lambda path: ((path / "__0_0.distcp").unlink(), (path / "__0_0.distcp").symlink_to(DATA / "fsdp2" / "__0_0.distcp")),
-        ValueError, "must be a regular file; found a link: copy the folder",
+        "must be a regular file; found a link: copy the folder",
     ),
-    "a missing file": (
-        lambda path: (path / "__1_0.distcp").unlink(), ValueError, r"is incomplete: __1_0\.distcp is missing",
-    ),
+    "a missing file": (lambda path: (path / "__1_0.distcp").unlink(), r"is incomplete: __1_0\.distcp is missing"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_cannot_be_read_is_said_on_every_rank(name: str, tmp_path: Path) -> None:
-    harm, kind, words = BAD[name]
-    folder = tmp_path / "x"
-    shutil.copytree(DATA / "fsdp2", folder)
-    harm(folder)
+    harm, words = BAD[name]
+    harm(folder := shutil.copytree(DATA / "fsdp2", tmp_path / "x"))
     _, params, _ = fs.make_functional(build())
 
     def main(mesh: fs.Mesh) -> None:
-        plan = fs.make_plan(params, mesh)
-        with pytest.raises(kind, match=words):
-            fs.import_dcp(folder, plan, mesh)
+        with pytest.raises(FileNotFoundError if name in ("no folder", "no metadata") else ValueError, match=words):
+            loaded(mesh, folder, params, units=[])
 
     fs.simulate(main, 2)
     assert not (folder / "ran").exists()
+    assert not hasattr(dcp.metadata.Metadata, "planted")
 
 
 def test_members_of_enumerations_are_read_as_every_python_pickles_them(
@@ -249,47 +247,19 @@ def test_members_of_enumerations_are_read_as_every_python_pickles_them(
         assert all(torch.equal(found[name], value) for name, value in PARAMS.items())
 
 
-def test_getattr_in_a_pickle_reads_no_attribute(tmp_path: Path) -> None:
-    for asked in (b"(ctorch\nfloat32\n", b"(ccollections\nOrderedDict\n", b"(X\x01\x00\x00\x00a"):
-        (tmp_path / ".metadata").write_bytes(b"\x80\x02cbuiltins\ngetattr\n" + asked + b"X\x05\x00\x00\x00cleartR.")
-        with pytest.raises(ValueError, match=r"is not the metadata of torch.*: it asks for 'clear' of a "):
-            loaded(fs.Mesh(), tmp_path)
+def test_a_mistake_is_told(tmp_path: Path) -> None:
+    written(tmp_path, {**PARAMS, "b": torch.zeros(8)})
+    for options, kind, words in (
+        ({}, ValueError, r"leaf 'b' of .* must have shape \(7,\) .* found \(8,\) and float32"),
+        ({"params": {"a": PARAMS["a"]}, "optimizer": ADAMW}, ValueError, "no optimizer state by name, .*optimizer.init"),
+        ({"buffers": [1]}, TypeError, "buffers must be a dictionary"),
+    ):
+        with pytest.raises(kind, match=words):
+            loaded(fs.Mesh(), tmp_path, **options)
 
 
-def test_a_pickle_changes_no_class_of_torch(tmp_path: Path) -> None:
-    named = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
-    (tmp_path / ".metadata").write_bytes(b"\x80\x02" + named + b"N}X\x07\x00\x00\x00plantedK\x01s\x86b.")
-    with pytest.raises(ValueError, match=r"is not the metadata of torch\.distributed\.checkpoint"):
-        loaded(fs.Mesh(), tmp_path)
-    assert not hasattr(dcp.metadata.Metadata, "planted")
-
-
-MISTAKES: dict[str, tuple[Callable[[fs.Mesh, Path], Any], type[Exception], str]] = {
-    "other shapes": (
-        lambda mesh, path: loaded(mesh, written(path, {**PARAMS, "b": torch.zeros(8)})), ValueError,
-        r"leaf 'b' of .* must have shape \(7,\) .* found \(8,\) and float32",
-    ),
-    "no optimizer state": (
-        lambda mesh, path: loaded(mesh, written(path, PARAMS), optimizer=ADAMW), ValueError,
-        "holds no optimizer state by name, such as .* begin with optimizer.init",
-    ),
-    "buffers that are none": (lambda mesh, path: loaded(mesh, path, buffers=[1]), TypeError, "buffers must be a dictionary"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_told(name: str, tmp_path: Path) -> None:
-    call, kind, words = MISTAKES[name]
-    with pytest.raises(kind, match=words):
-        call(fs.Mesh(), tmp_path / "x")
-
-
-def test_ranks_that_find_different_checkpoints_are_told(tmp_path: Path) -> None:
-    for rank in range(2):
-        written(tmp_path / str(rank), PARAMS)
-
-    def main(mesh: fs.Mesh) -> None:
-        with pytest.raises(ValueError, match=r"ranks found different checkpoints at .*: give every rank the same files"):
-            loaded(mesh, tmp_path / str(mesh.rank))
-
-    fs.simulate(main, 2)
+@on_ranks(2)
+def test_ranks_that_find_different_checkpoints_are_told(mesh: fs.Mesh, tmp_path: Path) -> None:
+    path = tmp_path / str(mesh.rank)
+    with pytest.raises(ValueError, match=r"ranks found different checkpoints at .*: give every rank the same files"):
+        loaded(mesh, written(path, PARAMS))

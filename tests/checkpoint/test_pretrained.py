@@ -20,6 +20,8 @@ from torch import nn
 
 import funcshard as fs
 from funcshard.checkpoint.hugging_face import is_hugging_face
+from tests.ranks import on_ranks
+from tests.states import equal
 from tests.storages import Alive
 from tests.zoo.transformers_models import build, small_config
 
@@ -86,9 +88,9 @@ def test_a_folder_is_loaded_trains_and_is_saved_as_hugging_face_saves_it(name: s
         loss_fn = lambda shards: sharded(shards, buffers, **family.inputs).loss  # noqa: E731
         loss, grads = fs.value_and_grad(loss_fn, mesh=mesh)(shards)
         fs.save_pretrained(tmp_path / "ours", apply, fs.TrainState(shards, buffers), plan, mesh, max_shard_size="9KB")
-        return loss, fs.gather(grads, plan, mesh)
+        return loss, fs.gather(grads, plan, mesh), dict(fs.iter_params(shards, plan, mesh, apply=apply))
 
-    loss, grads = fs.simulate(main, 2)[0]
+    loss, grads, params = fs.simulate(main, 2)[1]
     meant = model(**family.inputs).loss
     meant.backward()
     torch.testing.assert_close(loss, meant.detach())
@@ -99,6 +101,8 @@ def test_a_folder_is_loaded_trains_and_is_saved_as_hugging_face_saves_it(name: s
     theirs, ours = tensors_in(tmp_path / "theirs"), tensors_in(tmp_path / "ours")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert all(torch.equal(params[key], theirs[key]) for key in params)
+    assert params.keys() == theirs.keys() - {key for key, _ in model.named_buffers()}
     again, info = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert torch.equal(again.eval()(**family.inputs).loss, meant)
@@ -151,7 +155,6 @@ def test_parameters_have_the_dtype(family: str, dtype: torch.dtype | None, meant
 HEADS = {"a new head": "BertForSequenceClassification", "no head": "BertModel"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", HEADS)
 def test_another_class_takes_the_parameters_that_the_files_hold(name: str, tmp_path: Path) -> None:
     cls = getattr(transformers, HEADS[name])  # which is slow to import
@@ -356,15 +359,10 @@ UNFIT = {
 def test_adapters_that_need_values_under_them_are_said(name: str, tmp_path: Path) -> None:
     made("Llama", tmp_path)
     model = adapted_on_meta("Llama", UNFIT[name])
-
-    def main(mesh: fs.Mesh) -> None:
-        with pytest.raises(ValueError, match="call get_peft_model on a model with values"):
-            fs.from_pretrained(tmp_path, mesh, model=model)
-
-    fs.simulate(main, 2)
+    with pytest.raises(ValueError, match="call get_peft_model on a model with values"):
+        fs.from_pretrained(tmp_path, fs.Mesh(), model=model)
 
 
-@pytest.mark.slow
 def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = FAMILIES["Mixtral"].build(hidden_size=128, intermediate_size=1024, num_hidden_layers=4, num_local_experts=2)
@@ -417,52 +415,28 @@ def without_config(folder: Path) -> None:
     (folder / "config.json").unlink()
 
 
-BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
-    "no folder": (lambda path: path.rename(path.with_name("away")), FileNotFoundError, "reads local folders"),
-    "no config": (lambda path: (path / "config.json").unlink(), FileNotFoundError, "has no config.json: pass the model"),
-    "no files": (
-        of_files(), FileNotFoundError, r"is neither model.safetensors nor .* \['config.json', 'generation_config.json'\]",
-    ),
-    "an adapter": (
-        of_files("adapter_config.json", "adapter_model.safetensors", rest=without_config), FileNotFoundError,
-        r"adapter of peft, without its model: .*is_trainable=True\) to make_functional; .*merge_and_unload",
-    ),
-    "files of torch": (
-        of_files("pytorch_model-00001-of-00002.bin", "training_args.bin"), FileNotFoundError,
-        r"holds 'pytorch_model-00001-of-00002.bin', .* as in AutoModelForCausalLM.from_pretrained\(folder\).save_pretrained",
-    ),
-    "files of GGUF": (
-        of_files("q4.gguf", rest=without_config), FileNotFoundError,
-        r"holds 'q4.gguf', .* as in AutoModelForCausalLM.from_pretrained\(folder, gguf_file=name\).save_pretrained",
-    ),
-    "files of other names": (
-        of_files("diffusion_pytorch_model.safetensors"), FileNotFoundError,
-        r"holds 'diffusion_pytorch_model.safetensors', .* import_safetensors\(path, plan, mesh\) takes a file",
-    ),
-    "a cache of the hub": (
-        of_files("snapshots", rest=without_config), FileNotFoundError,
-        "cache of the hub: pass the folder that huggingface_hub.snapshot_download",
-    ),
-    "a checkpoint of torch": (
-        of_files(rest=lambda path: (path / ".metadata").touch()), FileNotFoundError, r"import_dcp\(path, plan, mesh\) reads",
-    ),
-    "a class of its own": (changed_config(architectures=["Mine"]), ValueError, r"found \['Mine'\]: pass the model itself"),
-    "2^60 layers": (changed_config(n_layer=2**60), ValueError, "must have at most 100000 layers; found 1152921504606846976"),
-    "a size that is a text": (changed_config(n_head="many"), ValueError, r"config\.json isn't a configuration that"),
-    "code of the folder": (
-        changed_config(model_type="mine", auto_map={"AutoConfig": "code.Config"}), ValueError, "trust_remote_code",
-    ),
-    "a pipe": (
-        lambda path: ((path / "config.json").unlink(), os.mkfifo(path / "config.json")), ValueError, "found a named pipe",
-    ),
-    "quantized weights": (
-        changed_config(quantization_config={"quant_method": "fp8"}), ValueError,
-        r"are quantized, and .* with dequantize=True .* model\.dequantize\(\)",
-    ),
-    "other shapes": (changed_config(n_embd=8), ValueError, r"must have shape \(.*\) and dtype float32, as planned; found"),
-    "another tie": (another_tie, ValueError, "holds different values of 'lm_head.weight' and 'transformer.wte.weight'"),
+ABSENT: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no folder": (lambda path: path.rename(path.with_name("away")), "reads local folders"),
+    "no config": (without_config, "has no config.json: pass the model"),
+    "no files": (of_files(), r"is neither model.safetensors nor .* \['config.json', 'generation_config.json'\]"),
+    "an adapter": (of_files("adapter_config.json", "x.safetensors", rest=without_config), "adapter of peft, without its"),
+    "files of torch": (of_files("pytorch_model.bin", "training_args.bin"), r"holds 'pytorch_model.bin', .*\(folder\).save"),
+    "files of GGUF": (of_files("q4.gguf", rest=without_config), r"holds 'q4.gguf', .*\(folder, gguf_file=name\)"),
+    "files of other names": (of_files("x.safetensors"), r"holds 'x.safetensors', .* import_safetensors\(path, plan"),
+    "a cache of the hub": (of_files("snapshots", rest=without_config), "cache of the hub: pass the folder that"),
+    "a checkpoint of torch": (of_files(".metadata"), r"import_dcp\(path, plan, mesh\) reads"),
+}  # fmt: skip
+BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a class of its own": (changed_config(architectures=["Mine"]), r"found \['Mine'\]: pass the model itself"),
+    "2^60 layers": (changed_config(n_layer=2**60), "must have at most 100000 layers; found 1152921504606846976"),
+    "a size that is a text": (changed_config(n_head="many"), r"config\.json isn't a configuration that"),
+    "code of the folder": (changed_config(model_type="mine", auto_map={"AutoConfig": "code.Config"}), "trust_remote_code"),
+    "a pipe": (lambda path: (without_config(path), os.mkfifo(path / "config.json")), "found a named pipe"),
+    "quantized weights": (changed_config(quantization_config={"quant_method": "fp8"}), r"are quantized, .*dequantize\(\)"),
+    "other shapes": (changed_config(n_embd=8), r"must have shape \(.*\) and dtype float32, as planned; found"),
+    "another tie": (another_tie, "holds different values of 'lm_head.weight' and 'transformer.wte.weight'"),
     "another model": (
-        lambda path: safetensors.torch.save_file({"x": torch.zeros(3)}, path / "model.safetensors"), ValueError,
+        lambda path: safetensors.torch.save_file({"x": torch.zeros(3)}, path / "model.safetensors"),
         r"holds no parameter of GPT2LMHeadModel; it has \['x'\], and the model",
     ),
 }  # fmt: skip
@@ -474,39 +448,31 @@ def whole_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", [*ABSENT, *BAD])
 def test_what_cannot_be_loaded_is_said_on_every_rank(name: str, whole_folder: Path, tmp_path: Path) -> None:
-    harm, kind, words = BAD[name]
-    folder = tmp_path / "model"
-    shutil.copytree(whole_folder, folder)
-    harm(folder)
+    harm, words = (ABSENT | BAD)[name]
+    harm(folder := shutil.copytree(whole_folder, tmp_path / "model"))
 
     def main(mesh: fs.Mesh) -> None:
-        with pytest.raises(kind, match=words):
+        with pytest.raises(FileNotFoundError if name in ABSENT else ValueError, match=words):
             fs.from_pretrained(folder, mesh)
 
     fs.simulate(main, 2)
 
 
 @pytest.mark.parametrize("missing", ["transformers", "transformers.core_model_loading"])  # which version 5 brought
-def test_a_missing_transformers_is_said_with_the_command(
-    missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_missing_transformers_is_said_with_the_command(missing: str, monkeypatch: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ImportError, match=r"need transformers 5 or newer: pip install 'transformers>=5'"):
         fs.from_pretrained(tmp_path, fs.Mesh())
 
 
-def test_a_fault_of_one_rank_is_raised_on_every_rank(tmp_path: Path) -> None:
-    made("GPT-2", tmp_path)
-
-    def main(mesh: fs.Mesh) -> None:
-        whose = r" \(found on rank 1\)$" if mesh.rank == 0 else ""
-        with pytest.raises(FileNotFoundError, match=f"reads local folders.*{whose}"):
-            fs.from_pretrained(tmp_path if mesh.rank == 0 else tmp_path / "absent", mesh)
-
-    fs.simulate(main, 2)
+@on_ranks(2)
+def test_a_fault_of_one_rank_is_raised_on_every_rank(mesh: fs.Mesh, whole_folder: Path) -> None:
+    whose = r" \(found on rank 1\)$" if mesh.rank == 0 else ""
+    with pytest.raises(FileNotFoundError, match=f"reads local folders.*{whose}"):
+        fs.from_pretrained(whole_folder if mesh.rank == 0 else whole_folder / "absent", mesh)
 
 
 def test_tensors_that_files_hold_as_one_must_lie_in_one_unit(tmp_path: Path) -> None:
@@ -519,8 +485,7 @@ def test_tensors_that_files_hold_as_one_must_lie_in_one_unit(tmp_path: Path) -> 
     assert all(torch.equal(params[path], parameter) for path, parameter in model.named_parameters())
     fs.save_pretrained(tmp_path / "ours", apply, shards, plan, fs.Mesh())
     ours, theirs = tensors_in(tmp_path / "ours"), tensors_in(tmp_path / "theirs")
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert equal(ours, theirs)
     fine = fs.make_plan(params, 1, units=["**.gate_proj"])
     with pytest.raises(ValueError, match=r"the files hold .* as one tensor, whose parts lie in several units of the plan"):
         fs.save_pretrained(tmp_path / "fine", apply, fs.shard(params, fine, fs.Mesh()), fine, fs.Mesh())

@@ -13,7 +13,7 @@ import funcshard as fs
 from funcshard._utils import tree
 from funcshard.checkpoint.resharding import Run, copy_run
 from funcshard.plan import Box
-from tests.ranks import on_ranks, run_simulated
+from tests.ranks import on_ranks
 from tests.slices import make_params, plan_on, ranks, slices_at
 from tests.states import equal
 
@@ -87,21 +87,19 @@ def test_pieces_say_which_elements_of_the_whole_tensor_they_hold_and_load_on_ano
         assert all(equal(found, NAMES) for found in ranks(load, others[(others.index(world) + number) % len(others)]))
 
 
-def test_a_slice_along_a_data_axis_is_joined_too() -> None:
+@pytest.mark.parametrize("world", [2, {"replicate": 2, "shard": 2}], ids=str)
+@on_ranks()
+def test_a_slice_along_a_data_axis_is_joined_too(mesh: fs.Mesh, world: Any) -> None:
     """A leaf may be cut along ``shard`` itself, as an embedding that each rank looks up alone."""
     whole = torch.arange(24.0).view(6, 4)
 
-    def main(mesh: fs.Mesh) -> None:
-        mine = {"w": whole.chunk(2)[mesh.shard.rank], "b": torch.ones(3)}
-        plan = fs.make_plan(mine, mesh, local={"w": {"shard": 0}})
-        shards = fs.shard(mine, plan, mesh)
-        found = fs.to_state_dict(shards, plan, mesh, rank0_only=True)
-        assert mesh.rank or torch.equal(found["w"], whole)
-        again = fs.from_state_dict({"w": whole, "b": torch.ones(3)} if mesh.rank == 1 else {}, plan, mesh, src=1)
-        assert torch.equal(fs.gather(again, plan, mesh)["w"], mine["w"])
-
-    run_simulated(main, 2)
-    ranks(main, {"replicate": 2, "shard": 2})
+    mine = {"w": whole.chunk(2)[mesh.shard.rank], "b": torch.ones(3)}
+    plan = fs.make_plan(mine, mesh, local={"w": {"shard": 0}})
+    shards = fs.shard(mine, plan, mesh)
+    found = fs.to_state_dict(shards, plan, mesh, rank0_only=True)
+    assert mesh.rank or torch.equal(found["w"], whole)
+    again = fs.from_state_dict({"w": whole, "b": torch.ones(3)} if mesh.rank == 1 else {}, plan, mesh, src=1)
+    assert torch.equal(fs.gather(again, plan, mesh)["w"], mine["w"])
 
 
 @on_ranks({"shard": 2, "tensor": 2})

@@ -15,6 +15,8 @@ from filelock import FileLock
 
 import funcshard as fs
 from funcshard.checkpoint.safetensors import open_tensors
+from tests.ranks import on_ranks
+from tests.states import equal
 
 PARAMS = {
     "w": torch.randn(5, 3), "half": torch.randn(7).bfloat16(), "count": torch.arange(4), "flag": torch.tensor([True, False]),
@@ -41,22 +43,19 @@ def test_one_file_is_what_safetensors_reads_and_comes_back(world: Any, tmp_path:
     path = tmp_path / "new" / "net.safetensors"
     for files, back in fs.simulate(lambda mesh: export(mesh, path, buffers={"extra": torch.ones(2)}), world):
         assert files == [path]
-        assert all(torch.equal(back[name], leaf) and back[name].dtype == leaf.dtype for name, leaf in PARAMS.items())
+        assert equal(back, PARAMS)
     with safetensors.safe_open(path, "pt") as file:
         assert file.metadata() == {"format": "pt"}
-    read = safetensors.torch.load_file(path)
-    assert read.keys() == {*PARAMS, "extra"}
-    assert all(torch.equal(read[name], leaf) and read[name].dtype == leaf.dtype for name, leaf in PARAMS.items())
+    assert equal(safetensors.torch.load_file(path), {**PARAMS, "extra": torch.ones(2)})
     assert [file.name for file in path.parent.iterdir()] == ["net.safetensors"]
     safetensors.torch.save_file({**PARAMS, "more": torch.zeros(1)}, path)  # and we read theirs
     plan = fs.make_plan(PARAMS, 1)
-    back = fs.gather(fs.import_safetensors(path, plan, fs.Mesh()), plan, fs.Mesh())
-    assert all(torch.equal(back[name], leaf) for name, leaf in PARAMS.items())
+    assert equal(fs.gather(fs.import_safetensors(path, plan, fs.Mesh()), plan, fs.Mesh()), PARAMS)
 
 
 def test_several_files_are_no_larger_than_asked_and_come_back(tmp_path: Path) -> None:
     files, back = fs.simulate(lambda mesh: export(mesh, tmp_path, max_shard_size=40), 2)[1]
-    assert all(torch.equal(back[name], leaf) for name, leaf in PARAMS.items())
+    assert equal(back, PARAMS)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert {tmp_path / name for name in index["weight_map"].values()} == set(files)
     for file in files:
@@ -113,9 +112,7 @@ def of_hugging_face(folder: Path) -> set[float]:
 @pytest.mark.nightly(one_in=3)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this test forks a process, and this system has no fork")
 @pytest.mark.parametrize(("before", "after"), [(40, 40), (40, "1KB"), ("1KB", 40)])
-def test_an_export_that_is_killed_leaves_one_export_or_says_that_none_is_whole(
-    before: Any, after: Any, tmp_path: Path
-) -> None:
+def test_an_export_that_is_killed_leaves_one_export_or_says_that_none_is_whole(before, after, tmp_path: Path) -> None:
     params, mesh = {name: torch.zeros(10) for name in "abcd"}, fs.Mesh()
     plan = fs.make_plan(params, mesh, units=list("abc"))
     filled = lambda value: fs.shard({name: leaf + value for name, leaf in params.items()}, plan, mesh)  # noqa: E731
@@ -178,9 +175,7 @@ def test_numbers_of_four_bits_count_one_by_one_in_files(tmp_path: Path) -> None:
         assert torch.equal(found.view(torch.uint8), packed.view(torch.uint8))
 
 
-def test_what_fails_on_rank_0_alone_is_said_on_all_and_the_mesh_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_on_rank_0_alone_is_said_on_all_and_the_mesh_goes_on(tmp_path: Path, monkeypatch: Any) -> None:
     def fails(file: BinaryIO, *_: object) -> None:
         file.write(b"half a file")
         raise RuntimeError("can't allocate memory")
@@ -199,49 +194,31 @@ def test_what_fails_on_rank_0_alone_is_said_on_all_and_the_mesh_goes_on(
     assert not list(tmp_path.iterdir())
 
 
-CASTS: dict[str, tuple[Any, int | None]] = {  # (half, mesh) -> what is given to from_state_dict, and its src
-    "full tensors": (lambda half, mesh: half, None),
-    "full tensors of rank 1": (lambda half, mesh: half, 1),
-    "pieces": (lambda half, mesh: pieces_of(half, mesh), None),
-    "files": (None, None),
-}
-
-
-def pieces_of(params: Any, mesh: fs.Mesh) -> Any:
-    plan = fs.make_plan(params, mesh)
-    return fs.to_state_dict(fs.shard(params, plan, mesh), plan, mesh, sharded=True)
-
-
-@pytest.mark.parametrize(("give", "src"), CASTS.values(), ids=CASTS)
-def test_other_dtypes_are_converted_on_request_alone(give: Any, src: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["full tensors", "full tensors of rank 1", "pieces", "files"])
+def test_other_dtypes_are_converted_on_request_alone(form: str, tmp_path: Path) -> None:
     params = {"b": torch.randn(3), "n": torch.arange(3), "w": torch.randn(5, 3)}
     half = {path: leaf.bfloat16() if leaf.is_floating_point() else leaf for path, leaf in params.items()}
     safetensors.torch.save_file(half, tmp_path / "model.safetensors")
 
     def main(mesh: fs.Mesh) -> None:
-        plan = fs.make_plan(params, mesh)
+        plan, of_half = fs.make_plan(params, mesh), fs.make_plan(half, mesh)
+        given = fs.to_state_dict(fs.shard(half, of_half, mesh), of_half, mesh, sharded=form == "pieces")
 
         def load(**options: bool) -> Any:
-            if give is None:
+            if form == "files":
                 return fs.import_safetensors(tmp_path, plan, mesh, **options)
-            return fs.from_state_dict(give(half, mesh), plan, mesh, src=src, **options)
+            return fs.from_state_dict(given, plan, mesh, src=1 if "rank 1" in form else None, **options)
 
         back = fs.gather(load(cast=True), plan, mesh)
         assert {path: leaf.dtype for path, leaf in back.items()} == {path: leaf.dtype for path, leaf in params.items()}
         assert all(torch.equal(back[path], half[path].to(leaf.dtype)) for path, leaf in params.items())
-        with pytest.raises(
-            ValueError, match=r"'b' of .* dtype float32, as planned; found \(3,\) and bfloat16: pass cast=True"
-        ):
+        with pytest.raises(ValueError, match=r"'b' of .* dtype float32, as planned; found .* and bfloat16: pass cast=True"):
             load()
+        plan = fs.make_plan({**params, "n": torch.zeros(3)}, mesh)  # integers are never converted
+        with pytest.raises(ValueError, match=r"'n' of .* dtype float32, as planned; found \(3,\) and int64"):
+            load(cast=True)
 
     fs.simulate(main, 2)
-
-
-def test_integers_are_never_converted(tmp_path: Path) -> None:
-    plan, mesh = fs.make_plan({"n": torch.zeros(3)}, 1), fs.Mesh()
-    safetensors.torch.save_file({"n": torch.arange(3)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"dtype float32, as planned; found \(3,\) and int64: pass the tensors that"):
-        fs.import_safetensors(tmp_path, plan, mesh, cast=True)
 
 
 def test_files_are_written_in_another_dtype_on_request(tmp_path: Path) -> None:
@@ -263,42 +240,34 @@ def test_a_tied_parameter_is_written_once_and_read_under_any_of_its_names(tmp_pa
     assert shards[""]["float32"].tolist() == [1.0] * 15
 
 
-BAD = {
+def holding(**params: torch.Tensor) -> Callable[[Path], None]:
+    return lambda path: safetensors.torch.save_file(params, path)
+
+
+def with_index(text: str) -> Callable[[Path], Any]:
+    return lambda path: path.with_name("model.safetensors.index.json").write_text(text)
+
+
+BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a header that is a hole of 1 TB": (
-        lambda path: (path.write_bytes((2**40 - 8).to_bytes(8, "little")), os.truncate(path, 2**40)), ValueError,
-        "header too large",
+        lambda path: (path.write_bytes((2**40 - 8).to_bytes(8, "little")), os.truncate(path, 2**40)), "header too large"
     ),
-    "no file": (lambda path: path.unlink(), FileNotFoundError, "there is neither model.safetensors nor"),
-    "half the data": (lambda path: os.truncate(path, 900), ValueError, "file not fully covered"),
-    "a pointer of Git LFS": (
-        lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\n"), ValueError,
-        "is a pointer of Git LFS, and not the file itself: run git lfs pull",
-    ),
-    "a name that is not there": (
-        lambda path: safetensors.torch.save_file({"x": torch.zeros(3)}, path), ValueError,
-        r"must hold every leaf of the plan; missing: \['w'\]: it holds \['x'\]",
-    ),
-    "another shape": (
-        lambda path: safetensors.torch.save_file({"w": torch.zeros(3)}, path), ValueError,
-        r"leaf 'w' of .* must have shape \(300,\)",
-    ),
-    "an index that is none": (
-        lambda path: (path.parent / "model.safetensors.index.json").write_text('{"weight_map": []}'),
-        ValueError, r"index\.json is damaged: it is not JSON with a 'weight_map'",
-    ),
-    "an index of files elsewhere": (
-        lambda path: (path.parent / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../x"}}'),
-        ValueError, r"index\.json is damaged: .* in the same folder; found '\.\./x'",
-    ),
+    "no file": (Path.unlink, "there is neither model.safetensors nor"),
+    "half the data": (lambda path: os.truncate(path, 900), "file not fully covered"),
+    "a pointer of Git LFS": (lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\n"), "git lfs pull"),
+    "a name that is not there": (holding(x=torch.zeros(3)), r"every leaf of the plan; missing: \['w'\]: it holds \['x'\]"),
+    "another shape": (holding(w=torch.zeros(3)), r"leaf 'w' of .* must have shape \(300,\)"),
+    "an index that is none": (with_index('{"weight_map": []}'), r"index\.json is damaged: .* JSON with a 'weight_map'"),
+    "an index of files elsewhere": (with_index('{"weight_map": {"w": "../x"}}'), r"damaged: .* same folder; found '\.\./x'"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_cannot_be_read_is_said(name: str, tmp_path: Path) -> None:
-    harm, kind, words = BAD[name]
-    safetensors.torch.save_file({"w": torch.zeros(300)}, tmp_path / "model.safetensors")
+    harm, words = BAD[name]
+    holding(w=torch.zeros(300))(tmp_path / "model.safetensors")
     harm(tmp_path / "model.safetensors")
-    with pytest.raises(kind, match=words):
+    with pytest.raises(FileNotFoundError if name == "no file" else ValueError, match=words):
         fs.import_safetensors(tmp_path, fs.make_plan({"w": torch.zeros(300)}, 1), fs.Mesh())
 
 
@@ -308,13 +277,10 @@ def test_a_dtype_without_a_place_in_the_format_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_finds_no_file_stops_every_rank(tmp_path: Path, failing: int) -> None:
-    params, path = {"w": torch.arange(4.0)}, tmp_path / "net.safetensors"
-    written(path, params)
-
-    def main(mesh: fs.Mesh) -> None:
-        whose = "" if mesh.rank == failing else rf" \(found on rank {failing}\)$"
-        with pytest.raises(FileNotFoundError, match=rf"there is no safetensors file at .*{whose}"):
-            fs.import_safetensors(path if mesh.rank != failing else tmp_path / "absent", fs.make_plan(params, mesh), mesh)
-
-    fs.simulate(main, 2)
+@on_ranks(2)
+def test_a_rank_that_finds_no_file_stops_every_rank(mesh: fs.Mesh, tmp_path: Path, failing: int) -> None:
+    path = tmp_path / f"{mesh.rank}.safetensors"
+    written(path, PARAMS)
+    whose = "" if mesh.rank == failing else rf" \(found on rank {failing}\)$"
+    with pytest.raises(FileNotFoundError, match=rf"there is no safetensors file at .*{whose}"):
+        fs.import_safetensors(path if mesh.rank != failing else tmp_path / "absent", fs.make_plan(PARAMS, mesh), mesh)

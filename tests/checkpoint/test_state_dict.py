@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 import torchopt
 from hypothesis import given, settings
@@ -23,7 +21,6 @@ from tests.pairwise import crossed
 from tests.ranks import on_ranks, run_ranks, run_simulated
 from tests.states import equal
 from tests.storages import Alive
-from tests.zoo.transformers_models import build
 
 
 class Net(nn.Module):
@@ -247,14 +244,16 @@ def test_a_plan_from_json_without_names_keeps_the_sorted_order():
 O = torch.optim  # noqa: E741
 
 
+def of_torch(cls: type[O.Optimizer], **options: Any) -> Any:
+    return lambda plan, mesh: fs.torch_optimizer(cls, lr=0.1, plan=plan, mesh=mesh, **options)
+
+
 OPTIMIZERS: dict[str, Any] = {
-    "AdamW": lambda plan, mesh: fs.torch_optimizer(O.AdamW, lr=0.1),
-    "AdamW groups": lambda plan, mesh: fs.torch_optimizer(
-        O.AdamW, lr=0.1, groups=[{"paths": ["a"], "lr": 0.2}], plan=plan, mesh=mesh
-    ),
-    "SGD with momentum": lambda plan, mesh: fs.torch_optimizer(O.SGD, lr=0.1, momentum=0.9),
-    "SGD without state": lambda plan, mesh: fs.torch_optimizer(O.SGD, lr=0.1),
-    "Adamax": lambda plan, mesh: fs.torch_optimizer(O.Adamax, lr=0.1),
+    "AdamW": of_torch(O.AdamW),
+    "AdamW groups": of_torch(O.AdamW, groups=[{"paths": ["a"], "lr": 0.2}]),
+    "SGD with momentum": of_torch(O.SGD, momentum=0.9),
+    "SGD without state": of_torch(O.SGD),
+    "Adamax": of_torch(O.Adamax),
     "Muon": lambda plan, mesh: fs.muon(plan, mesh, lr=0.1),
     "a pair": lambda plan, mesh: optax_momentum(0.1),
     "a pair of TorchOpt": lambda plan, mesh: torchopt.adamw(0.1, weight_decay=0.1),
@@ -335,10 +334,6 @@ def test_a_rank_that_holds_nothing_of_a_leaf(mesh: fs.Mesh, optimizer: str, worl
 PARAMS = {"a": torch.arange(16.0).view(4, 4), "b": torch.arange(4.0)}
 
 
-def without(state_dict: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in state_dict.items() if name not in names}
-
-
 def changed_piece(**values: Any) -> Any:
     """Return a change that makes the first piece other; values may be functions of the piece."""
     value_of = lambda value, piece: value(piece) if callable(value) else value  # noqa: E731
@@ -347,27 +342,16 @@ def changed_piece(**values: Any) -> Any:
 
 # From the whole state dict and a rank's pieces: what a rank passes.
 FAULTS: dict[str, tuple[Any, str]] = {
-    "a leaf is missing": (lambda d, p: without(d, "b"), r"missing: \['b'\]: it holds .*, so it is of another module, a"),
+    "a leaf is missing": (lambda d, p: {"a": d["a"]}, r"missing: \['b'\]: it holds .*, so it is of another module, a"),
     "nothing": (lambda d, p: {}, r"missing: \['a', 'b'\]: it is empty; if rank0_only=True left it so, pass src=0"),
-    "a prefix": (
-        lambda d, p: {f"module.{name}": value for name, value in d.items()},
-        r"carry the prefix 'module\.' that has to be removed: call torch\.nn\.modules\.utils\.consume_prefix",
-    ),
+    "a prefix": (lambda d, p: {f"module.{name}": d[name] for name in d}, r"the prefix 'module\.' .*\.utils\.consume_prefix"),
     "another shape": (lambda d, p: {**d, "b": torch.zeros(5)}, r"leaf 'b' of the state dict must have shape .*new plan"),
     "another dtype": (lambda d, p: {**d, "b": torch.zeros(4).half()}, r"leaf 'b' .* dtype float32, .* and float16"),
-    "on meta": (
-        lambda d, p: {**d, "b": torch.zeros(4, device="meta")}, "leaf 'b' of the state dict is on the meta device",
-    ),
+    "on meta": (lambda d, p: {**d, "b": torch.zeros(4, device="meta")}, "leaf 'b' of .* is on the meta device"),
     "no tensor": (lambda d, p: {**d, "b": 3}, "leaf 'b' .* must be a tensor, a DTensor, a Piece .* found int"),
-    "a piece of another shape": (
-        changed_piece(shape=(5,)), r"pieces of leaf 'a' .* must be 1-D, of shape \(4, 4\) and .*; found \(5,\) and",
-    ),
-    "a piece of another dtype": (
-        changed_piece(tensor=lambda piece: piece.tensor.half()), r"dtype float32, as planned; found \(4, 4\) and float16",
-    ),
-    "too short": (
-        changed_piece(tensor=lambda piece: piece.tensor[:-1]), "pieces of leaf 'a' .* must cover .* no piece holds element",
-    ),
+    "a piece of another shape": (changed_piece(shape=(5,)), r"'a' .* must be 1-D, of shape \(4, 4\) .*; found \(5,\) and"),
+    "a piece of another dtype": (changed_piece(tensor=lambda piece: piece.tensor.half()), r"found \(4, 4\) and float16"),
+    "too short": (changed_piece(tensor=lambda piece: piece.tensor[:-1]), "'a' .* must cover .* no piece holds element"),
     "without its begin": (
         changed_piece(tensor=lambda piece: piece.tensor[2:], offset=lambda piece: piece.offset + 2),
         r"no piece holds element (0|10): pass the pieces of all ranks",
@@ -478,22 +462,6 @@ def test_at_most_two_units_are_in_memory_and_one_is_under_way(mesh: fs.Mesh) -> 
     assert alive.most_bytes <= 2 * unit_bytes + unit_bytes // 2  # and the tensor that is used
     nexts = ["1", "2", "3", "4", "4"]
     assert under_way == [(f"{i}.{name}", nexts[i]) for i in range(5) for name in "ab"]
-
-
-@pytest.mark.slow
-def test_names_and_tensors_are_those_of_hugging_faces_files(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = build("MixtralForCausalLM", "mixtral", {})
-    model.save_pretrained(tmp_path)
-    apply, params, _ = fs.make_functional(model)
-
-    def main(mesh: fs.Mesh) -> Any:
-        plan = fs.make_plan(params, mesh, units=["model.layers.*"])
-        return dict(fs.iter_params(fs.shard(params, plan, mesh), plan, mesh, apply=apply))
-
-    ours, theirs = fs.simulate(main, 2)[1], safetensors.torch.load_file(tmp_path / "model.safetensors")
-    assert ours.keys() == theirs.keys() != params.keys()  # experts are one leaf, and several tensors in files
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_what_it_does_not_take() -> None:

@@ -65,10 +65,6 @@ WIDE = fs.make_plan({"w": torch.zeros(4)}, 2)
 TWO, ONE = (fs.make_plan({"w": torch.zeros(1), "v": torch.zeros(1)}, 2, units=units) for units in (["v"], []))
 
 
-def bits(number: int) -> torch.Tensor:
-    return torch.full((2, 3), number, dtype=torch.int16).view(torch.bits16)
-
-
 PAIR = {"w": torch.zeros(3), "v": torch.zeros(3)}
 HALF_FROZEN = fs.make_plan({"w": PAIR["w"].requires_grad_(), "v": PAIR["v"]}, 2)
 TRAINED = fs.make_plan({name: leaf.clone().requires_grad_() for name, leaf in PAIR.items()}, 2)
@@ -84,8 +80,7 @@ BAD: dict[str, tuple[list[Any], fs.Plan, fs.Plan, str]] = {
     ),
     "a model without a unit": (
         [{"": {"float32": torch.zeros(1)}, "v": {"float32": torch.zeros(1)}}] * 2, TWO,
-        fs.make_plan({"w": torch.zeros(1)}, 2),
-        "leaf 'v' of the state is not in the plan",
+        fs.make_plan({"w": torch.zeros(1)}, 2), "leaf 'v' of the state is not in the plan",
     ),
     "a model with one more leaf": (
         [{"": {"float32": torch.zeros(2)}}] * 2, WIDE, TRAINED, "leaf 'v' of the plan is not in the state",
@@ -100,7 +95,8 @@ BAD: dict[str, tuple[list[Any], fs.Plan, fs.Plan, str]] = {
         for name, seen, words in (
             ("with NaN", (torch.tensor([[1.0, float("nan")]]), torch.tensor([[1.0, 2.0]])), r".*2\.0\]\] for .*nan\]\] f"),
             ("of another shape", (torch.ones(3), torch.ones(2, 2)), r"\[\[.*\]\] for .* and \[1.* for"),
-            ("of bits", (bits(258), bits(2)), r"\[2, 0, .* for .* \[2, 1, .* for"),
+            ("of bits", [torch.full((2, 3), number, dtype=torch.int16).view(torch.bits16) for number in (258, 2)],
+             r"\[2, 0, .* for .* \[2, 1, .* for"),
         )
     },
 }  # fmt: skip

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 import funcshard as fs
-from funcshard.checkpoint import writer
 from funcshard.checkpoint.rank_files import write_text
 from funcshard.checkpoint.writer import Writer
 from tests.hostile.nursery import Ended, in_nursery, needs_linux, spawn, wait_all
@@ -41,11 +40,11 @@ def test_a_text_file_is_whole_when_it_is_synced(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_rank_that_can_make_no_file_at_all_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(work: writer.Writer) -> None:
+    def full(work: Writer) -> None:
         raise OSError(28, "No space left on device")
 
-    write, touch = writer.Writer.write, Path.touch
-    monkeypatch.setattr(writer.Writer, "write", lambda work: full(work) if work.mesh.rank else write(work))
+    write, touch = Writer.write, Path.touch
+    monkeypatch.setattr(Writer, "write", lambda work: full(work) if work.mesh.rank else write(work))
     monkeypatch.setattr(Path, "touch", lambda path, *rest, **options: full(None) if "failed" in path.name else touch(path))
     begun = time.monotonic()
     with pytest.raises(OSError, match=r"step is not saved: rank 1: .* No space left on device"):
@@ -54,9 +53,7 @@ def test_a_rank_that_can_make_no_file_at_all_is_named(tmp_path: Path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
-def test_a_rank_that_does_not_share_the_file_system_ends_the_save_at_once_on_every_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_does_not_share_the_file_system_ends_the_save_at_once_on_every_rank(tmp_path, monkeypatch) -> None:
     exists = Path.exists
 
     def seen(path: Path) -> bool:
@@ -78,7 +75,7 @@ def save_beside_a_suspended_rank(_: fs.Mesh, folder: Path) -> tuple[str, float] 
     if mesh.rank == 1:
         (folder / "process").write_text(str(os.getpid()))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(writer.Writer, "write", lambda _: suspend(mesh))
+            patch.setattr(Writer, "write", lambda _: suspend(mesh))
             saved(mesh, folder / "step")
         return None
     begun = time.monotonic()
