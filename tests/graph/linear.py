@@ -1,4 +1,4 @@
-"""The step of a linear layer, which is recorded in a tenth of a second, and equality to the bit."""
+"""Steps of a linear layer and of other small modules, which are recorded soon, and equality to the bit."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import nn
 
 import funcshard as fs
 
-__all__ = ["BATCH", "made", "same"]
+__all__ = ["BATCH", "made", "same", "squares"]
 
 BATCH = torch.arange(6.0).view(2, 3)
-LINEAR = fs.make_functional(nn.Linear(3, 2))
+LINEAR = nn.Linear(3, 2)
 
 
 def with_constant(f: Any, x: torch.Tensor) -> torch.Tensor:
@@ -21,13 +21,18 @@ def with_constant(f: Any, x: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+def squares(f: Any, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = f(x).square().mean()
+    return loss
+
+
 def made(
-    mesh: fs.Mesh, loss: Callable[..., Any] = with_constant, *, strategy: str = "full_shard", lr: Any = 0.1,
+    mesh: fs.Mesh, loss: Callable[..., Any] = with_constant, *, module: nn.Module = LINEAR, units: Any = (), lr: Any = 0.1,
     momentum: float = 0.0, optimizer: Any = None, **options: Any,
 ) -> Any:  # fmt: skip
-    """Return the step of a linear layer, and its first state; ``loss`` gets the layer and a batch."""
-    apply, params, buffers = LINEAR
-    plan = fs.make_plan(params, mesh, strategy=strategy)
+    """Return the step of a module, and its first state; ``loss`` gets the module and a batch."""
+    apply, params, buffers = fs.make_functional(module)
+    plan = fs.make_plan(params, mesh, units=units)
     sharded = fs.fully_shard(apply, plan, mesh)
     optimizer = optimizer or fs.torch_optimizer(torch.optim.SGD, lr=lr, momentum=momentum)
     loss_fn = lambda shards, _, batch: loss(lambda x: sharded(shards, {}, x), batch)  # noqa: E731

@@ -20,11 +20,13 @@ from funcshard._utils.torch_operators import operator_name
 from funcshard.graph import StepGraph, Traced
 from funcshard.graph.compiling import Cut, Region, region_text
 from funcshard.graph.step_graph import collective_of, starts_and_waits
+from tests.graph import linear
 from tests.graph.test_memory import residual
 from tests.graph.test_traced import CASES, batch_of, made, same, steps
-from tests.ranks import Pool
+from tests.ranks import Pool, on_ranks
 
 SIZES = (4, 4)
+TWO = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
 NO_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs the C++ compiler g++")
 BITS = ["weights, scaler, mutable", "remat, dropout", "offload, foreach, not donated"]
 
@@ -35,12 +37,12 @@ def compiled(mesh: fs.Mesh, backend: Any, **options: Any) -> tuple[Traced, fs.Tr
 
 
 def schedule(traced: Traced, state: Any, batch: Any) -> Any:
-    return traced.graph_for(state, batch)[0].run
+    """Return the nodes that a compiled step runs."""
+    return traced.graph_for(state, batch)[0].run.__self__.graph.nodes
 
 
 def scheduled_events(traced: Traced, state: Any, batch: Any) -> list[fs.Event]:
-    nodes = schedule(traced, state, batch).__self__.graph.nodes
-    return [node.meta["event"] for node in nodes if node.meta.get("event") is not None]
+    return [node.meta["event"] for node in schedule(traced, state, batch) if node.meta.get("event") is not None]
 
 
 # Sums in the order of an index, with operators that say so in their names alone.
@@ -76,26 +78,25 @@ def test_regions_that_run_as_they_are_give_the_bits_and_the_collectives_of_the_s
 
 
 @pytest.mark.nightly
-def test_collectives_are_predicted_and_scheduled_and_issued_alike_and_a_merged_gather_is_seen() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        traced, state = compiled(mesh, "aot_eager")
-        predicted = list(fs.predict_events(traced.step.plan, not_saved=["embed"]))
-        batch = batch_of(mesh, 0)
-        scheduled = scheduled_events(traced, state, batch)
-        with fs.record_events() as seen:
-            traced(state, batch)
-        assert [event for event in scheduled if event.unit is not None] == predicted
-        assert scheduled == seen
-        step, state = made(mesh)
-        traced = fs.trace(step, state, batch)
-        assert [event for event in traced.events if event.unit is not None] == predicted
-        merged = traced.changed(merge_gathers)
-        assert [event for event in merged.events if event.unit is not None] != predicted
-        scheduled = scheduled_events(merged.compile(backend="eager"), state, batch)
-        assert [event for event in scheduled if event.unit is not None] != predicted
-        assert len(scheduled) == len(seen) - 1
+@on_ranks(2)
+def test_collectives_are_predicted_and_scheduled_and_issued_alike_and_a_merged_gather_is_seen(mesh: fs.Mesh) -> None:
+    traced, state = compiled(mesh, "aot_eager")
+    predicted, batch = list(fs.predict_events(traced.step.plan, not_saved=["embed"])), batch_of(mesh, 0)
 
-    fs.simulate(main, 2)
+    def of_units(events: Any) -> list[fs.Event]:
+        return [event for event in events if event.unit is not None]
+
+    scheduled = scheduled_events(traced, state, batch)
+    with fs.record_events() as seen:
+        traced(state, batch)
+    assert scheduled == seen
+    step, state = made(mesh)
+    traced = fs.trace(step, state, batch)
+    assert of_units(scheduled) == of_units(traced.events) == predicted
+    merged = traced.changed(merge_gathers)
+    scheduled = scheduled_events(merged.compile(backend="eager"), state, batch)
+    assert predicted not in (of_units(merged.events), of_units(scheduled))
+    assert len(scheduled) == len(seen) - 1
 
 
 def merge_gathers(step_graph: StepGraph) -> StepGraph:
@@ -111,14 +112,9 @@ def merge_gathers(step_graph: StepGraph) -> StepGraph:
 
 
 def deep(mesh: fs.Mesh, layers: int) -> tuple[Any, fs.TrainState, torch.Tensor]:
-    apply, params, buffers = fs.make_functional(
-        residual(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(layers)))
-    )
-    plan = fs.make_plan(params, mesh, units=["blocks.*"])
-    sharded = fs.fully_shard(apply, plan, mesh)
-    optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
-    step = fs.make_train_step(lambda s, b, x: sharded(s, b, x).square().mean(), optimizer, plan, mesh, donate=False)
-    return step, step.init(fs.shard(params, plan, mesh), buffers), torch.ones(2, 4)
+    module = residual(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(layers)))
+    options: Any = {"module": module, "units": ["blocks.*"], "momentum": 0.9, "donate": False}
+    return *linear.made(mesh, linear.squares, **options), torch.ones(2, 4)
 
 
 def counting(compile_calls: list[int]) -> Callable[..., Any]:
@@ -130,36 +126,20 @@ def counting(compile_calls: list[int]) -> Callable[..., Any]:
 
 
 def test_a_result_in_out_is_read_by_later_regions() -> None:
-    apply, params, buffers = fs.make_functional(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
-    mesh = fs.Mesh()
-    plan = fs.make_plan(params, mesh, units=["0", "1"])
-    sharded = fs.fully_shard(apply, plan, mesh)
-
-    def loss_fn(shards: Any, buffers: Any, x: torch.Tensor) -> torch.Tensor:
+    def loss(f: Any, x: torch.Tensor) -> torch.Tensor:
         scale = torch.mul(x, 3.0, out=torch.empty_like(x))
-        return (sharded(shards, buffers, x) * scale + scale.exp()).square().mean()
+        return (f(x) * scale + scale.exp()).square().mean()
 
-    optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
-    step = fs.make_train_step(loss_fn, optimizer, plan, mesh, donate=False)
-    state = step.init(fs.shard(params, plan, mesh), buffers)
+    step, state = linear.made(fs.Mesh(), loss, module=TWO, units=["0", "1"], donate=False)
     compiled = fs.trace(step, state, torch.rand(2, 3)).compile(backend="eager")
     batch = torch.rand(2, 3)
     assert same(compiled(state, batch), step(state, batch))
 
 
-def test_a_model_without_units_is_one_region_and_its_update_another() -> None:
-    apply, params, buffers = fs.make_functional(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
-
-    def count(mesh: fs.Mesh) -> int:
-        plan = fs.make_plan(params, mesh)
-        sharded = fs.fully_shard(apply, plan, mesh)
-        optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
-        step = fs.make_train_step(lambda s, b, x: sharded(s, b, x).square().mean(), optimizer, plan, mesh, donate=False)
-        state = step.init(fs.shard(params, plan, mesh), buffers)
-        cut = Cut(fs.trace(step, state, torch.rand(2, 3)).graph.graph)
-        return sum(isinstance(region, Region) for region in cut.steps)
-
-    assert fs.simulate(count, 2) == [2, 2]
+@on_ranks(2)
+def test_a_model_without_units_is_one_region_and_its_update_another(mesh: fs.Mesh) -> None:
+    traced = fs.trace(*linear.made(mesh, linear.squares, module=TWO, donate=False), torch.rand(2, 3))
+    assert sum(isinstance(region, Region) for region in Cut(traced.graph.graph).steps) == 2
 
 
 def test_regions_whose_inputs_differ_are_compiled_apart() -> None:
@@ -171,36 +151,31 @@ def test_regions_whose_inputs_differ_are_compiled_apart() -> None:
 
 
 @pytest.mark.nightly
-def test_equal_blocks_are_compiled_once_and_later_recordings_too() -> None:
-    def main(mesh: fs.Mesh) -> list[int]:
-        counts = []
-        for layers in (3, 5):
-            calls: list[int] = []
-            step, state, batch = deep(mesh, layers)
-            traced = fs.trace(step, state, batch).compile(backend=counting(calls))
-            state, _ = traced(state, batch)
-            counts.append(len(calls))
-            traced(state, torch.ones(3, 4))
-            assert len(calls) > counts[-1], "a recording with other shapes is compiled, too"
-        return counts
-
-    few, more = fs.simulate(main, 2)[0]
-    assert few == more == 6
+@on_ranks(2)
+def test_equal_blocks_are_compiled_once_and_later_recordings_too(mesh: fs.Mesh) -> None:
+    for layers in (3, 5):
+        calls: list[int] = []
+        step, state, batch = deep(mesh, layers)
+        traced = fs.trace(step, state, batch).compile(backend=counting(calls))
+        state, _ = traced(state, batch)
+        assert len(calls) == 6
+        traced(state, torch.ones(3, 4))
+        assert len(calls) > 6, "a recording with other shapes is compiled, too"
 
 
 @pytest.mark.slow
-def test_gathered_and_temporary_tensors_are_freed_at_their_last_use() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        traced, state = compiled(mesh, "eager")
-        call = schedule(traced, state, batch_of(mesh, 0)).__self__
-        for node in call.graph.nodes:
-            if collective_of(node) == "" and getattr(node.target, "__name__", "") == "region":
-                (box,) = node.args
-                boxed = [torch.ones(each.meta["val"].shape, dtype=each.meta["val"].dtype) for each in box.args]
-                node.target(boxed)
-                assert boxed == [], "a region empties the list, so that it may free its inputs early"
-
-    fs.simulate(main, 1)
+@on_ranks(1)
+def test_gathered_and_temporary_tensors_are_freed_at_their_last_use(mesh: fs.Mesh) -> None:
+    traced, state = compiled(mesh, "eager")
+    regions = [
+        node for node in schedule(traced, state, batch_of(mesh, 0)) if getattr(node.target, "__name__", "") == "region"
+    ]
+    assert regions
+    for node in regions:
+        (box,) = node.args
+        boxed = [torch.ones(each.meta["val"].shape, dtype=each.meta["val"].dtype) for each in box.args]
+        node.target(boxed)
+        assert boxed == [], "a region empties the list, so that it may free its inputs early"
 
 
 def _compare_and_count(mesh: fs.Mesh, cache: Path) -> tuple[int, int, list[float]]:
@@ -240,10 +215,9 @@ def _compare_and_count(mesh: fs.Mesh, cache: Path) -> tuple[int, int, list[float
 @pytest.mark.nightly
 @NO_COMPILER
 def test_inductor_is_close_to_the_step_and_a_second_process_compiles_nothing(tmp_path: Path) -> None:
-    def process() -> tuple[int, int, list[float]]:
+    def process() -> Any:
         with contextlib.closing(Pool()) as pool:
-            found: tuple[int, int, list[float]] = pool.run(_compare_and_count, 1, tmp_path, timeout=240)[0]
-        return found
+            return pool.run(_compare_and_count, 1, tmp_path, timeout=240)[0]
 
     (cold, _, losses), (warm, hits, again) = process(), process()
     assert cold > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +16,6 @@ from funcshard.graph.step_graph import StepGraph, collective_of, starts_and_wait
 
 def pair(graph: fx.Graph, kind: str, number: int = 0) -> tuple[fx.Node, fx.Node]:
     return [(start, wait) for start, (wait,) in starts_and_waits(graph) if collective_of(start) == kind][number]
-
-
-def named(graph: fx.Graph, name: str) -> fx.Node:
-    return next(node for node in graph.nodes if name in str(node.target))
 
 
 def drop_a_wait(graph: fx.Graph) -> None:
@@ -55,7 +52,10 @@ def write_to_data_on_its_way(graph: fx.Graph) -> None:
 
 
 def move_a_write_over_a_read(graph: fx.Graph) -> None:
-    named(graph, "_fused_adamw_").append(named(graph, "_foreach_add_"))
+    update, add = (
+        next(node for node in graph.nodes if name in str(node.target)) for name in ("_fused_adamw_", "_foreach_add_")
+    )
+    update.append(add)
 
 
 FAULTS: dict[str, tuple[Callable[[fx.Graph], None], str]] = {
@@ -65,10 +65,7 @@ FAULTS: dict[str, tuple[Callable[[fx.Graph], None], str]] = {
     "two gathers are in another order": (reorder_two_gathers, "collectives are in another order"),
     "a result is used before it is made": (use_a_result_before_it_is_made, "no longer runs after all_gather"),
     "a shard is written to while it is sent": (write_to_data_on_its_way, "which has not been waited for"),
-    "a write moves over a read": (
-        move_a_write_over_a_read,
-        "no longer runs after .*, on whose result, memory",
-    ),
+    "a write moves over a read": (move_a_write_over_a_read, "no longer runs after .*, on whose result, memory"),
 }
 
 
@@ -102,17 +99,13 @@ def test_a_change_by_a_user_is_checked_too(full_shard: Any) -> None:
 
 
 def test_random_numbers_keep_their_order() -> None:
-    def drawing(graph: fx.Graph) -> tuple[fx.Node, fx.Node]:
-        given = graph.placeholder("x")
-        nodes = [graph.call_function(torch.ops.aten.bernoulli.p, (given, p)) for p in (0.1, 0.2)]
-        graph.output(nodes)
-        for node in graph.nodes:
-            node.meta["val"] = torch.ones(2)
-        return nodes[0], nodes[1]
-
-    before, after = fx.Graph(), fx.Graph()
-    drawing(before)
-    one, other = drawing(after)
+    before = fx.Graph()
+    x = before.placeholder("x")
+    before.output([before.call_function(torch.ops.aten.bernoulli.p, (x, p)) for p in (0.1, 0.2)])
+    for node in before.nodes:
+        node.meta["val"] = torch.ones(2)
+    after = copy.deepcopy(before)
+    _, one, other, _ = after.nodes
     other.append(one)
     with pytest.raises(ValueError, match="no longer runs after bernoulli"):
         check_order(after, before)

@@ -18,6 +18,7 @@ import funcshard as fs
 from tests.commands import Command
 from tests.graph.linear import BATCH, made, same
 from tests.json_damage import changed_once
+from tests.ranks import on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -114,11 +115,7 @@ def test_with_its_step_a_loaded_one_records_other_arguments(file: Path) -> None:
 @pytest.mark.slow
 def test_schedules_come_from_the_step(tmp_path: Path) -> None:
     mesh = fs.Mesh()
-
-    def lr(step: int) -> float:
-        return 0.1 / (1 + step)
-
-    step, state = made(mesh, lr=lr)
+    step, state = made(mesh, lr=lambda step: 0.1 / (1 + step))
     fs.trace(step, state, BATCH).save(tmp_path / "step.json")
     for given in (None, made(mesh)[0]):
         with pytest.raises(ValueError, match=r"computes the option 'lr' .*pass load_traced\(path, mesh, step=step\)"):
@@ -165,9 +162,7 @@ def test_a_file_holds_changed_graphs_and_loaded_ones_take_changes(traced: fs.gra
 
 
 def test_other_meshes_and_files_are_refused_on_every_rank(file: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match="recorded on a mesh of 1 replicate × 1 shard; found a mesh of 1 replicate × 2 shard"
-    ):
+    with pytest.raises(ValueError, match=r"recorded on a mesh of 1 replicate × 1 shard; found .* 1 replicate × 2 shard"):
         fs.simulate(lambda mesh: fs.load_traced(file, mesh), 2)
     with pytest.raises((ValueError, FileNotFoundError), match=r"rank \d reads another file|No such file"):
         fs.simulate(lambda mesh: fs.load_traced(file if mesh.rank else tmp_path / "none", mesh), 2)
@@ -245,20 +240,18 @@ def test_every_flipped_byte_is_seen(file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_file_holds_the_graph_of_each_rank_if_their_collectives_are_the_same(tmp_path: Path) -> None:
-    def main(mesh: fs.Mesh) -> None:
-        step, state = made(mesh)
-        batch = torch.ones(2 + mesh.rank, 3)
-        traced = fs.trace(step, state, batch)
-        traced.save(tmp_path / "step.json")
-        loaded = fs.load_traced(tmp_path / "step.json", mesh, step=step)
-        assert str(loaded) == str(traced)
-        (found, _), (expected, _) = loaded(fs.copy(state), batch), step(fs.copy(state), batch)
-        assert same(found, expected)
-        if mesh.rank == 1:
-            traced = traced.changed(lambda step_graph: step_graph)
-        with pytest.raises(ValueError, match="ranks 0 and 1 differ in the plan, the mesh, the number of passes"):
-            traced.save(tmp_path / "other.json")
-        assert not (tmp_path / "other.json").exists()
-
-    fs.simulate(main, 2)
+@on_ranks(2)
+def test_a_file_holds_the_graph_of_each_rank_if_their_collectives_are_the_same(mesh: fs.Mesh, tmp_path: Path) -> None:
+    step, state = made(mesh)
+    batch = torch.ones(2 + mesh.rank, 3)
+    traced = fs.trace(step, state, batch)
+    traced.save(tmp_path / "step.json")
+    loaded = fs.load_traced(tmp_path / "step.json", mesh, step=step)
+    assert str(loaded) == str(traced)
+    (found, _), (expected, _) = loaded(fs.copy(state), batch), step(fs.copy(state), batch)
+    assert same(found, expected)
+    if mesh.rank == 1:
+        traced = traced.changed(lambda step_graph: step_graph)
+    with pytest.raises(ValueError, match="ranks 0 and 1 differ in the plan, the mesh, the number of passes"):
+        traced.save(tmp_path / "other.json")
+    assert not (tmp_path / "other.json").exists()

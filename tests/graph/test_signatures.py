@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import funcshard as fs
-from tests.graph.linear import BATCH, made
+from tests.graph.linear import BATCH, made, squares
 
 
 @contextmanager
@@ -43,7 +43,7 @@ AGAIN: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         lambda t, s: (t.graph_for(s, (BATCH, 3)), t.graph_for(s, (BATCH, 4))),
         "leaf `batch[1]`: recorded int 3, found int 4",
     ),
-    "another dtype of a buffer": (
+    "a new buffer": (
         lambda t, s: t.graph_for(s._replace(buffers={"scale": BATCH}), BATCH),
         "the tree has the new leaf `state.buffers['scale']`",
     ),
@@ -53,8 +53,7 @@ AGAIN: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 def tolerant(f: Any, batch: Any) -> torch.Tensor:
     """Return the loss of a batch in one of several forms."""
     x, scale = batch if isinstance(batch, tuple) else (batch["x"] if isinstance(batch, dict) else batch, 1)
-    loss: torch.Tensor = scale * f(x).square().mean()
-    return loss
+    return scale * squares(f, x)
 
 
 @pytest.mark.parametrize("case", AGAIN)

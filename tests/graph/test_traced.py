@@ -18,6 +18,7 @@ import funcshard as fs
 from funcshard.graph.step_graph import StepGraph, collective_of, starts_and_waits
 from tests.graph import linear
 from tests.graph.linear import same
+from tests.ranks import on_ranks
 
 ADAMW, SGD = torch.optim.AdamW, torch.optim.SGD
 BFLOAT16 = fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -73,12 +74,16 @@ def batch_of(mesh: fs.Mesh, step: int, size: int = 4) -> torch.Tensor:
 
 
 def steps(mesh: fs.Mesh, take: Any, state: Any, sizes: Sequence[int] = (4,) * STEPS) -> tuple[Any, Any, Any]:
-    """Return what steps on batches of some sizes give: metrics, the last state, and the collectives of each step."""
+    return steps_on([batch_of(mesh, number, size) for number, size in enumerate(sizes)], take, state)
+
+
+def steps_on(batches: list[Any], take: Any, state: Any) -> tuple[Any, Any, Any]:
+    """Return what steps on some batches give: metrics, the last state, and the collectives of each step."""
     torch.manual_seed(5)
     metrics, events = [], []
-    for number, size in enumerate(sizes):
+    for batch in batches:
         with fs.record_events() as seen:
-            state, found = take(state, batch_of(mesh, number, size))
+            state, found = take(state, batch)
         metrics.append(fs.copy(found))
         events.append(seen)
     return metrics, fs.copy(state), events
@@ -200,21 +205,9 @@ def test_the_old_state_is_donated_as_by_the_step() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch.func.jvp's
 def test_a_forward_derivative_that_torch_cannot_record_is_named_as_the_cause() -> None:
-    apply, params, _ = fs.make_functional(nn.Sequential(nn.Linear(3, 4), nn.GroupNorm(2, 4)))
-    x = torch.randn(2, 3)
-
-    def main(mesh: fs.Mesh) -> None:
-        plan = fs.make_plan(params, mesh)
-        sharded = fs.fully_shard(apply, plan, mesh)
-
-        def loss_fn(shards: Any, _buffers: Any, x: torch.Tensor) -> torch.Tensor:
-            return torch.func.jvp(lambda x: sharded(shards, {}, x), (x,), (x,))[1].square().mean()
-
-        step = fs.make_train_step(loss_fn, fs.torch_optimizer(SGD, lr=0.1), plan, mesh)
-        fs.trace(step, step.init(fs.shard(params, plan, mesh), {}), x)
-
+    module, loss = nn.Sequential(nn.Linear(3, 4), nn.GroupNorm(2, 4)), lambda f, x: torch.func.jvp(f, (x,), (x,))[1].mean()
     with pytest.raises(ValueError, match=r"cannot record this torch.func.jvp: .* as for GroupNorm"):
-        fs.simulate(main, 1)
+        fs.trace(*linear.made(fs.Mesh(), loss, module=module), torch.randn(2, 3))
 
 
 def returning_the_data_of_its_all_reduce(step_graph: StepGraph) -> StepGraph:
@@ -228,14 +221,12 @@ def returning_the_data_of_its_all_reduce(step_graph: StepGraph) -> StepGraph:
     return new
 
 
-def test_a_collective_does_not_overwrite_data_that_is_read_later() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        step, state = linear.made(mesh)
-        batch = linear.BATCH + mesh.rank
-        changed = fs.trace(step, state, batch).changed(returning_the_data_of_its_all_reduce)
-        _, found = changed(fs.copy(state), batch)
-        _, expected = step(state, batch)
-        assert found["local_loss"].equal(expected["local_loss"])
-        assert not found["local_loss"].equal(found["loss"]), "batches of ranks differ"
-
-    fs.simulate(main, 2)
+@on_ranks(2)
+def test_a_collective_does_not_overwrite_data_that_is_read_later(mesh: fs.Mesh) -> None:
+    step, state = linear.made(mesh)
+    batch = linear.BATCH + mesh.rank
+    changed = fs.trace(step, state, batch).changed(returning_the_data_of_its_all_reduce)
+    _, found = changed(fs.copy(state), batch)
+    _, expected = step(state, batch)
+    assert found["local_loss"].equal(expected["local_loss"])
+    assert not found["local_loss"].equal(found["loss"]), "batches of ranks differ"

@@ -16,6 +16,7 @@ from tests.graph import test_traced
 from tests.graph.linear import same
 from tests.graph.test_signatures import messages
 from tests.graph.test_traced import PLAIN, batch_of, made, steps, torch_optimizer
+from tests.ranks import on_ranks
 
 SIZES = (4, 6, 10, 4)
 NAMES = "b, ..."
@@ -36,35 +37,29 @@ def run(mesh: fs.Mesh, take: Any, state: Any) -> Any:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES)
-def test_one_recording_has_the_bits_and_collectives_of_the_step_for_batches_of_any_size(case: str) -> None:
-    options = CASES[case]
-
-    def main(mesh: fs.Mesh) -> None:
-        eager = run(mesh, *made(mesh, **options))
-        step, state = made(mesh, **options)
-        traced = fs.trace(step, state, batch_of(mesh, 0), dynamic_shapes=NAMES)
-        assert same(run(mesh, traced, state), eager)
-        assert len(traced._entries) == 1
-
-    fs.simulate(main, 2)
+@on_ranks(2)
+def test_one_recording_has_the_bits_and_collectives_of_the_step_for_batches_of_any_size(mesh: fs.Mesh, case: str) -> None:
+    eager = run(mesh, *made(mesh, **CASES[case]))
+    step, state = made(mesh, **CASES[case])
+    traced = fs.trace(step, state, batch_of(mesh, 0), dynamic_shapes=NAMES)
+    assert same(run(mesh, traced, state), eager)
+    assert len(traced._entries) == 1
 
 
 @pytest.mark.nightly
-def test_passes_files_and_compiled_steps_serve_any_size_too(tmp_path: Path) -> None:
-    def main(mesh: fs.Mesh) -> None:
-        eager = run(mesh, *made(mesh, optimizer=PLAIN))
-        traced = fs.trace(*made(mesh, optimizer=PLAIN), batch_of(mesh, 0), dynamic_shapes=NAMES)
-        traced.save(tmp_path / "step.json")
-        loaded = fs.load_traced(tmp_path / "step.json", mesh)
-        assert (str(loaded), loaded.fingerprint()) == (str(traced), traced.fingerprint())
-        assert (loaded.sizes, loaded.conditions) == (traced.sizes, traced.conditions) == ({"b": 4}, ("b >= 2",))
-        assert loaded.with_sizes(b=9).memory() == traced.with_sizes(b=9).memory()
-        for step in (loaded, loaded.compile("eager"), traced.compile("eager"), traced.with_sizes(b=9)):
-            assert same(run(mesh, step, made(mesh, optimizer=PLAIN)[1]), eager)
-        kept = fs.passes.update_early(fs.passes.keep_gathered(traced, budget="1MiB"))
-        assert same(run(mesh, fs.passes.wait_later(kept), made(mesh, optimizer=PLAIN)[1])[:2], eager[:2])
-
-    fs.simulate(main, 2)
+@on_ranks(2)
+def test_passes_files_and_compiled_steps_serve_any_size_too(mesh: fs.Mesh, tmp_path: Path) -> None:
+    eager = run(mesh, *made(mesh, optimizer=PLAIN))
+    traced = fs.trace(*made(mesh, optimizer=PLAIN), batch_of(mesh, 0), dynamic_shapes=NAMES)
+    traced.save(tmp_path / "step.json")
+    loaded = fs.load_traced(tmp_path / "step.json", mesh)
+    assert (str(loaded), loaded.fingerprint()) == (str(traced), traced.fingerprint())
+    assert (loaded.sizes, loaded.conditions) == (traced.sizes, traced.conditions) == ({"b": 4}, ("b >= 2",))
+    assert loaded.with_sizes(b=9).memory() == traced.with_sizes(b=9).memory()
+    for step in (loaded, loaded.compile("eager"), traced.compile("eager"), traced.with_sizes(b=9)):
+        assert same(run(mesh, step, made(mesh, optimizer=PLAIN)[1]), eager)
+    kept = fs.passes.update_early(fs.passes.keep_gathered(traced, budget="1MiB"))
+    assert same(run(mesh, fs.passes.wait_later(kept), made(mesh, optimizer=PLAIN)[1])[:2], eager[:2])
 
 
 def linear(rest: Any = lambda x: x.square().mean()) -> Any:
@@ -91,28 +86,23 @@ def test_memory_and_cost_of_other_sizes_are_those_of_a_recording_of_that_size() 
 
 
 AGAIN = {
-    "a size of one": ("b, ...", lambda x: x.sum(), 1, "found b = 1; the recording needs b >= 2 (torch)"),
-    "a branch": (
-        "b, ...", lambda x: x.sum() if x.shape[0] % 2 == 0 else x.mean(), 5,
-        "found b = 5; the recording needs (b % 2) == 0 (test_traced_entries.py, line",
-    ),
-    "a number of Python": (
-        "b, ...", lambda x: x.sum() / len(x), 6, "found b = 6; the recording needs b == 4 (test_traced_entries.py, line",
-    ),
-}  # fmt: skip
+    "a size of one": (lambda x: x.sum(), 1, "b >= 2 (torch)"),
+    "a branch": (lambda x: x.sum() if x.shape[0] % 2 == 0 else x.mean(), 5, "(b % 2) == 0 (test_traced_entries.py, line"),
+    "a number of Python": (lambda x: x.sum() / len(x), 6, "b == 4 (test_traced_entries.py, line"),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", AGAIN)
 def test_a_size_that_takes_another_way_is_recorded_anew_and_the_log_says_why(case: str) -> None:
-    names, rest, size, words = AGAIN[case]
+    rest, size, words = AGAIN[case]
     step, state = linear(rest)
-    traced = fs.trace(step, state, numbers(4, 3), dynamic_shapes=names)
+    traced = fs.trace(step, state, numbers(4, 3), dynamic_shapes=NAMES)
     with messages() as found:
         for each in (4, size, 4, size):
             assert same(traced(state, numbers(each, 3)), step(state, numbers(each, 3)))
     assert len(found) == 1
-    assert f"trace records a step again: {words}" in found[0]
+    assert f"trace records a step again: found b = {size}; the recording needs {words}" in found[0]
 
 
 @pytest.mark.slow

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import funcshard as fs
 from funcshard._utils.torch_private import recording_graph
 from tests.comm.test_user_collectives import EIGHT_BITS, add, with_own
-from tests.graph.test_traced import same
+from tests.graph.test_traced import same, steps_on
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # from Dynamo
 WIDTH, STEPS = 6, 2
@@ -157,28 +158,20 @@ def made(
 
 
 def run(mesh: fs.Mesh, batches: list[Any], *, traced: bool, warm: bool = False, **options: Any) -> Any:
-    """Take a step for each batch; return metrics, the last state, the collectives of each step, and the step."""
+    """Take a step for each batch; return what ``steps_on`` does, and the step."""
     step, state = made(mesh, **options)
     if warm:
         step(fs.copy(state), batches[0])
-    torch.manual_seed(5)
     take = fs.trace(step, state, batches[0]) if traced else step
-    metrics, events = [], []
-    for batch in batches:
-        with fs.record_events() as seen:
-            state, found = take(state, batch)
-        metrics.append(torch.utils._pytree.tree_map(lambda value: torch.as_tensor(value).clone(), found))
-        events.append(seen)
-    return metrics, fs.copy(state), events, take
+    return *steps_on(batches, take, state), take
 
 
 def check_traced(mesh: fs.Mesh, batches: list[Any], **options: Any) -> Any:
-    eager, traced = (run(mesh, batches, traced=traced, **options) for traced in (False, True))
-    assert same(traced[:2], eager[:2])
-    assert traced[2] == eager[2]
-    assert list(traced[3].events) == eager[2][-1]
+    (*eager, _), (*recorded, step) = (run(mesh, batches, traced=traced, **options) for traced in (False, True))
+    assert same(recorded, eager)
+    assert list(step.events) == eager[2][-1]
     assert bool(eager[2][-1]) == (mesh.world_size > 1)
-    return traced[3]
+    return step
 
 
 def compiler(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -228,7 +221,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.nightly(one_in=4)
-@pytest.mark.parametrize("case", CASES)
-def test_a_traced_step_has_the_bits_and_the_collectives_of_the_step(case: str) -> None:
-    ranks, options = CASES[case]
-    fs.simulate(lambda mesh: check_traced(mesh, [batch_of(mesh, number) for number in range(STEPS)], **options), ranks)
+@pytest.mark.parametrize(("world", "options"), CASES.values(), ids=CASES)
+@on_ranks()
+def test_a_traced_step_has_the_bits_and_the_collectives_of_the_step(mesh: fs.Mesh, world: Any, options: Any) -> None:
+    check_traced(mesh, [batch_of(mesh, number) for number in range(STEPS)], **options)

@@ -12,7 +12,7 @@ import funcshard as fs
 from tests.graph.test_memory import made as made_blocks
 from tests.graph.test_memory import measured
 from tests.graph.test_traced import ADAMW, BFLOAT16, HYBRID, batch_of, made, same, steps, torch_optimizer
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 SIZES = (4, 4, 4)
 Pass = Callable[[Any], Any]
@@ -32,24 +32,15 @@ def in_a_row(traced: Any) -> Any:
 
 
 SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "remat, dropout, offload, buckets": (
-        2,
-        {
-            "remat": ("blocks.0", "blocks.1"),
-            "dropout": 0.5,
-            "plan": {"offload": True, "bucket_bytes": 600},
-            "optimizer": torch_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
-        },
-    ),
-    "hybrid, bfloat16, kept after forward, micro-batches": (
-        HYBRID,
-        {
-            "plan": {"strategy": "shard_grad_op", "precision": BFLOAT16},
-            "accumulate": 2,
-            "optimizer": torch_optimizer(ADAMW, lr=1e-2, fused=True),
-        },
-    ),
-}
+    "remat, dropout, offload, buckets": (2, {
+        "remat": ("blocks.0", "blocks.1"), "dropout": 0.5, "plan": {"offload": True, "bucket_bytes": 600},
+        "optimizer": torch_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
+    }),
+    "hybrid, bfloat16, kept after forward, micro-batches": (HYBRID, {
+        "plan": {"strategy": "shard_grad_op", "precision": BFLOAT16}, "accumulate": 2,
+        "optimizer": torch_optimizer(ADAMW, lr=1e-2, fused=True),
+    }),
+}  # fmt: skip
 
 
 def compare(mesh: fs.Mesh, passes: dict[str, Pass], **options: Any) -> dict[str, tuple[Any, Any]]:
@@ -79,15 +70,13 @@ def test_all_passes_in_a_row_keep_the_bits(setting: str) -> None:
 
 
 @pytest.mark.nightly
-def test_each_pass_keeps_the_bits_in_later_recordings_too() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        kept, state = compare(mesh, PASSES)["keep_gathered"]
-        with fs.record_events() as events:
-            kept(state, batch_of(mesh, 0, size=2))
-        assert events == list(kept.events)
-        assert [event.unit for event in events if event.kind == "all_gather"] == ["", "embed", "blocks.0", "blocks.1"]
-
-    fs.simulate(main, 2)
+@on_ranks(2)
+def test_each_pass_keeps_the_bits_in_later_recordings_too(mesh: fs.Mesh) -> None:
+    kept, state = compare(mesh, PASSES)["keep_gathered"]
+    with fs.record_events() as events:
+        kept(state, batch_of(mesh, 0, size=2))
+    assert events == list(kept.events)
+    assert [event.unit for event in events if event.kind == "all_gather"] == ["", "embed", "blocks.0", "blocks.1"]
 
 
 def _on_processes(mesh: fs.Mesh) -> None:
@@ -120,11 +109,8 @@ def test_only_operations_without_users_and_effects_go(full_shard: Any) -> None:
         new = step_graph.copy()
         first, *_, output = new.graph.nodes
         with new.graph.inserting_before(output):
-            for operation, *args in (
-                (torch.ops.aten.neg.default,),
-                (torch.ops.aten.mul_.Tensor, 1),
-                (torch.ops.aten.bernoulli.p, 0.5),
-            ):
+            aten = torch.ops.aten
+            for operation, *args in ((aten.neg.default,), (aten.mul_.Tensor, 1), (aten.bernoulli.p, 0.5)):
                 new.graph.call_function(operation, (first, *args)).meta["val"] = first.meta["val"]
         return new
 
@@ -132,8 +118,5 @@ def test_only_operations_without_users_and_effects_go(full_shard: Any) -> None:
     tidied = fs.passes.keep_gathered(more, budget=1)  # which keeps no unit
     lines = [line.partition("= ")[2] for line in str(tidied).splitlines()]
     assert "neg %0" in str(more)
-    assert [line for line in lines if line in ("neg %0", "mul_ %0 1", "bernoulli %0 0.5")] == [
-        "mul_ %0 1",
-        "bernoulli %0 0.5",
-    ]
+    assert [line for line in lines if line.startswith(("neg %0", "mul_ %0 ", "bern"))] == ["mul_ %0 1", "bernoulli %0 0.5"]
     assert str(fs.passes.keep_gathered(full_shard, budget=1)) == str(full_shard)
