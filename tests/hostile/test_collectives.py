@@ -15,8 +15,7 @@ from tests.collective_oracle import results_of
 from tests.hostile.campaign import Campaign, slowness
 from tests.hostile.nursery import Rank, check_nothing_left, in_nursery, needs_linux, open_files
 from tests.hostile.pauses import Pauses
-from tests.hostile.test_kills import BOUND, empty_folder
-from tests.hostile.training import Job, run_job
+from tests.hostile.training import BOUND, Job, empty_folder, run_job
 
 pytestmark = [pytest.mark.hostile, needs_linux]
 
@@ -39,15 +38,15 @@ def overlapping(draw: Random, mesh: fs.Mesh, seed: int, number: int) -> str:
     return f"number {number}, {wrong} of {n} elements along {axis}, beside others" if wrong else ""
 
 
-def collectives(enter: Callable[[], None], mesh: fs.Mesh, job: Job, seed: int, count: int) -> None:
+def collectives(enter: Callable[[], None], mesh: fs.Mesh, seed: int) -> None:
     draw = Random(seed)  # the same draws on every rank
     enter()
-    for number in range(count):
+    for number in range(A_ROUND):
         fault = overlapping(draw, mesh, seed, number)
         assert not fault, f"rank {mesh.rank}: {fault}"
 
 
-def paused_collectives(folder: str, seed: int, shape: Mapping[str, int], shared_memory: bool, count: int) -> dict[str, int]:
+def paused_collectives(folder: str, seed: int, shape: Mapping[str, int], shared_memory: bool) -> dict[str, int]:
     files, pauses = open_files(), Counter[str]()
     job = Job(Path(folder), shape, shared_memory, patience=0.3, timeout=60.0 * slowness())
 
@@ -56,21 +55,19 @@ def paused_collectives(folder: str, seed: int, shape: Mapping[str, int], shared_
             assert all(rank.wait_for_phase(BOUND) for _ in range(2)), rank.log.read_text()
         return Pauses(Random(seed), ranks, 1.5, pauses)
 
-    main = lambda enter, mesh, job: collectives(enter, mesh, job, seed, count)  # noqa: E731
-    run_job(job, BOUND + count, main=main, meanwhile=pause)
+    run_job(job, BOUND + A_ROUND, main=lambda enter, mesh, job: collectives(enter, mesh, seed), meanwhile=pause)
     check_nothing_left(files)
-    return {"collectives": count, **pauses}
+    return {"collectives": A_ROUND, **pauses}
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
 def test_collectives_of_paused_ranks_give_what_each_rank_computes(campaign: Campaign, shared_memory: bool) -> None:
-    def one(draw: Random) -> dict[str, int]:
-        shape, seed = draw.choice(SHAPES), draw.getrandbits(32)
-        with empty_folder() as folder:
-            return in_nursery(
-                paused_collectives, str(folder), seed, shape, shared_memory, A_ROUND, limit=BOUND + 2 * A_ROUND
-            )
-
     limit = BOUND + 2 * A_ROUND
+
+    def one(draw: Random) -> dict[str, int]:
+        with empty_folder() as folder:
+            arguments = str(folder), draw.getrandbits(32), draw.choice(SHAPES), shared_memory
+            return in_nursery(paused_collectives, *arguments, limit=limit)
+
     campaign.run(one, short=1, full=100, limit=limit + 30)

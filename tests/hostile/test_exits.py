@@ -22,9 +22,8 @@ import torch
 
 import funcshard as fs
 from tests.hostile.campaign import Campaign
-from tests.hostile.nursery import check_nothing_left, descendants, in_nursery, needs_linux, open_files, spawn, wait_all
-from tests.hostile.test_kills import BOUND, empty_folder
-from tests.hostile.training import Job, meeting_point, rank_of_job
+from tests.hostile.nursery import check_nothing_left, descendants, needs_linux, open_files, spawn, wait_all
+from tests.hostile.training import BOUND, Job, meeting_point, rank_of_job, run_campaign
 
 pytestmark = [pytest.mark.hostile, needs_linux]
 
@@ -102,10 +101,6 @@ def exit_as_an_interpreter(code: int) -> None:
     ctypes.pythonapi.Py_Exit(code)
 
 
-def by_an_error() -> None:
-    raise ValueError("the end of this rank")
-
-
 def by_a_signal() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(5)
@@ -116,7 +111,7 @@ ENDS: dict[str, tuple[Callable[[], object], int]] = {
     "returns": (lambda: None, 0),
     "sys.exit": (lambda: sys.exit(3), 3),
     "os._exit": (lambda: os._exit(4), 4),
-    "an error": (by_an_error, 1),
+    "an error": (lambda: {}["the end of this rank"], 1),
     "a signal": (by_a_signal, -signal.SIGTERM),
     "a kill": (lambda: os.kill(os.getpid(), signal.SIGKILL), -signal.SIGKILL),
     "destroys the groups": (torch.distributed.destroy_process_group, 0),
@@ -166,9 +161,4 @@ def end_in_some_order(job: Job, seed: int) -> dict[str, int]:
 
 @pytest.mark.nightly
 def test_ranks_that_fork_run_programs_and_end_in_any_order_end_in_time(campaign: Campaign) -> None:
-    def one(draw: Random) -> dict[str, int]:
-        with empty_folder() as folder:
-            job, seed = Job.draw(draw, folder), draw.getrandbits(32)
-            return in_nursery(end_in_some_order, job, seed, limit=2 * BOUND)
-
-    campaign.run(one, short=4, full=100, limit=2 * BOUND + 30)
+    run_campaign(campaign, end_in_some_order, short=4, full=100, limit=2 * BOUND)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -18,7 +17,7 @@ import pytest
 
 import funcshard as fs
 from tests.hostile.campaign import Campaign
-from tests.hostile.namespaces import NETWORK, enter_namespace
+from tests.hostile.namespaces import LIBC, NETWORK, enter_namespace
 from tests.hostile.nursery import check_nothing_left, in_nursery, needs_linux, open_files, spawn, wait_all
 from tests.hostile.training import STEPS, make_program
 
@@ -45,7 +44,7 @@ def lay_cable() -> list[int]:
     reads, writes = os.pipe()
     other = os.fork()
     if not other:  # a process that holds the second namespace until this one opens it
-        assert not _libc().unshare(NETWORK)
+        assert not LIBC.unshare(NETWORK)
         os.write(writes, b".")
         time.sleep(60)
         os._exit(0)
@@ -64,13 +63,9 @@ def lay_cable() -> list[int]:
     return spaces
 
 
-def _libc() -> Any:
-    return ctypes.CDLL(None, use_errno=True)
-
-
 def inside(space: int) -> None:
     """Move this process into a network namespace."""
-    assert not _libc().setns(space, NETWORK)
+    assert not LIBC.setns(space, NETWORK)
 
 
 def rank_on_host(enter: Callable[[], None], rank: int, space: int, shape: dict[str, int], port: int, result: Path) -> None:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import signal
-import tempfile
 import time
 from collections import Counter
-from pathlib import Path
 from random import Random
 
 import pytest
 
 import funcshard as fs
 from tests.hostile.campaign import Campaign
-from tests.hostile.nursery import Ended, check_nothing_left, descendants, in_nursery, needs_linux, open_files, wait_all
-from tests.hostile.training import KEEP, STEPS, Job, meeting_point, run_job, start
+from tests.hostile.nursery import Ended, check_nothing_left, descendants, needs_linux, open_files, wait_all
+from tests.hostile.training import BOUND, KEEP, STEPS, Job, meeting_point, run_campaign, run_job, start
 
 pytestmark = [pytest.mark.hostile, needs_linux]
 
-BOUND = 45.0  # seconds in which ranks start, or end by themselves
 PHASES = {"construction": 1, "restore": 2, "steps": 3, "save": 4, "later save": 6}
 VICTIMS = ("one rank", "one rank whose child lives on", "all ranks", "all ranks but one")
 
@@ -34,6 +30,11 @@ def check_survivors(ended: list[Ended], killed: list[int], what: str) -> None:
             assert each.code == 0 or (each.error and not each.fault), f"{told}\n{each.fault}"
 
 
+def last_step(job: Job) -> int:
+    last = fs.latest(job.checkpoints, thorough=True)
+    return int(last.name.removeprefix("step-")) if last else 0
+
+
 def finish(job: Job, name: str) -> None:
     """Run a job to its end without faults, one step more at least, and check what it leaves."""
     job = dataclasses.replace(job, steps=STEPS)
@@ -44,17 +45,16 @@ def finish(job: Job, name: str) -> None:
     assert all(name.startswith("step-") for name in names), f"leftovers: {names}"
 
 
-def kill_some(job: Job, seed: int, times: int) -> dict[str, int]:
-    """Start a job and kill some of its ranks, several times; then run it to its end."""
+def kill_some(job: Job, seed: int) -> dict[str, int]:
+    """Start a job and kill some of its ranks, once or twice; then run it to its end."""
     draw, counts = Random(seed), Counter[str]()
     files, left = open_files(), []
-    for attempt in range(times):
+    for attempt in range(draw.choice([1, 1, 2])):
         phase, which = draw.choice(list(PHASES)), draw.choice(VICTIMS)
         first = draw.randrange(job.world_size)
         everyone = list(range(job.world_size))
         killed = [first] if which.startswith("one rank") else [r for r in everyone if which == "all ranks" or r != first]
-        reached = fs.latest(job.checkpoints, thorough=True)
-        before = int(reached.name.removeprefix("step-")) if reached else 0
+        before = last_step(job)
         forking = killed if which == "one rank whose child lives on" else ()
         store = meeting_point(job.world_size)
         ranks = start(dataclasses.replace(job, forking=tuple(forking)), store, f"attempt-{attempt}")
@@ -69,26 +69,13 @@ def kill_some(job: Job, seed: int, times: int) -> dict[str, int]:
         assert len(more) <= len(forking), f"{what}: {len(more)} processes are left by {len(forking)} ranks that forked one"
         left += more
         counts.update({"kills": len(killed), f"killed in {phase}": int(met)})
-        reached = fs.latest(job.checkpoints, thorough=True)
-        after = int(reached.name.removeprefix("step-")) if reached else 0
+        after = last_step(job)
         assert after >= before, f"{what}: step {before} had been saved, and now the last is step {after}"
     finish(job, "last")
     check_nothing_left(files, left)
     return dict(counts)
 
 
-@contextlib.contextmanager
-def empty_folder():
-    with tempfile.TemporaryDirectory(prefix="hostile-", ignore_cleanup_errors=True) as folder:
-        (Path(folder) / "checkpoints").mkdir()
-        yield Path(folder)
-
-
 @pytest.mark.nightly
 def test_ranks_killed_at_any_moment_end_in_time_and_lose_no_saved_step(campaign: Campaign) -> None:
-    def one(draw: Random) -> dict[str, int]:
-        with empty_folder() as folder:
-            job, seed, times = Job.draw(draw, folder), draw.getrandbits(32), draw.choice([1, 1, 2])
-            return in_nursery(kill_some, job, seed, times, limit=times * 2 * job.bound + 60)
-
-    campaign.run(one, short=2, full=150, limit=300)
+    run_campaign(campaign, kill_some, short=2, full=150, limit=270)

@@ -8,26 +8,20 @@ import threading
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 
 import pytest
 
 import funcshard as fs
 from tests.hostile.campaign import FULL, Campaign
-from tests.hostile.nursery import check_nothing_left, in_nursery, needs_linux, open_files
-from tests.hostile.test_kills import BOUND, empty_folder
-from tests.hostile.training import STEPS, Job, make_program, run_job
+from tests.hostile.nursery import check_nothing_left, needs_linux, open_files
+from tests.hostile.training import BOUND, STEPS, Job, make_program, run_campaign, run_job
 
 pytestmark = [pytest.mark.hostile, needs_linux]
 
-# What may grow over all steps after the first tenth: pages of allocators, and a block of shared memory.
-MOST_KIB, MOST_TRACED, MOST_FILES = 6_000, 60_000, 2
+# What may grow over all steps after the first tenth: pages of allocators in KiB, bytes of our objects, and a block of
+# shared memory.
+MOST = {"files": 2, "threads": 0, "traced": 60_000, "resident": 6_000}
 HOME = str(Path(fs.__file__).parent)
-
-
-def resident() -> int:
-    """Return the memory of this process, in KiB."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
 
 
 def watch(enter: Callable[[], None], mesh: fs.Mesh, job: Job, steps: int, what: str) -> None:
@@ -53,17 +47,15 @@ def watch(enter: Callable[[], None], mesh: fs.Mesh, job: Job, steps: int, what: 
     last = measure()
     grown = {name: last[name] - first[name] for name in last}
     print(f"rank {mesh.rank}: {grown}", flush=True)
-    assert grown["files"] <= MOST_FILES, f"{what}: {grown['files']} more open files"
-    assert grown["threads"] <= 0, f"{what}: {grown['threads']} more threads"
-    assert grown["traced"] <= MOST_TRACED, f"{what}: {grown['traced']} bytes more of objects of this library"
-    assert grown["resident"] <= MOST_KIB, f"{what}: {grown['resident']} KiB more memory"
+    assert all(grown[name] <= most for name, most in MOST.items()), f"{what}: {grown}, more than {MOST}"
 
 
 def measure() -> dict[str, int]:
     gc.collect()
     ours = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, f"{HOME}/*")])
     size = sum(each.size for each in ours.statistics("filename"))
-    return {"files": len(open_files()), "threads": threading.active_count(), "traced": size, "resident": resident()}
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024  # in KiB
+    return {"files": len(open_files()), "threads": threading.active_count(), "traced": size, "resident": resident}
 
 
 def watch_a_job(job: Job, seed: int, steps: int, what: str) -> dict[str, int]:
@@ -80,11 +72,5 @@ TIMES = {"steps": (3000, 100), "saves": (400, 30), "meshes": (100, 10)}
 @pytest.mark.nightly
 @pytest.mark.parametrize("what", TIMES)
 def test_nothing_grows(campaign: Campaign, what: str) -> None:
-    def one(draw: Random) -> dict[str, int]:
-        long, brief = TIMES[what]
-        steps = long if campaign.rounds == FULL else brief
-        with empty_folder() as folder:
-            job, seed = Job.draw(draw, folder, timeout=60.0), draw.getrandbits(32)
-            return in_nursery(watch_a_job, job, seed, steps, what, limit=2 * BOUND + steps * 0.5)
-
-    campaign.run(one, short=1, full=4, limit=3600)
+    steps = TIMES[what][campaign.rounds != FULL]
+    run_campaign(campaign, watch_a_job, steps, what, short=1, full=4, limit=2 * BOUND + steps * 0.5, timeout=60.0)

@@ -6,16 +6,15 @@ import os
 import signal
 import time
 from collections import Counter
-from pathlib import Path
 from random import Random
 
 import pytest
 
 from tests.hostile.campaign import Campaign
-from tests.hostile.nursery import check_nothing_left, in_nursery, needs_linux, open_files, wait_all
+from tests.hostile.nursery import check_nothing_left, needs_linux, open_files, wait_all
 from tests.hostile.pauses import Pauses
-from tests.hostile.test_kills import BOUND, PHASES, empty_folder, finish
-from tests.hostile.training import Job, meeting_point, run_job, start
+from tests.hostile.test_kills import PHASES, finish
+from tests.hostile.training import BOUND, Job, meeting_point, run_campaign, run_job, start
 
 pytestmark = [pytest.mark.hostile, needs_linux]
 
@@ -32,12 +31,7 @@ def pause_a_job(job: Job, seed: int) -> dict[str, int]:
 
 @pytest.mark.nightly
 def test_ranks_that_pause_train_and_save_the_same_bits(campaign: Campaign) -> None:
-    def one(draw: Random) -> dict[str, int]:
-        with empty_folder() as folder:
-            job, seed = Job.draw(draw, folder, timeout=60.0), draw.getrandbits(32)
-            return in_nursery(pause_a_job, job, seed, limit=4 * BOUND)
-
-    campaign.run(one, short=1, full=50, limit=4 * BOUND + 30)
+    run_campaign(campaign, pause_a_job, short=1, full=50, limit=4 * BOUND, timeout=60.0)
 
 
 def stop_for_good(job: Job, seed: int) -> dict[str, int]:
@@ -67,10 +61,5 @@ def stop_for_good(job: Job, seed: int) -> dict[str, int]:
 
 @pytest.mark.nightly
 def test_a_rank_that_is_stopped_for_good_is_given_up_and_named_in_time(campaign: Campaign) -> None:
-    def one(draw: Random) -> dict[str, int]:
-        with empty_folder() as folder:
-            # Why so long a timeout: the bound on giving up must not come from it.
-            job, seed = Job.draw(draw, Path(folder), timeout=600.0, give_up=3.0), draw.getrandbits(32)
-            return in_nursery(stop_for_good, job, seed, limit=4 * BOUND)
-
-    campaign.run(one, short=1, full=30, limit=4 * BOUND + 30)
+    # Why so long a timeout: the bound on giving up must not come from it.
+    run_campaign(campaign, stop_for_good, short=1, full=30, limit=4 * BOUND, timeout=600.0, give_up=3.0)

@@ -8,8 +8,9 @@ import hashlib
 import math
 import os
 import signal
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -20,14 +21,16 @@ import torch.distributed as dist
 from torch import nn
 
 import funcshard as fs
-from tests.hostile.campaign import slowness
-from tests.hostile.nursery import Rank, spawn, wait_all
+from tests.hostile.campaign import Campaign, slowness
+from tests.hostile.nursery import Rank, in_nursery, spawn, wait_all
 
 __all__ = [
-    "KEEP", "SHAPES", "STEPS", "Job", "digests", "make_program", "meeting_point", "rank_of_job", "run_job", "start",
+    "BOUND", "KEEP", "STEPS", "Job", "empty_folder", "make_program", "meeting_point", "rank_of_job", "run_campaign",
+    "run_job", "start",
 ]  # fmt: skip
 
 STEPS, KEEP = 9, 2
+BOUND = 45.0  # seconds in which ranks start, or end by themselves
 SHAPES: tuple[Mapping[str, int], ...] = ({"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}, {"replicate": 2})
 
 
@@ -165,11 +168,8 @@ def meeting_point(world_size: int) -> Store:
 
 def start(job: Job, store: Store, name: str = "rank", main: Callable[..., Any] | None = None) -> list[Rank]:
     """Fork the ranks of a job, which begin at its last checkpoint."""
-    main = main or train_and_save
-    return [
-        spawn(rank_of_job, main, job, rank, store.port, log=job.folder / f"{name}-{rank}.log")
-        for rank in range(job.world_size)
-    ]
+    main, logs = main or train_and_save, [job.folder / f"{name}-{rank}.log" for rank in range(job.world_size)]
+    return [spawn(rank_of_job, main, job, rank, store.port, log=log) for rank, log in enumerate(logs)]
 
 
 def run_job(
@@ -189,6 +189,32 @@ def run_job(
     store.close()
 
 
+def run_campaign(campaign: Campaign, fn: Callable[..., Any], *more: Any, limit: float, **options: Any) -> None:
+    """Run the rounds of a campaign: ``fn(job, seed, *more)`` in a nursery, with a random job of an empty folder.
+
+    Arguments:
+        campaign: the campaign.
+        fn: what a round does; it returns counts.
+        more: further arguments of ``fn``.
+        limit: seconds that a round may take.
+        options: ``short`` and ``full``, as in ``Campaign.run``, and facts of the job that are not random.
+    """
+    rounds = {name: options.pop(name) for name in ("short", "full")}
+
+    def one(draw: Random) -> Any:
+        with empty_folder() as folder:
+            return in_nursery(fn, Job.draw(draw, folder, **options), draw.getrandbits(32), *more, limit=limit)
+
+    campaign.run(one, **rounds, limit=limit + 30)
+
+
+@contextlib.contextmanager
+def empty_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="hostile-", ignore_cleanup_errors=True) as folder:
+        (Path(folder) / "checkpoints").mkdir()
+        yield Path(folder)
+
+
 def rank_of_job(enter: Callable[[], None], main: Callable[..., Any], job: Job, rank: int, port: int) -> Any:
     """Make the mesh of a rank as under torchrun, and run ``main(enter, mesh, job)``."""
     os.environ |= {
@@ -198,24 +224,14 @@ def rank_of_job(enter: Callable[[], None], main: Callable[..., Any], job: Job, r
     }  # fmt: skip
     torch.set_num_threads(1)
     enter()
-    mesh = fs.init_mesh(
-        job.shape,
-        device="cpu",
-        timeout=job.timeout,
-        patience=job.patience,
-        shared_memory=job.shared_memory,
-        give_up=job.give_up,
-    )
+    waits = {"timeout": job.timeout, "patience": job.patience, "give_up": job.give_up}
+    mesh = fs.init_mesh(job.shape, device="cpu", shared_memory=job.shared_memory, **waits)
     if rank in job.forking:
         child = os.fork()
         if not child:
-            os.execv("/bin/sleep", ["sleep", "60"]) if rank % 2 else _sleep()
+            os.execv("/bin/sleep", ["sleep", "60"]) if rank % 2 else time.sleep(60)
+            os._exit(0)
     return main(enter, mesh, job)
-
-
-def _sleep() -> None:
-    time.sleep(60)
-    os._exit(0)
 
 
 def train_and_save(enter: Callable[[], None], mesh: fs.Mesh, job: Job) -> None:
