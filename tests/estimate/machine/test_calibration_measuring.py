@@ -98,9 +98,8 @@ TINY = Reference(width=16, heads=2, layers=2, batch=2, length=8, vocabulary=11)
 def test_kernels_are_counted_as_in_a_trace() -> None:
     """The calibrated rates are those of the trace's FLOPs and bytes, so both must count alike."""
     module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4))
-    apply, params, buffers = fs.make_functional(module)
     x, loss = torch.ones(4, 8), lambda out, _: out.square().mean()
-    profile = fs.profile(apply, params, buffers, x, loss=loss, targets=torch.zeros(()))
+    profile = fs.profile(*fs.make_functional(module), x, loss=loss, targets=torch.zeros(()))
     traced = [each for each in expanded(profile.tape()) if isinstance(each, Op)]
     timed = times_of(lambda: loss(module(x), None).backward())
     assert sum(each.flops for each in timed) == sum(each.flops for each in traced) > 0

@@ -120,25 +120,19 @@ def test_figures_of_another_machine_are_extrapolated():
     assert collective_time(load_hardware("b200"), "all_gather", 10**9, 8).source == "extrapolated"
 
 
-class TestCompute:
-    def test_the_slower_of_flops_and_bytes_counts(self):
-        flops, nbytes = 10**15, 10**9
-        by_flops = flops / (989e12 * H100.flops_efficiency)
-        assert compute_time(H100, flops, nbytes, "bfloat16").seconds == pytest.approx(by_flops, rel=1e-12)
-        by_bytes = nbytes / (3.35e12 * H100.memory_efficiency)
-        assert compute_time(H100, 10, nbytes, "bfloat16").seconds == pytest.approx(by_bytes, rel=1e-12)
+def test_the_slower_of_flops_and_bytes_counts_and_each_kernel_adds_its_overhead():
+    by_flops = 10**15 / (989e12 * H100.flops_efficiency)
+    by_bytes = 10**9 / (3.35e12 * H100.memory_efficiency)
+    for flops, seconds in ((10**15, by_flops), (10, by_bytes)):
+        for kernels in (0, 5):
+            found = compute_time(H100, flops, 10**9, "bfloat16", kernels=kernels).seconds
+            assert found == pytest.approx(seconds + kernels * H100.kernel_overhead, rel=1e-12)
 
-    def test_each_kernel_adds_its_overhead(self):
-        without = compute_time(H100, 10**12, 0, "float32").seconds
-        with_kernels = compute_time(H100, 10**12, 0, "float32", kernels=5).seconds
-        assert with_kernels - without == pytest.approx(5 * H100.kernel_overhead, rel=1e-6)
 
-    def test_bytes_of_a_dtype_without_peak_need_none(self):
-        assert compute_time(H100, 0, 8, "int64").seconds > 0
-
-    def test_flops_of_a_dtype_without_peak_are_an_error(self):
-        with pytest.raises(ValueError, match=r"dtype must be one that 'h100-8x400gbps' has a peak for, bfloat16.*'int64'"):
-            compute_time(H100, 1, 8, "int64")
+def test_only_flops_need_a_peak_of_their_dtype():
+    assert compute_time(H100, 0, 8, "int64").seconds > 0
+    with pytest.raises(ValueError, match=r"dtype must be one that 'h100-8x400gbps' has a peak for, bfloat16.*'int64'"):
+        compute_time(H100, 1, 8, "int64")
 
 
 def test_offloading_is_latency_and_bandwidth():

@@ -73,10 +73,7 @@ def test_html_has_the_tables_of_the_text() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {"budget": 10 * MIB},
-            OVER_BUDGET,
-        ),
+        ({"budget": 10 * MIB}, OVER_BUDGET),
         ({"exposed": 0.08125}, "Communication binds: the rank waits for collectives in 50.0 % of the step."),
         ({}, "Compute binds: the rank waits for collectives in 6.2 % of the step."),
     ],

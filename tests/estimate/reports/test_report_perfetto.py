@@ -61,9 +61,8 @@ def test_each_span_is_an_event_of_the_thread_of_its_lane(tmp_path: Path) -> None
 
 def test_slices_of_a_thread_do_not_overlap_if_all_reduces_run_apart(tmp_path: Path) -> None:
     net = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
-    apply, params, buffers = fs.make_functional(net)
-    traced = profile(apply, params, buffers, torch.zeros(1, 512))
-    plan = fs.make_plan(params, {"replicate": 8, "shard": 2}, units=list("0123"))
+    traced = profile(*fs.make_functional(net), torch.zeros(1, 512))
+    plan = fs.make_plan(traced.forms, {"replicate": 8, "shard": 2}, units=list("0123"))
     report = estimate(traced, plan, runtime=Runtime(replicates_apart=True))
     slices = defaultdict(list)
     for event in written(report, tmp_path)["traceEvents"]:
@@ -79,6 +78,5 @@ def test_slices_of_a_thread_do_not_overlap_if_all_reduces_run_apart(tmp_path: Pa
 
 def test_the_trace_names_its_plan(tmp_path: Path) -> None:
     data = written(REPORTS["plain"], tmp_path)
-    assert data["otherData"]["plan"] == REPORTS["plain"].plan.fingerprint()
-    assert data["otherData"]["mesh"] == "8 ranks"
+    assert (data["otherData"]["plan"], data["otherData"]["mesh"]) == (REPORTS["plain"].plan.fingerprint(), "8 ranks")
     assert data["traceEvents"][0] == {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "a rank"}}

@@ -57,16 +57,14 @@ def measured(setup, transform):
 def test_the_estimated_peak_is_the_measured_one_and_the_events_are_the_predicted_ones(case, transform):
     setup = prepare(case)
     peak, events = measured(setup, transform)
-    traced = profile(
-        setup.apply, setup.params, setup.buffers, setup.batch[0], loss=setup.model.loss, targets=setup.batch[1],
-        precision=setup.plan,
-    )  # fmt: skip
-    report = fs.estimate(
-        traced, setup.plan, optimizer=None, remat=setup.remat, runtime=Runtime(accelerator=False), transform=transform
-    )
+    (inputs, targets), plan = setup.batch, setup.plan
+    options = {"loss": setup.model.loss, "targets": targets, "precision": plan}
+    traced = profile(setup.apply, setup.params, setup.buffers, inputs, **options)
+    runtime = Runtime(accelerator=False)
+    report = fs.estimate(traced, plan, optimizer=None, remat=setup.remat, runtime=runtime, transform=transform)
     assert report.peak == pytest.approx(peak, rel=MOST)
     assert report.events == events
-    assert report.events == fs.predict_events(setup.plan, report.schedule, recomputed=setup.remat, transform=transform)
+    assert report.events == fs.predict_events(plan, report.schedule, recomputed=setup.remat, transform=transform)
     assert bool(events) == (report.exposed > 0)
     assert report.exposed < report.step_time
 

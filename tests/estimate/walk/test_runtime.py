@@ -8,6 +8,7 @@ import funcshard as fs
 from funcshard.estimate import OptimizerMemory, Runtime, estimate, profile
 
 N, RANKS = 64, 4
+MIXED = fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WEIGHT, HALF = N * N * 4, N * N * 2  # bytes of a layer in float32 and bfloat16
 
 
@@ -25,10 +26,8 @@ class Layers(torch.nn.Sequential):
 
 
 def report(runtime, strategy="full_shard", ranks=RANKS, checkpointed=False, **options):
-    apply, params, buffers = fs.make_functional(Layers(checkpointed))
-    precision = fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    plan = fs.make_plan(params, ranks, units=["*"], strategy=strategy, precision=precision)
-    traced = profile(apply, params, buffers, torch.zeros(1, N), precision=plan)
+    traced = profile(*fs.make_functional(Layers(checkpointed)), torch.zeros(1, N), precision=MIXED)
+    plan = fs.make_plan(traced.forms, ranks, units=["*"], strategy=strategy, precision=MIXED)
     return estimate(traced, plan, runtime=runtime, optimizer=None, **options)
 
 
@@ -36,27 +35,22 @@ def most(found, category):
     return max(moment.memory.get(category, 0) for moment in found.timeline)
 
 
-def test_fsdp2_copies_a_gathered_buffer_and_sends_no_cast_shard():
-    ours, fsdp2 = report(Runtime()), report(Runtime.fsdp2())
-    # Ours: a unit, the next one, and the shard that is cast for it. FSDP2: a unit, its buffer, the
-    # buffer of the next one.
-    assert most(ours, "gathered") == 2 * HALF + 2 * HALF // RANKS
-    assert most(fsdp2, "gathered") == 3 * HALF
+GATHERED = {
+    "ours: a unit, the next one, and the shard that is cast for it": (Runtime(), 2 * HALF + 2 * HALF // RANKS),
+    "FSDP2: a unit, its buffer, and the buffer of the next one": (Runtime.fsdp2(), 3 * HALF),
+    "FSDP1: freed units count until another stream has passed": (Runtime(lingering=2), 4 * HALF + 2 * HALF // RANKS),
+    "a CPU: a unit, whose cast shard is free before the next": (Runtime(accelerator=False), 2 * HALF + HALF // RANKS),
+}
+
+
+@pytest.mark.parametrize(("runtime", "size"), GATHERED.values(), ids=GATHERED)
+def test_gathered_units_take(runtime, size):
+    assert most(report(runtime), "gathered") == size
 
 
 def test_fsdp2_holds_one_send_buffer_at_a_time():
     one, two = report(Runtime.fsdp2()), report(Runtime())
     assert most(two, "reduction") - most(one, "reduction") == WEIGHT
-
-
-def test_freed_units_of_fsdp1_count_until_another_stream_has_passed():
-    plain, lingering = report(Runtime()), report(Runtime(lingering=2))
-    assert most(lingering, "gathered") - most(plain, "gathered") == 2 * HALF
-
-
-def test_a_cpu_waits_for_a_unit_before_it_gathers_the_next():
-    # The cast shard of the unit is free by then.
-    assert most(report(Runtime(accelerator=False)), "gathered") == 2 * HALF + HALF // RANKS
 
 
 def test_a_runtime_that_frees_send_buffers_waits_until_they_are_sent():
@@ -95,10 +89,8 @@ def test_casts_of_local_leaves_are_held_again_for_a_forward_that_runs_again():
         def forward(self, x):
             return checkpoint(lambda x: self[1](self[0](x)), x, use_reentrant=False)
 
-    apply, params, buffers = fs.make_functional(Twice(block(), block()))
-    precision = fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    plan = fs.make_plan(params, RANKS, units=["*"], local=["*.1"], precision=precision)
-    traced = profile(apply, params, buffers, torch.zeros(1, N), precision=plan)
+    traced = profile(*fs.make_functional(Twice(block(), block())), torch.zeros(1, N), precision=MIXED)
+    plan = fs.make_plan(traced.forms, RANKS, units=["*"], local=["*.1"], precision=MIXED)
     gathered = [m.memory["gathered"] for m in estimate(traced, plan, optimizer=None).timeline if m.what == "gather"]
     # Both blocks for the forward that runs again, and the second for its backward. Each holds the
     # leaf that is cut, and the cast of the local one.
