@@ -65,9 +65,14 @@ def planned(change: Callable[[Any], Any]) -> Harm:
     return lambda folder: forge(folder / INDEX, lambda body: {**body, "plan": change(body["plan"])})
 
 
-def text(name: str, content: str) -> Harm:
-    """Return a change that gives a text file a body that is any text."""
-    return lambda folder: write_forged(folder / name, "funcshard.checkpoint/3", content)
+def text(content: str, version: int = 3) -> Harm:
+    """Return a change that gives the index a body that is any text, of a version of the format."""
+    return lambda folder: write_forged(folder / INDEX, f"funcshard.checkpoint/{version}", content)
+
+
+def outline(*value: Any) -> Harm:
+    """Return a change that gives the index another description of the state."""
+    return put(INDEX, "outline", value=list(value))
 
 
 def replaced(name: str, make: Callable[[Path], Any]) -> Harm:
@@ -98,16 +103,13 @@ CASES: dict[str, tuple[Harm, str]] = {
     "missing tensors": (lambda folder: (folder / TENSORS).unlink(), rf"{TENSORS} is missing, so the checkpoint is not"),
     "half of the tensors": (lambda folder: os.truncate(folder / TENSORS, 800), r"safetensors is damaged: it has 800 bytes"),
     # JSON that is no index.
-    "a number of 5,000 digits": (text(INDEX, '{"saved": 1' + "0" * 5000 + "}"), NOT_OURS),
-    "lists 100,000 deep": (text(INDEX, "[" * 100_000), "nested in more than 500 levels"),
+    "a number of 5,000 digits": (text('{"saved": 1' + "0" * 5000 + "}"), NOT_OURS),
+    "lists 100,000 deep": (text("[" * 100_000), "nested in more than 500 levels"),
     "an older format": (
-        lambda folder: (write_forged(folder / INDEX, "funcshard.checkpoint/2", "{}"), (folder / ".metadata").touch()),
+        lambda folder: (text("{}", 2)(folder), (folder / ".metadata").touch()),
         r"'funcshard\.checkpoint/2'; this version of funcshard reads .*: import_dcp\(path, plan, mesh\) reads",
     ),
-    "a later format": (
-        lambda folder: write_forged(folder / INDEX, "funcshard.checkpoint/9", "{}"),
-        r"index\.json is of format 'funcshard\.checkpoint/9'; this version of funcshard reads",
-    ),
+    "a later format": (text("{}", 9), r"is of format 'funcshard\.checkpoint/9'; this version of funcshard reads"),
     # Parts of the index.
     **{
         f"{part} that is {shown}": (put(INDEX, part, value=value), NOT_OURS)
@@ -122,30 +124,19 @@ CASES: dict[str, tuple[Harm, str]] = {
     "plans of two meshes": (planned(lambda plan: {"shards": plan, "step": OF_THREE_RANKS}), NOT_OURS),
     "a mesh of 2^60 ranks": (put(INDEX, "plan", "mesh_shape", value=[1, 2**60]), "must be those of make_plan"),
     "a container that is a program": (
-        put(INDEX, "outline", value=["namedtuple", ["command"], "os:system", [["value", "echo called"]]]),
-        "top level of the loaded module 'os'",
+        outline("namedtuple", ["command"], "os:system", [["value", "echo called"]]), "top level of the loaded module 'os'",
     ),
     "a custom node of a class that is no container": (
-        put(INDEX, "outline", value=["custom", None, ["subprocess:Popen", None], [["value", "echo called"]]]),
-        "isn't a registered container",
+        outline("custom", None, ["subprocess:Popen", None], [["value", "echo called"]]), "isn't a registered container",
     ),
-    "a list with data that are an object": (
-        put(INDEX, "outline", value=["list", None, {"a": 1}, [["value", 1]]]), NOT_OURS,
-    ),
-    "a tensor that is not there": (put(INDEX, "outline", value=["tensor", "nothing"]), NOT_OURS),
-    "a buffer that is not there": (
-        put(INDEX, "outline", value=["shards", "every unit", [["nothing", "float32", ["tensor", "whole"]]]]),
-        NOT_OURS,
-    ),
-    "shards in shards": (
-        put(INDEX, "outline", value=["shards", "list", [["", "float32", ["shards", "list", []]]]]), NOT_OURS
-    ),
-    "a rank's value that is not there": (put(INDEX, "outline", value=["rank", 7]), NOT_OURS),
+    "a list with data that are an object": (outline("list", None, {"a": 1}, [["value", 1]]), NOT_OURS),
+    "a tensor that is not there": (outline("tensor", "nothing"), NOT_OURS),
+    "a buffer that is not there": (outline("shards", "every unit", [["nothing", "float32", ["tensor", "whole"]]]), NOT_OURS),
+    "shards in shards": (outline("shards", "list", [["", "float32", ["shards", "list", []]]]), NOT_OURS),
+    "a rank's value that is not there": (outline("rank", 7), NOT_OURS),
     "a tensor of too few facts": (put(INDEX, "stored", "whole", value=["whole"]), "must be a list of 6"),
     "a token that names another folder": (put(INDEX, "save", value="../12345"), "save must be 8 hexadecimal digits"),
-    "a namedtuple with too few fields": (
-        put(INDEX, "outline", value=["namedtuple", [], "funcshard:TrainState", [["value", 1]]]), "it is not the index",
-    ),
+    "a namedtuple with too few fields": (outline("namedtuple", [], "funcshard:TrainState", [["value", 1]]), NOT_OURS),
     "a turn of a text": (put(INDEX, "stored", "shards.float32", 5, value="1"), "must be a whole number"),
     # Tables.
     "a tensor at -1": (put(TABLE, "places", "whole", 0, value=-1), "must be a whole number from 0"),
@@ -162,7 +153,7 @@ CASES: dict[str, tuple[Harm, str]] = {
     "values of a rank inside each other": (
         lambda folder: [
             put(TABLE, "own", value=[["value", 1], *(["rank", i] for i in range(3000))])(folder),
-            put(INDEX, "outline", value=["rank", 3000])(folder),
+            outline("rank", 3000)(folder),
         ],
         NOT_OURS,
     ),

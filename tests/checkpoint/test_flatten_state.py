@@ -50,9 +50,7 @@ CASES: dict[str, tuple[Any, fs.Plan, dict[str, str]]] = {
         {"": {"float32": {"m": torch.zeros(1), "n": torch.ones(1, dtype=torch.int64)}}}, SINGLE,
         {"float32.m": "shard", "float32.n": "whole"},
     ),
-    "a rank's own": (
-        {"own": fs.PerRank([{"a": {"float32": UNIT}}, ROOT])}, PLAN, {"own.0.a.float32": "rank", "own.1": "rank"},
-    ),
+    "a rank's own": ({"x": fs.PerRank([{"a": {"float32": UNIT}}, ROOT])}, PLAN, {"x.0.a.float32": "rank", "x.1": "rank"}),
     "the same name in a dictionary of one's own": ({"a": {"w": UNIT}}, PLAN, {"a.w": "whole"}),
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ import funcshard as fs
 from funcshard._utils import tree
 from tests.checkpoint.test_optimizer_state import close, optax_momentum, pair_of, torchs, train_shards, train_whole
 from tests.ranks import on_ranks
+from tests.states import equal
 
 O = torch.optim  # noqa: E741
 THAWED = ("1.bias", "2.weight", "2.bias")
@@ -142,8 +143,8 @@ def test_a_leaf_that_cannot_begin_beside_others_is_an_error(mesh: fs.Mesh, case:
         fs.optimizer_from_state_dict(by_name, optimizer, plan, mesh, strict=False)
 
 
-def from_rank(mesh: fs.Mesh, case: str, src: int) -> dict[str, Any]:
-    """Load state that only ``src`` holds, in each form; return the tensors by name."""
+def load_from_rank(mesh: fs.Mesh, case: str, src: int) -> None:
+    """Load state that only ``src`` holds, in each form, and compare it with that of all ranks."""
     optimizer, plan = setting(mesh, case, ())
     for flatten in (False, True):
         _, full = saved(mesh, case, (), flatten=flatten)
@@ -153,20 +154,16 @@ def from_rank(mesh: fs.Mesh, case: str, src: int) -> dict[str, Any]:
         found = fs.flatten_optimizer_state_dict(fs.optimizer_to_state_dict(state, optimizer, plan, mesh))
     assert found.keys() == full.keys()
     assert tree.describe(state)[0] == tree.describe(fs.optimizer_from_state_dict(full, optimizer, plan, mesh))[0]
-    return {
-        name: torch.equal(found[name], value) and found[name].dtype == value.dtype
-        for name, value in full.items()
-        if isinstance(value, torch.Tensor)
-    }
+    found, meant = ({n: v for n, v in of.items() if isinstance(v, torch.Tensor)} for of in (found, full))
+    assert meant
+    assert equal(found, meant)
 
 
 @pytest.mark.nightly(one_in=7)
 @pytest.mark.parametrize("case", CASES)
 def test_the_state_of_one_rank_is_that_of_all(case: str) -> None:
     for world, src in ((3, 0), ({"shard": 2, "tensor": 2}, 3)):
-        for same in fs.simulate(lambda mesh, src=src: from_rank(mesh, case, src), world):
-            assert same
-            assert all(same.values()), same
+        fs.simulate(lambda mesh, src=src: load_from_rank(mesh, case, src), world)
 
 
 @on_ranks(3)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from funcshard.__main__ import main
 from funcshard.demo import calibrate_command
 from funcshard.estimate import load_hardware
+from tests.demo.test_main import check_refused
+from tests.demo.test_plan_command import printed
 
 CALLS: dict[str, tuple[list[str], tuple[str, dict[str, Any]]]] = {
     "defaults": ([], ("this-machine.json", {"ranks": 2, "shared_memory": True})),
@@ -21,9 +22,7 @@ CALLS: dict[str, tuple[list[str], tuple[str, dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize(("argv", "expected"), CALLS.values(), ids=CALLS)
-def test_it_measures_as_told_and_says_how_to_use_the_file(
-    argv: list[str], expected: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_measures_as_told_and_says_how_to_use_the_file(argv, expected, capsys, monkeypatch) -> None:
     calls = []
 
     def measure(path: str, **options: Any) -> Any:
@@ -31,12 +30,9 @@ def test_it_measures_as_told_and_says_how_to_use_the_file(
         return load_hardware("cpu-2x-shm")
 
     monkeypatch.setattr(calibrate_command, "calibrate", measure)
-    assert main(["calibrate", *argv]) == 0
+    out = printed(["calibrate", *argv], capsys)
     assert calls == [expected]
-    out = capsys.readouterr().out
-    assert "float32 FLOP/s" in out
-    assert "FLOP/s in a training step" in out
-    assert "all_gather on 2 ranks" in out
+    assert all(words in out for words in ("float32 FLOP/s", "FLOP/s in a training step", "all_gather on 2 ranks"))
     assert out.endswith(f"python -m funcshard plan --ranks {expected[1]['ranks']} --hardware {expected[0]}\n")
 
 
@@ -48,31 +44,20 @@ def samples(batch: int, seq: int) -> tuple[torch.Tensor]:
     return (torch.empty(batch, seq, 1024),)
 
 
-def test_a_step_of_ones_own_moves_the_answers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_of_ones_own_moves_the_answers(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     argv = ["plan", f"{__file__}:linear", "--inputs", f"{__file__}:samples", "--gpus", "1", "--batch", "8", "--seq", "512"]
-
-    def planned(*options: str) -> Any:
-        assert main([*argv, "--json", *options]) == 0
-        return json.loads(capsys.readouterr().out)
-
-    before = planned()
+    before = json.loads(printed([*argv, "--json"], capsys))
     assert before["waiting_seconds"] == 0
     Path("plan.json").write_text(json.dumps(before))
     step, peak = 1.5 * before["step_seconds"], 2 * before["reserved_bytes"]
     fit = ["calibrate", "mine.json", "--plan", "plan.json", "--from-step"]
-    assert main([*fit, str(step), "--peak", str(peak)]) == 0
-    out = capsys.readouterr().out
+    out = printed([*fit, str(step), "--peak", str(peak)], capsys)
     assert "computes 1.50 times as long as h100-8x400gbps, and leaves 50% of the memory free." in out
-    after = planned("--gpu", "mine.json")
+    after = json.loads(printed([*argv, "--json", "--gpu", "mine.json"], capsys))
     assert after["step_seconds"] == pytest.approx(step)
     assert after["budget"] + after["margin"] == (before["budget"] + before["margin"]) // 2
-    assert main([*fit, str(0.01 * step)]) == 2
-    assert "must be a time that h100-8x400gbps can reach" in capsys.readouterr().err
-    assert main(["calibrate", "--from-step", "1"]) == 2
-    assert "--from-step and --plan need each other" in capsys.readouterr().err
+    check_refused([*fit, str(0.01 * step)], "must be a time that h100-8x400gbps can reach", capsys)
+    check_refused(["calibrate", "--from-step", "1"], "--from-step and --plan need each other", capsys)
     Path("plan.json").write_text("{}")
-    assert main([*fit, "1"]) == 2
-    assert "must be a file that plan PATH --json wrote; found plan.json" in capsys.readouterr().err
+    check_refused([*fit, "1"], "must be a file that plan PATH --json wrote; found plan.json", capsys)

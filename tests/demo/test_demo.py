@@ -73,9 +73,8 @@ def check_result(out: Path, *, steps: int | None) -> dict:
     assert len(metrics["losses"]) == metrics["steps"]
     assert steps is None or metrics["steps"] == steps
     data = load_corpus(metrics["settings"]["text"], TINY.context).valid
-    again = validation_loss(
-        model, data, fs.Mesh(), size=metrics["settings"]["batch"], context=TINY.context, show=lambda done, words: None
-    )
+    size = metrics["settings"]["batch"]
+    again = validation_loss(model, data, fs.Mesh(), size=size, context=TINY.context, show=lambda done, words: None)
     assert again == pytest.approx(metrics["validation"]["after"], rel=1e-5)  # batches of other sizes round differently
     return metrics
 
@@ -105,9 +104,8 @@ def test_a_run_on_two_ranks_learns_and_saves_what_it_says(tmp_path: Path, text: 
 
 @pytest.mark.slow
 def test_one_rank_runs_in_this_process(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main([*TRAIN[2:], "--ranks", "1", "--text", str(text), "--steps", "3", "--batch", "4", "--out", str(tmp_path)]) == 0
-    )
+    words = ["--ranks", "1", "--text", str(text), "--steps", "3", "--batch", "4", "--out", str(tmp_path)]
+    assert main([*TRAIN[2:], *words]) == 0
     assert check_result(tmp_path, steps=3)["mesh"] == {"replicate": 1, "shard": 1}
     assert "Starting" not in capsys.readouterr().out
 

@@ -121,9 +121,7 @@ def check_refused(argv: list[str], words: str, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("argv", "words"), BAD.values(), ids=BAD.keys())
-def test_bad_input_is_one_line_and_exit_code_2(
-    argv: str, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(argv: str, words: str, capsys, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     check_refused(argv.split(), words, capsys)
 

@@ -140,9 +140,7 @@ BAD = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("argv", "words"), BAD.values(), ids=BAD.keys())
-def test_bad_input_is_one_line_and_exit_code_2(
-    argv: str, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(argv: str, words: str, capsys, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("bytes.json").write_bytes(b"\xff\xfe")
     Path("linear.json").write_text(fs.make_plan(dict(linear().named_parameters()), 2).to_json())

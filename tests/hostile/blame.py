@@ -10,8 +10,6 @@ from typing import Any
 
 import funcshard
 
-__all__ = ["OURS", "check_ours", "fault_of", "outcome_of"]
-
 _HOME = str(Path(funcshard.__file__).parent)
 _RAISE = dis.opmap["RAISE_VARARGS"]
 OURS: tuple[type[Exception], ...] = (ValueError, TypeError, OSError, RuntimeError)

@@ -18,8 +18,6 @@ from random import Random
 from types import FrameType
 from typing import Any
 
-__all__ = ["FULL", "Campaign", "slowness", "within"]
-
 FULL = -1  # as a number of rounds: the big number of each campaign
 _MOST_FAULTS = 25  # after so many the campaign ends
 _LONGEST = 4000  # characters of a fault that are shown

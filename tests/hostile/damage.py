@@ -9,8 +9,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-__all__ = ["DAMAGES", "damage"]
-
 # Values where a file has another: some are of no type of JSON that Python writes by itself.
 _JUNK: tuple[Any, ...] = (
     None, True, -1, 0, 2**60, 2**200, 1e308, float("nan"), float("inf"), "", "a.b", "../../x", "\ud800", [], {}, [[]],

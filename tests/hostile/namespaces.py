@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["LIBC", "MOUNTS", "NETWORK", "enter_namespace", "mount_disk"]
-
 MOUNTS, NETWORK = 0x00020000, 0x40000000  # CLONE_NEWNS, CLONE_NEWNET
 _USERS = 0x10000000  # CLONE_NEWUSER
 _PRIVATE = (1 << 18) | (1 << 14)  # MS_PRIVATE | MS_REC

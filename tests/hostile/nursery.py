@@ -30,11 +30,6 @@ from tests.hostile.blame import fault_of
 from tests.hostile.campaign import slowness
 from tests.ranks import forking
 
-__all__ = [
-    "Ended", "Rank", "check_nothing_left", "descendants", "end_all", "in_nursery", "needs_linux", "open_files", "spawn",
-    "wait_all",
-]  # fmt: skip
-
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="the campaign reads /proc and uses prctl")
 
 _PR_SET_CHILD_SUBREAPER = 36

@@ -13,8 +13,6 @@ from random import Random
 
 from tests.hostile.nursery import Rank
 
-__all__ = ["Pauses"]
-
 
 class Pauses:
     """A thread that stops some of the ranks for up to ``longest`` seconds, again and again.

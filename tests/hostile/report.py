@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["page"]
-
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "dev" / "campaign.md"
 BEGIN, END = "<!-- counts of the last campaign -->\n", "<!-- end of the counts -->\n"
 HEAD = "| campaign | seeds | what was done | faults | minutes |\n|---|---|---|---|---|\n"

@@ -24,11 +24,6 @@ import funcshard as fs
 from tests.hostile.campaign import Campaign, slowness
 from tests.hostile.nursery import Rank, in_nursery, spawn, wait_all
 
-__all__ = [
-    "BOUND", "KEEP", "STEPS", "Job", "empty_folder", "make_program", "meeting_point", "rank_of_job", "run_campaign",
-    "run_job", "start",
-]  # fmt: skip
-
 STEPS, KEEP = 9, 2
 BOUND = 45.0  # seconds in which ranks start, or end by themselves
 SHAPES: tuple[Mapping[str, int], ...] = ({"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}, {"replicate": 2})

@@ -22,6 +22,7 @@ from funcshard.estimate import load_hardware
 from funcshard.planning.model_inputs import _model_inputs
 from funcshard.planning.planned_model import _without_layerdrop
 from funcshard.planning.tasks import PRECISIONS
+from tests.demo.test_plan_command import printed
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
@@ -46,83 +47,51 @@ HEAD = {"head_dim": 8}
 T5: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4}
 SOUND: dict[str, Any] = {"apply_spec_augment": False, "conv_dim": [8] * 7}
 
+LAYERS = "model.layers."
+
 # By model_type: fields beside SIZES, and the repeated blocks.
 MODELS: dict[str, tuple[dict[str, Any], str]] = {
-    "llama": ({}, "model.layers."),
-    "mistral": ({}, "model.layers."),
-    "qwen2": ({}, "model.layers."),
-    "qwen3": (HEAD, "model.layers."),
-    "gemma2": (HEAD, "model.layers."),
-    "phi3": ({}, "model.layers."),
-    "olmo2": ({}, "model.layers."),
-    "granite": ({}, "model.layers."),
-    "cohere": ({}, "model.layers."),
-    "mixtral": ({"num_local_experts": 4}, "model.layers."),
-    "qwen3_moe": ({**EXPERTS, **HEAD}, "model.layers."),
-    "gpt2": (GPT, "transformer.h."),
-    "gpt_neox": ({}, "gpt_neox.layers."),
+    **dict.fromkeys([
+        "llama", "mistral", "qwen2", "phi3", "olmo2", "granite", "cohere", "olmo", "olmo3", "phi", "cohere2", "starcoder2",
+        "stablelm", "nemotron", "persimmon", "smollm3", "exaone4", "lfm2", "diffllama", "apertus",
+    ], ({}, LAYERS)),
+    **dict.fromkeys(["qwen3", "gemma2", "gemma", "glm", "glm4", "ernie4_5", "seed_oss", "helium"], (HEAD, LAYERS)),
+    **dict.fromkeys(["mixtral", "phimoe"], ({"num_local_experts": 4}, LAYERS)),
+    **dict.fromkeys(["qwen2_moe", "olmoe"], (EXPERTS, LAYERS)),
+    **dict.fromkeys(["deepseek_v2", "deepseek_v3"], ({**EXPERTS_OF_DEEPSEEK, **LATENT}, LAYERS)),
+    **dict.fromkeys(["gpt2", "gpt_bigcode"], (GPT, "transformer.h.")),
+    **dict.fromkeys(["t5", "mt5"], (T5, "encoder.block.")),
+    **dict.fromkeys(["bart", "pegasus", "m2m_100"], (SEQ2SEQ, "model.encoder.layers.")),
+    **{name: ({}, f"{name}.encoder.layer.") for name in ("bert", "roberta", "mpnet")},
+    **{name: ({}, f"{name}.layers.") for name in ("gpt_neox", "biogpt")},
+    **{name: (IMAGE, f"{name}.layers.") for name in ("vit", "deit", "beit")},
+    "qwen3_moe": ({**EXPERTS, **HEAD}, LAYERS),
     "opt": ({"ffn_dim": 48, "word_embed_proj_dim": 32}, "model.decoder.layers."),
     "bloom": ({"n_layer": 3, "n_head": 4}, "transformer.h."),
     "falcon": ({"num_kv_heads": 4}, "transformer.h."),
-    "bert": ({}, "bert.encoder.layer."),
-    "roberta": ({}, "roberta.encoder.layer."),
-    "t5": (T5, "encoder.block."),
-    "bart": (SEQ2SEQ, "model.encoder.layers."),
     "whisper": ({**SEQ2SEQ, "max_source_positions": 16, "max_target_positions": 16}, "model.encoder.layers."),
-    "vit": (IMAGE, "vit.layers."),
     "wav2vec2": (SOUND, "encoder.layers."),
-    "gemma": (HEAD, "model.layers."),
-    "gemma3_text": ({**HEAD, "sliding_window": 8}, "model.layers."),
-    "qwen2_moe": (EXPERTS, "model.layers."),
-    "deepseek_v2": ({**EXPERTS_OF_DEEPSEEK, **LATENT}, "model.layers."),
-    "deepseek_v3": ({**EXPERTS_OF_DEEPSEEK, **LATENT}, "model.layers."),
-    "dots1": ({**EXPERTS_OF_DEEPSEEK, **HEAD}, "model.layers."),
+    "gemma3_text": ({**HEAD, "sliding_window": 8}, LAYERS),
+    "dots1": ({**EXPERTS_OF_DEEPSEEK, **HEAD}, LAYERS),
     "mamba": ({"state_size": 8}, "backbone.layers."),
     "mamba2": ({**HEAD, "num_heads": 8, "state_size": 8, "n_groups": 2, "chunk_size": 8}, "backbone.layers."),
-    "jamba": ({"num_experts": 2, "mamba_d_state": 8}, "model.layers."),
-    "olmo": ({}, "model.layers."),
-    "olmo3": ({}, "model.layers."),
-    "olmoe": (EXPERTS, "model.layers."),
-    "phi": ({}, "model.layers."),
-    "phimoe": ({"num_local_experts": 4}, "model.layers."),
-    "cohere2": ({}, "model.layers."),
-    "glm": (HEAD, "model.layers."),
-    "glm4": (HEAD, "model.layers."),
-    "ernie4_5": (HEAD, "model.layers."),
-    "starcoder2": ({}, "model.layers."),
-    "stablelm": ({}, "model.layers."),
-    "nemotron": ({}, "model.layers."),
-    "persimmon": ({}, "model.layers."),
+    "jamba": ({"num_experts": 2, "mamba_d_state": 8}, LAYERS),
     "mpt": ({"d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 64}, "transformer.blocks."),
     "gptj": ({**GPT, "rotary_dim": 8}, "transformer.h."),
-    "gpt_bigcode": (GPT, "transformer.h."),
-    "gpt_oss": ({**LOCAL_EXPERTS, **HEAD}, "model.layers."),
-    "granitemoe": (LOCAL_EXPERTS, "model.layers."),
-    "llama4_text": ({"num_local_experts": 4, **HEAD, "intermediate_size_mlp": 48}, "model.layers."),
-    "smollm3": ({}, "model.layers."),
-    "exaone4": ({}, "model.layers."),
-    "seed_oss": (HEAD, "model.layers."),
-    "helium": (HEAD, "model.layers."),
-    "lfm2": ({}, "model.layers."),
-    "diffllama": ({}, "model.layers."),
-    "apertus": ({}, "model.layers."),
-    "xglm": ({"d_model": 32, "num_layers": 3, "attention_heads": 4, "ffn_dim": 48}, "model.layers."),
-    "biogpt": ({}, "biogpt.layers."),
-    "modernbert": ({"global_attn_every_n_layers": 2, "local_attention": 8}, "model.layers."),
+    "gpt_oss": ({**LOCAL_EXPERTS, **HEAD}, LAYERS),
+    "granitemoe": (LOCAL_EXPERTS, LAYERS),
+    "llama4_text": ({"num_local_experts": 4, **HEAD, "intermediate_size_mlp": 48}, LAYERS),
+    "xglm": ({"d_model": 32, "num_layers": 3, "attention_heads": 4, "ffn_dim": 48}, LAYERS),
+    "modernbert": ({"global_attn_every_n_layers": 2, "local_attention": 8}, LAYERS),
     "deberta-v2": ({"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}, "deberta.encoder.layer."),
     "electra": ({"embedding_size": 32}, "electra.encoder.layer."),
     "albert": ({"embedding_size": 16}, "albert.encoder.albert_layer_groups."),
     "distilbert": ({"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48}, "distilbert.transformer.layer."),
-    "mpnet": ({}, "mpnet.encoder.layer."),
     "esm": ({"token_dropout": False, "mask_token_id": 3}, "esm.encoder.layer."),
-    "mt5": (T5, "encoder.block."),
     "longt5": ({**T5, "local_radius": 8}, "encoder.block."),
-    "pegasus": (SEQ2SEQ, "model.encoder.layers."),
-    "m2m_100": (SEQ2SEQ, "model.encoder.layers."),
-    "deit": (IMAGE, "deit.layers."),
-    "beit": (IMAGE, "beit.layers."),
     "resnet": ({"embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "depths": [2] * 4}, "resnet.encoder.stages."),
 }  # fmt: skip
+BY_DAY = ("llama", "gemma3_text", "gpt_oss", "beit")
 _LENGTHS = {"wav2vec2": 800}
 
 
@@ -138,9 +107,25 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return write
 
 
+def script_of(run: Any) -> dict[str, Any]:
+    namespace: dict[str, Any] = {}
+    exec(run.code(), namespace)
+    return namespace
+
+
+def saved_llama(folder: Path) -> Any:
+    torch.manual_seed(0)
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 96}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=False)
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    return model
+
+
 @pytest.mark.filterwarnings("ignore:ignored_classes of the precision hold BatchNorm2d:UserWarning")  # of ResNet
-@pytest.mark.nightly(one_in=24)
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=[] if name in BY_DAY else pytest.mark.nightly) for name in MODELS]
+)
 def test_every_architecture_is_planned_from_its_config_alone(model_type: str, config: Any) -> None:
     path, seq = config(model_type), _LENGTHS.get(model_type, 16)
     run = fs.plan_run(path, gpus=8, seq=seq, batch=2)
@@ -164,15 +149,13 @@ def test_every_architecture_is_planned_from_its_config_alone(model_type: str, co
 def test_the_command_prints_the_figures_of_plan_run_and_one_screen(config: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(tie_word_embeddings=False)
     argv = ["plan", str(path), "--gpus", "16", "--gpu", "h100", "--seq", "32"]
-    assert main([*argv, "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    facts = json.loads(printed([*argv, "--json"], capsys))
     run = fs.plan_run(path, gpus=16, gpu="h100", seq=32)
     names = ("parameters", "fits", "peak_bytes", "reserved_bytes", "step_seconds", "tokens_per_second")
-    assert {name: printed[name] for name in names} == {name: getattr(run, name) for name in names}
-    assert fs.Plan.from_json(json.dumps(printed["plan"])) == run.plan
+    assert {name: facts[name] for name in names} == {name: getattr(run, name) for name in names}
+    assert fs.Plan.from_json(json.dumps(facts["plan"])) == run.plan
     assert run.tokens_per_second == pytest.approx(run.batch * 32 * 16 / run.step_seconds)
-    assert main(argv) == 0
-    screen = capsys.readouterr().out
+    screen = printed(argv, capsys)
     assert screen.count("\n") < 60
     for words in ("It fits: ", "binds", "tokens per second", "MFU", "all_gather", "activations", "400 Gb/s per GPU"):
         assert words in screen
@@ -192,8 +175,7 @@ def test_the_command_answers_again_from_its_cache_unless_something_changed(
         return Run()
 
     def answer(*options: str) -> str:
-        assert main(["plan", str(path), "--gpus", "2", *options]) == 0
-        return capsys.readouterr().out.strip()
+        return printed(["plan", str(path), "--gpus", "2", *options], capsys).strip()
 
     monkeypatch.setattr(fs, "plan_run", plan_run)
     assert [answer(), answer(), answer("--json"), answer("--gpu", "h100")] == ["answer 1"] * 4
@@ -220,8 +202,7 @@ def test_the_command_answers_again_from_its_cache_unless_something_changed(
 def test_the_script_of_a_run_trains_with_its_plan(given: dict[str, Any], config: Any) -> None:
     path = config(tie_word_embeddings=False)
     run = fs.plan_run(path, gpus=2, seq=16, **given)
-    namespace: dict[str, Any] = {}
-    exec(run.code(), namespace)
+    namespace = script_of(run)
     batch = torch.arange(run.batch * 16).view(run.batch, 16) % 96
     batches = [{"input_ids": batch, "labels": batch, "use_cache": False}] * 3
 
@@ -254,12 +235,8 @@ def test_a_plan_fits_if_its_reserved_memory_does_and_less_memory_costs_time(conf
 
 def test_a_plan_whose_pools_hold_more_than_is_in_use_fits_only_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)) for _ in range(6)))
-    options: Any = {
-        "gpus": 2,
-        "seq": 1,
-        "batch": 512,
-        "task": fs.Training(inputs=lambda batch, seq: (torch.empty(batch, 64),)),
-    }
+    task = fs.Training(inputs=lambda batch, seq: (torch.empty(batch, 64),))
+    options: Any = {"gpus": 2, "seq": 1, "batch": 512, "task": task}
     rich = fs.plan_run(net, **options)
     estimating = importlib.import_module("funcshard.estimate.estimating")
     band = estimating.reserved_band
@@ -281,11 +258,8 @@ def test_adapters_alone_have_gradients_and_optimizer_state(config: Any) -> None:
     assert {buffer.dtype for buffer in buffers if not buffer.trainable} == {"bfloat16"}
     assert run.peak_bytes < fs.plan_run(path, **options).peak_bytes
     packed = fs.plan_run(path, **options, task=fs.Training(lora={**lora, "base": "nf4"}))
-    packed_leaves = [
-        leaf.path for unit in packed.plan.unit_list for buffer in unit.buffers if buffer.packing for leaf in buffer.leaves
-    ]
-    assert len(packed_leaves) == 3 * 7
-    assert {path.split(".")[1] for path in packed_leaves} == {"layers"}
+    packings = [buffer for unit in packed.plan.unit_list for buffer in unit.buffers if buffer.packing]
+    assert [leaf.path.split(".")[1] for buffer in packings for leaf in buffer.leaves] == ["layers"] * 3 * 7
     assert packed.parameters == run.parameters
     assert packed.report.by_category["shards"] < run.report.by_category["shards"]
     with pytest.raises(ValueError, match="base of lora must be 'nf4', 'int8' or 'fp8'"):
@@ -299,15 +273,10 @@ def test_adapters_alone_have_gradients_and_optimizer_state(config: Any) -> None:
 )
 def test_the_script_of_adapters_begins_at_the_model_and_trains(loads: bool, base: Any, tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    torch.manual_seed(0)
-    sizes: Any = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 96}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=False)
-    model = transformers.LlamaForCausalLM(config)
-    model.save_pretrained(tmp_path)
+    model = saved_llama(tmp_path)
     lora = {"r": 2, "targets": ["q_proj", "v_proj"], **base}
     run = fs.plan_run(tmp_path if loads else model, gpus=2, seq=16, batch=2, task=fs.Training(precision="fp32", lora=lora))
-    namespace: dict[str, Any] = {}
-    exec(run.code(), namespace)
+    namespace = script_of(run)
     ids = torch.arange(32).view(2, 16)
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
     expected = model(**batch).loss.item()
@@ -339,8 +308,7 @@ def test_the_tensor_axis_cuts_as_transformers_does_and_its_collectives_take_time
     assert "1 × 2 × 2" in str(run)
     assert run.peak_bytes < fs.plan_run(path, gpus=2, seq=16, batch=1).peak_bytes
     # Under torch's stand-in for ranks, the script cuts the model by transformers itself.
-    namespace: dict[str, Any] = {}
-    exec(run.code(), namespace)
+    namespace = script_of(run)
     ids = torch.zeros(1, 16, dtype=torch.long)
     dist.init_process_group("fake", rank=0, world_size=4)
     try:
@@ -348,15 +316,10 @@ def test_the_tensor_axis_cuts_as_transformers_does_and_its_collectives_take_time
         _, plan = namespace["main"](mesh, [{"input_ids": ids, "labels": ids, "use_cache": False}])
     finally:
         dist.destroy_process_group()
-    buffers = [
-        [
-            (unit.name, unit.strategy, buffer.key, buffer.numel, buffer.local)
-            for unit in which.unit_list
-            for buffer in unit.buffers
-        ]
-        for which in (plan, run.plan)
-    ]
-    assert buffers[0] == buffers[1]
+    for unit, planned in zip(plan.unit_list, run.plan.unit_list, strict=True):
+        assert (unit.name, unit.strategy) == (planned.name, planned.strategy)
+        found, meant = ([(each.key, each.numel, each.local) for each in of.buffers] for of in (unit, planned))
+        assert found == meant
 
 
 def test_preferences_need_a_frozen_reference(config: Any) -> None:
@@ -402,50 +365,30 @@ def test_a_module_of_your_own_takes_your_inputs_by_name() -> None:
     assert "def main(mesh, batches, model):" in run.code()
 
 
-@pytest.mark.parametrize(
-    ("fields", "keywords", "words"),
-    [
-        (
-            {"model_type": "mine", "auto_map": {"AutoModel": "mine.Mine"}},
-            {},
-            "isn't a configuration that transformers takes",
-        ),
-        ({"model_type": "mine"}, {}, "has model type `mine` but Transformers does not recognize"),
-        ({"architectures": ["MyLlama"]}, {}, "found ['MyLlama']: pass the model itself"),
-        ({"num_attention_heads": "many"}, {}, "isn't a configuration that"),
-        ({}, {"budget": "90GiB"}, "budget must be at most the 79.2 GiB of h100-8x400gbps; found 90.0 GiB"),
-        ({}, {"gpus": {"shard": 2, "expert": 4}}, "gpus may have the axes replicate, shard and tensor; found"),
-        ({}, {"gpus": {"tensor": 4}}, "tensor must divide num_key_value_heads; found 4 and 2: pass a divisor"),
-        (
-            {"intermediate_size": 49},
-            {"gpus": {"tensor": 2}},
-            "tensor must divide dimension 0 of 'model.layers.0.mlp.gate_proj.",
-        ),
-        ({"model_type": "gpt2"}, {"gpus": {"tensor": 2}}, "found GPT2LMHeadModel, which has none: leave out the axis"),
-        ({}, {"gpus": {"shard": 1, "tensor": 2}, "task": fs.Generation(precision="nf4")}, "nf4 can't be cut along tensor"),
-        ({"model_type": "bert"}, {"task": fs.Generation()}, "generation needs a decoder of transformers; found Bert"),
-        ({}, {"task": fs.Training(inputs=lambda batch, seq: (torch.empty(1, 1),))}, "the model failed on its inputs ("),
-    ],
-    ids=[
-        "custom code",
-        "unknown",
-        "unknown class",
-        "damage",
-        "budget",
-        "axes",
-        "heads",
-        "columns",
-        "no tp_plan",
-        "packed",
-        "no decoder",
-        "inputs",
-    ],
-)
-def test_what_cannot_be_planned_is_an_error(
-    fields: dict[str, Any], keywords: dict[str, Any], words: str, config: Any
-) -> None:
+TENSOR = {"gpus": {"tensor": 2}}
+PACKED = {"gpus": {"shard": 1, "tensor": 2}, "task": fs.Generation(precision="nf4")}
+OTHER_INPUTS = {"task": fs.Training(inputs=lambda batch, seq: (torch.empty(1, 1),))}
+# Fields of the configuration, options, and words of the error.
+BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "custom code": ({"model_type": "mine", "auto_map": {"AutoModel": "mine.Mine"}}, {}, "isn't a configuration that transf"),
+    "unknown": ({"model_type": "mine"}, {}, "has model type `mine` but Transformers does not recognize"),
+    "unknown class": ({"architectures": ["MyLlama"]}, {}, "found ['MyLlama']: pass the model itself"),
+    "damage": ({"num_attention_heads": "many"}, {}, "isn't a configuration that"),
+    "budget": ({}, {"budget": "90GiB"}, "budget must be at most the 79.2 GiB of h100-8x400gbps; found 90.0 GiB"),
+    "axes": ({}, {"gpus": {"shard": 2, "expert": 4}}, "gpus may have the axes replicate, shard and tensor; found"),
+    "heads": ({}, {"gpus": {"tensor": 4}}, "tensor must divide num_key_value_heads; found 4 and 2: pass a divisor"),
+    "columns": ({"intermediate_size": 49}, TENSOR, "tensor must divide dimension 0 of 'model.layers.0.mlp.gate_proj."),
+    "no tp_plan": ({"model_type": "gpt2"}, TENSOR, "found GPT2LMHeadModel, which has none: leave out the axis"),
+    "packed": ({}, PACKED, "nf4 can't be cut along tensor"),
+    "no decoder": ({"model_type": "bert"}, {"task": fs.Generation()}, "needs a decoder of transformers; found Bert"),
+    "inputs": ({}, OTHER_INPUTS, "the model failed on its inputs ("),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "keywords", "words"), BAD.values(), ids=BAD)
+def test_what_cannot_be_planned_is_an_error(fields: Any, keywords: Any, words: str, config: Any) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
-        fs.plan_run(config(**{"model_type": "llama", **fields}), **{"gpus": 8, "seq": 16, **keywords})
+        fs.plan_run(config(**fields), **{"gpus": 8, "seq": 16, **keywords})
 
 
 def test_the_interval_of_the_time_is_wider_where_it_was_not_fitted(config: Any) -> None:
@@ -483,12 +426,10 @@ def test_adapters_are_cut_beside_their_layers_and_add_a_small_sum(config: Any) -
     run = fs.plan_run(path, **options, task=fs.Training(lora={"r": 2, "targets": targets}))
     leaves = {leaf.path: leaf.shape for leaf in run.plan.leaves}
     attention = "model.layers.0.self_attn"
-    shapes = {
-        f"{layer}.{side}": leaves[f"{attention}.{layer}.lora_{side}.default.weight"]
-        for layer in ("q_proj", "o_proj")
-        for side in "AB"
-    }
-    assert shapes == {"q_proj.A": (2, 32), "q_proj.B": (16, 2), "o_proj.A": (2, 16), "o_proj.B": (32, 2)}
+    for layer, side, shape in (
+        ("q_proj", "A", (2, 32)), ("q_proj", "B", (16, 2)), ("o_proj", "A", (2, 16)), ("o_proj", "B", (32, 2)),
+    ):  # fmt: skip
+        assert leaves[f"{attention}.{layer}.lora_{side}.default.weight"] == shape
     assert leaves[f"{attention}.q_proj.base_layer.weight"] == (16, 32)
     full = fs.plan_run(path, **options)
     key = "all_reduce", "tensor"
@@ -533,12 +474,9 @@ def test_a_model_that_generates_has_a_cache_and_no_gradients(config: Any, capsys
     assert small.report.by_category["shards"] < run.report.by_category["shards"]
     assert fs.plan_run(path, gpus=4, seq=64, task=task).batch == 64  # more samples are faster
     argv = ["plan", str(path), "--gpus", "4", "--seq", "64", "--batch", "8", "--generate"]
-    assert main([*argv, "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["tokens_per_second"] == run.tokens_per_second
-    assert printed["memory"]["cache"] == run.cache_bytes
-    assert main(argv) == 0
-    screen = capsys.readouterr().out
+    facts = json.loads(printed([*argv, "--json"], capsys))
+    assert (facts["tokens_per_second"], facts["memory"]["cache"]) == (run.tokens_per_second, run.cache_bytes)
+    screen = printed(argv, capsys)
     assert screen.count("\n") < 40
     assert "further token" in screen
 
@@ -556,13 +494,9 @@ def test_the_cache_is_what_transformers_holds_after_as_many_tokens(config: Any) 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_the_script_of_a_model_that_generates_gives_its_texts(precision: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    sizes: Any = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 96}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=4)).eval()
-    model.save_pretrained(tmp_path)
+    model = saved_llama(tmp_path).eval()
     run = fs.plan_run(tmp_path, gpus=2, seq=140, batch=2, task=fs.Generation(precision=precision))
-    namespace: dict[str, Any] = {}
-    exec(run.code(), namespace)
+    namespace = script_of(run)
     prompts = torch.arange(3, 15).view(2, 6)
     expected = model.generate(prompts, min_new_tokens=128, max_new_tokens=128, do_sample=False)
     for tokens in fs.simulate(lambda mesh: namespace["main"](mesh, prompts), namespace["MESH"]):
@@ -572,20 +506,15 @@ def test_the_script_of_a_model_that_generates_gives_its_texts(precision: str, tm
 
 def test_several_lengths_and_batches_are_one_table(config: Any, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", str(config()), "--gpus", "2", "--seq", "16,32", "--batch", "1,4"]
-    assert main([*argv, "--json"]) == 0
-    results = json.loads(capsys.readouterr().out)
+    results = json.loads(printed([*argv, "--json"], capsys))
     assert [(result["seq"], result["batch"]) for result in results] == [(16, 1), (16, 4), (32, 1), (32, 4)]
-    assert main(argv) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()[:2] in ("16", "32")]
+    rows = [line.split() for line in printed(argv, capsys).splitlines() if line.strip()[:2] in ("16", "32")]
     assert [row[:3] for row in rows] == [[str(r["seq"]), str(r["batch"]), "yes"] for r in results]
 
 
 def test_a_run_is_compared_with_the_plan_of_another(config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", str(config(num_hidden_layers=6)), "--gpus", "2", "--seq", "64", "--batch", "8"]
-    assert main([*argv, "--json"]) == 0
-    printed = capsys.readouterr().out
     file = tmp_path / "other.json"
-    file.write_text(printed)
-    budget = int(0.7 * json.loads(printed)["reserved_bytes"])
-    assert main([*argv, "--budget", f"{budget // 1000}KB", "--compare", str(file)]) == 0
-    assert "remat" in capsys.readouterr().out
+    file.write_text(printed([*argv, "--json"], capsys))
+    budget = int(0.7 * json.loads(file.read_text())["reserved_bytes"])
+    assert "remat" in printed([*argv, "--budget", f"{budget // 1000}KB", "--compare", str(file)], capsys)

@@ -45,6 +45,9 @@ def test_the_ranks_hold_what_the_map_says(case: str) -> None:
             parts = [row.buffer.part(leaf, shard) for leaf in row.buffer.leaves]
             assert row.held(shard) == sum(part.end - part.begin for part in parts) * row.buffer.itemsize
         assert row.gathered == row.buffer.model_numel * row.buffer.itemsize
+        ranks = Counter(row.part(rank) for rank in range(plan.world_size))
+        assert sorted(ranks) == list(range(row.parts))
+        assert set(ranks.values()) == {row.copies}
 
 
 @pytest.mark.parametrize("case", ["one axis", "hybrid", "local to a rank", "local along shard", "cut along tensor"])
@@ -58,15 +61,6 @@ def test_a_rank_holds_as_many_bytes_as_its_shards_have(case: str) -> None:
     rows = holdings(plan).rows
     for real in fs.simulate(main, plan.mesh_axes):
         assert real == {(name, row.buffer.key): row.bytes for row in rows for name in row.group.names}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_parts_and_copies_count_the_ranks(case: str) -> None:
-    plan = plan_of(case)
-    for row in holdings(plan).rows:
-        ranks = Counter(row.part(rank) for rank in range(plan.world_size))
-        assert sorted(ranks) == list(range(row.parts))
-        assert set(ranks.values()) == {row.copies}
 
 
 def test_the_map_of_many_ranks_is_short() -> None:

@@ -46,7 +46,10 @@ def test_the_maximum_of_the_memory_counter_is_the_peak_to_the_byte(name: str, tm
 
 def test_each_span_is_an_event_of_the_thread_of_its_lane(tmp_path: Path) -> None:
     report = REPORTS["plain"]
-    events = written(report, tmp_path)["traceEvents"]
+    data = written(report, tmp_path)
+    assert (data["otherData"]["plan"], data["otherData"]["mesh"]) == (report.plan.fingerprint(), "8 ranks")
+    events = data["traceEvents"]
+    assert events[0] == {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "a rank"}}
     threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert list(threads.values()) == ["compute", "gather", "reduce"]
     found = [event for event in events if event["ph"] == "X"]
@@ -74,9 +77,3 @@ def test_slices_of_a_thread_do_not_overlap_if_all_reduces_run_apart(tmp_path: Pa
     together = sorted(pair for own in list(slices.values())[2:] for pair in own)
     assert any(after[0] < before[1] - 1 for before, after in itertools.pairwise(together))
     assert "replicate lane" in str(report)
-
-
-def test_the_trace_names_its_plan(tmp_path: Path) -> None:
-    data = written(REPORTS["plain"], tmp_path)
-    assert (data["otherData"]["plan"], data["otherData"]["mesh"]) == (REPORTS["plain"].plan.fingerprint(), "8 ranks")
-    assert data["traceEvents"][0] == {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "a rank"}}

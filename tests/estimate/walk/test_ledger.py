@@ -3,13 +3,6 @@
 import pytest
 
 from funcshard.estimate.walk import RESERVED_RUNS, reserved_band
-from tests.estimate.made_reports import moment
-
-
-def test_a_moment_has_its_bytes_by_category_without_zeros() -> None:
-    found = moment(0.5, "forward", "a", {"loss": 3, "shards": 4, "inputs": 0})
-    assert (found.memory, found.total) == ({"shards": 4, "loss": 3}, 7)
-    assert repr(found) == "Moment(seconds=0.5, what='forward', unit='a', memory={'shards': 4, 'loss': 3})"
 
 
 def test_the_band_spans_the_factors_of_the_runs() -> None:
