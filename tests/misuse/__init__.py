@@ -1,243 +1,110 @@
-"""Wrong calls, and what comes of each: one table, in rows.
+"""Wrong calls, and the error that each of them raises: one table, in rows.
 
 A row names the public functions that it misuses, first the one that should tell, and says what the mistake
 is, what must come of it, and the program that makes it::
 
     ("psum", "a Python number", TypeError("make it one with torch.tensor"), lambda mesh: fs.psum(1.0, mesh)),
 
-The outcome is one of three:
-
-- an exception: every rank that can know raises one of this class, with these words in its message; "…"
-  stands for any text, and of several texts the message has to hold one;
-- ``right``: the program gives what the same program without shards gives;
-- ``untold``: nothing can tell the mistake from a valid program. The result is not what was meant,
-  and a sentence in the documentation says why.
+Every rank raises an error of this class, with these words in its message; "…" stands for any text,
+and of several texts the message has to hold one. ``None`` in its place is no error: the program
+looks like a mistake, and asserts that it isn't one.
 
 A program takes ``s``, the ``Setup`` of one rank, or ``mesh``; one that takes nothing runs on no
-simulated rank. An exception has to come on two ranks; where it takes communication to know, the row
-ends in ``EVERYWHERE``: 2 × 2 ranks. ``right`` and ``untold`` are tried there anyway.
-``tests/promises/test_misuse.py`` runs the rows of all files of this folder.
-
-The rows of ``documented.py`` are on the page "Common mistakes": there the mistake is a sentence,
-and the row ends in its cure. ``python -m tests.misuse`` writes the page.
+simulated rank. It runs on two ranks; where it takes communication to know, the row ends in
+``EVERYWHERE``: 2 × 2 ranks. ``tests/promises/test_misuse.py`` runs the rows of all files of this
+folder.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import nn
 
 import funcshard as fs
 
-__all__ = [
-    "APPLY", "BUFFERS", "DATA", "DESYNC", "EVERYWHERE", "GRID", "NET", "PARAMS", "Case", "Setup", "Table",
-    "check", "clone", "error", "right", "set_up", "trained", "untold", "values", "whole_grads", "whole_loss",
-]  # fmt: skip
+__all__ = ["APPLY", "BUFFERS", "DATA", "DESYNC", "EVERYWHERE", "GRID", "NET", "PARAMS", "Case", "Setup", "check", "set_up"]
 
-ROOT = Path(__file__).resolve().parents[2]
 GRID = {"replicate": 2, "shard": 2}
-Worlds = tuple[int | Mapping[str, int], ...]
-PAIR: Worlds = (2,)
-EVERYWHERE: Worlds = (GRID,)
-
-Program = Callable[..., Any]
-
-# --- outcomes -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Right:
-    """Every rank returns ``meant``, or its result if it is a function."""
-
-    meant: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Error:
-    """The ranks raise ``kind`` with one of ``words`` in the message: every rank, or at least ``ranks``."""
-
-    kind: type[BaseException]
-    words: tuple[str, ...]
-    ranks: Sequence[int] | None = None
-
-    def fits(self, raised: BaseException) -> bool:
-        text = "\n".join([str(raised), *getattr(raised, "__notes__", ())])
-        patterns = (".*".join(map(re.escape, words.split("…"))) for words in self.words)
-        return isinstance(raised, self.kind) and any(re.search(pattern, text, re.DOTALL) for pattern in patterns)
-
-
-@dataclass(frozen=True, slots=True)
-class Untold:
-    """No rank raises, a rank returns something else than ``meant``, and ``page`` says why."""
-
-    page: str
-    sentence: str
-    meant: Any
-
-
-Outcome = Right | Error | Untold
-
-
-def right(meant: Any) -> Right:
-    return Right(meant)
-
-
-def error(kind: type[BaseException], *words: str, ranks: Sequence[int] | None = None) -> Error:
-    return Error(kind, words, ranks)
-
-
+EVERYWHERE = (GRID,)
 # Ranks issue different collectives: one rank raises, and the simulation ends the rest.
-DESYNC = error(
-    RuntimeError, "ranks issue different collectives", "simulated ranks wait for each other and none can continue"
-)
+DESYNC = RuntimeError(
+    "ranks issue different collectives", "simulated ranks wait for each other and none can continue"
+)  # fmt: skip
 
 
-def untold(page: str, sentence: str, meant: Any) -> Untold:
-    return Untold(page, sentence, meant)
-
-
-# --- cases ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(NamedTuple):
     """One mistake.
 
     Attributes:
         of: the public names that it misuses.
         name: the mistake.
-        outcome: the outcome that it must have.
+        error: the error that every rank must raise; none if the program is right.
         program: the program of one rank.
         worlds: the worlds that it runs in.
-        section: the heading that the page lists it under; none if the page does not list it.
-        cure: what the page says to do.
     """
 
-    of: tuple[str, ...]
+    of: str
     name: str
-    outcome: Outcome
-    program: Program
-    worlds: Worlds
-    section: str = ""
-    cure: str = ""
+    error: Exception | None
+    program: Callable[..., Any]
+    worlds: tuple[int | Mapping[str, int], ...] = (2,)
 
     def __str__(self) -> str:
-        name = self.outcome.words[0] if self.section and isinstance(self.outcome, Error) else self.name
-        return f"{self.of[0]}: {name}"
-
-
-@dataclass(slots=True)
-class Table:
-    """The rows of one file: ``CASES += [...]``, and ``@CASES(of, name, outcome)`` above a long program.
-
-    Attributes:
-        cases: the rows.
-        worlds: the worlds of rows that name none; by default as the module says.
-        section: the heading that the page lists the next rows under.
-    """
-
-    cases: list[Case] = field(default_factory=list)
-    worlds: Worlds = ()
-    section: str = ""
-
-    def __iadd__(self, rows: Sequence[tuple[Any, ...]]) -> Table:
-        for row in rows:
-            self._add(*row)
-        return self
-
-    def __call__(self, of: str, name: str, outcome: Any, worlds: Worlds = ()) -> Callable[[Program], Program]:
-        return lambda program: self._add(of, name, outcome, program, worlds)
-
-    def _add(self, of: str, name: str, outcome: Any, program: Program, last: Worlds | str = ()) -> Program:
-        cure, worlds = (last, self.worlds) if isinstance(last, str) else ("", last or self.worlds)
-        if isinstance(outcome, BaseException):
-            outcome, worlds = Error(type(outcome), outcome.args), worlds or PAIR
-        if not _takes(program):
-            worlds = (1,)
-        self.cases.append(Case(tuple(of.split()), name, outcome, program, worlds or EVERYWHERE, self.section, cure))
-        return program
-
-
-@dataclass(slots=True)
-class _Found:
-    """The results and the errors of a run, by rank."""
-
-    results: dict[int, Any] = field(default_factory=dict)
-    errors: dict[int, BaseException] = field(default_factory=dict)
+        return f"{self.of.split()[0]}: {self.name}"
 
 
 def check(case: Case) -> None:
-    """Run ``case`` in each of its worlds, and compare with its outcome."""
+    """Run ``case`` in each of its worlds, and compare the errors of the ranks with its own."""
     for world in case.worlds:
-        size = world if isinstance(world, int) else 4
-        found = _run(case.program, world, size)
+        errors = _errors(case.program, world)
         where = f"{case} on {world}"
-        outcome = case.outcome
-        if isinstance(outcome, Error):
-            for rank in range(size) if outcome.ranks is None else outcome.ranks:
-                assert rank in found.errors, f"{where}: rank {rank} raised nothing; {_told(found)}"
-                raised = found.errors[rank]
-                assert outcome.fits(raised), f"{where}: rank {rank} raised {type(raised).__name__}: {raised}"
+        if case.error is None:
+            assert not errors, f"{where}: {errors}"
             continue
-        assert not found.errors, f"{where}: {_told(found)}"
-        meant = outcome.meant() if callable(outcome.meant) else outcome.meant
-        wrong = {rank: text for rank, result in found.results.items() if (text := _difference(result, meant))}
-        if isinstance(outcome, Right):
-            assert not wrong, f"{where}: {wrong}"
-        else:
-            assert wrong, f"{where}: the result is right, so this is no mistake"
-            text = " ".join(re.sub(r"^[ \t]*[-*] ", "", (ROOT / outcome.page).read_text(), flags=re.MULTILINE).split())
-            assert outcome.sentence in text, f"{outcome.page} does not say: {outcome.sentence}"
+        for rank in range(world if isinstance(world, int) else 4):
+            assert rank in errors or not _takes(case.program), f"{where}: rank {rank} raised nothing; errors {errors}"
+        assert errors, f"{where}: it raised nothing"
+        for rank, raised in errors.items():
+            assert _fits(case.error, raised), f"{where}: rank {rank} raised {type(raised).__name__}: {raised}"
 
 
-def _run(program: Program, world: Any, size: int) -> _Found:
-    found, takes = _Found(), _takes(program)
+def _fits(error: Exception, raised: Exception) -> bool:
+    text = "\n".join([str(raised), *getattr(raised, "__notes__", ())])
+    patterns = (".*".join(map(re.escape, words.split("…"))) for words in error.args)
+    return isinstance(raised, type(error)) and any(re.search(pattern, text, re.DOTALL) for pattern in patterns)
+
+
+def _errors(program: Callable[..., Any], world: Any) -> dict[int, Exception]:
+    """Return what the ranks raise."""
+    errors, takes = dict[int, Exception](), _takes(program)
 
     def one_rank(mesh: fs.Mesh) -> None:
         # Why caught here: simulate ends all ranks when one raises, and each rank has to raise by
         # itself.
         try:
-            found.results[mesh.rank] = program(*[set_up(mesh) if takes == "s" else mesh] * bool(takes))
+            program(*[set_up(mesh) if takes == "s" else mesh] * bool(takes))
         except Exception as raised:
-            found.errors[mesh.rank] = raised
+            errors[mesh.rank] = raised
 
     if not takes:
         one_rank(fs.Mesh())
-        return found
+        return errors
     try:
         fs.simulate(one_rank, world)
     except RuntimeError as raised:  # a deadlock; it is the error of every rank that did not raise before
-        found.errors = dict.fromkeys(range(size), raised) | found.errors
-    return found
+        return dict.fromkeys(range(world if isinstance(world, int) else 4), raised) | errors
+    return errors
 
 
-def _takes(program: Program) -> str:
-    """Return the name of the first parameter, or nothing."""
-    return next(iter(inspect.signature(program).parameters), "")
-
-
-def _told(found: _Found) -> str:
-    raised = {rank: f"{type(error).__name__}: {error}" for rank, error in found.errors.items()}
-    return f"errors {raised}, results {found.results}"
-
-
-def _difference(found: Any, meant: Any) -> str:
-    """Return how ``found`` differs from ``meant``; nothing if it does not."""
-    if not any(isinstance(leaf, torch.Tensor | float) for leaf in optree.tree_leaves((found, meant))):
-        return "" if found == meant else f"found {found}, meant {meant}"
-    try:
-        torch.testing.assert_close(found, meant, equal_nan=True)
-    except (AssertionError, TypeError) as different:
-        return f"found {found}, meant {meant}: {different}"
-    return ""
+def _takes(program: Callable[..., Any]) -> str:
+    """Return the name of the first parameter, if ranks run the program."""
+    name = next(iter(inspect.signature(program).parameters), "")
+    return name if name in ("s", "mesh") else ""
 
 
 # --- the start of most programs -------------------------------------------------------------------
@@ -249,8 +116,7 @@ APPLY, PARAMS, BUFFERS = fs.make_functional(NET)
 DATA = torch.randn(8, 4)
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
+class Setup(NamedTuple):
     """The values that one rank has before its mistake.
 
     Attributes:
@@ -276,6 +142,9 @@ class Setup:
     def whole(self, shards: Any) -> Any:
         return fs.gather(shards, self.plan, self.mesh)
 
+    def state(self) -> fs.TrainState:
+        return self.step().init(self.shards, BUFFERS)
+
     def step(self, optimizer: Any = None, loss_fn: Any = None, **options: Any) -> Any:
         optimizer = optimizer or fs.torch_optimizer(torch.optim.SGD, lr=0.1)
         return fs.make_train_step(loss_fn or self.loss_of_step, optimizer, self.plan, self.mesh, **options)
@@ -284,31 +153,8 @@ class Setup:
         return self.sharded(shards, buffers, x).square().mean()
 
 
-def set_up(mesh: fs.Mesh, strategy: str = "full_shard", **options: Any) -> Setup:
-    """Return the set-up of one rank; ``options`` are those of ``make_plan``."""
-    plan = fs.make_plan(PARAMS, mesh, **{"units": ["0", "2"], "strategy": strategy, **options})
+def set_up(mesh: fs.Mesh, units: Any = ("0", "2")) -> Setup:
+    """Return the set-up of one rank."""
+    plan = fs.make_plan(PARAMS, mesh, units=list(units))
     sharded = fs.fully_shard(APPLY, plan, mesh)
     return Setup(mesh, plan, sharded, fs.shard(PARAMS, plan, mesh), DATA.chunk(mesh.world_size)[mesh.rank])
-
-
-def values() -> dict[str, torch.Tensor]:
-    return {name: leaf.detach() for name, leaf in PARAMS.items()}
-
-
-def clone(tree: Any) -> Any:
-    """Return a copy of a tree of tensors."""
-    return optree.tree_map(torch.clone, tree)
-
-
-def whole_loss() -> torch.Tensor:
-    return NET(DATA).square().mean().detach()
-
-
-def whole_grads() -> dict[str, torch.Tensor]:
-    return dict(zip(PARAMS, torch.autograd.grad(NET(DATA).square().mean(), [*NET.parameters()]), strict=True))
-
-
-def trained() -> dict[str, torch.Tensor]:
-    """Return the parameters after a step of SGD on all rows."""
-    grads = whole_grads()
-    return {name: leaf - 0.1 * grads[name] for name, leaf in values().items()}

@@ -10,15 +10,12 @@ import torch
 from torch import nn
 
 import funcshard as fs
-from tests.misuse import APPLY, BUFFERS, DESYNC, EVERYWHERE, NET, PARAMS, Table, right, untold, values
+from tests.misuse import APPLY, BUFFERS, DESYNC, EVERYWHERE, NET, PARAMS
 
-CASES = Table()
-MISTAKES = "docs/mistakes.md"
-ORDER = "`replan` takes states in the order of ranks, and can't check that order."
-OTHER_MODEL = "the plan is of another model"
 ADAMW = fs.torch_optimizer(torch.optim.AdamW, lr=0.1)
+W = torch.arange(3.0)
+TIED, UNTIED = {"a": W, "b": W}, {"a": W, "b": W * 2}
 MOMENTUM = fs.torch_optimizer(torch.optim.SGD, lr=lambda step: 0.1, momentum=0.9)
-
 FOLDER = Path(tempfile.gettempdir()) / f"funcshard misuse {os.getpid()}"
 NUMBERS = itertools.count()
 
@@ -43,68 +40,16 @@ def exported_dcp(s, state=None):
     return f"{path}-dcp"
 
 
-def other_plan(s, **options):
-    return fs.make_plan(PARAMS, s.mesh, **options)
-
-
 def linear_plan(mesh):
     return fs.make_plan(fs.make_functional(nn.Linear(3, 3))[1], mesh)
 
 
-# --- save, Saving ---------------------------------------------------------------------------------
-
-CASES += [
-    ("save", "a path of each rank's own", ValueError("path must be the same on every rank"),
-     lambda s: fs.save(f"{new(s.mesh)}-{s.mesh.rank}", s.shards, s.plan, s.mesh), EVERYWHERE),
-    ("save restore", "full parameters", right(values), lambda s: fs.restore(saved(s, s.whole(s.shards)), s.plan, s.mesh)),
-    ("Saving", "a path instead of the earlier save", TypeError("after must be the Saving"),
-     lambda s: saved(s, after="step-1")),
-    ("Saving", "waited for on one rank only", DESYNC,
-     lambda s: ((saving := fs.save(new(s.mesh), s.shards, s.plan, s.mesh, wait=False)) and s.mesh.rank == 0 and
-        saving.wait())),
-]  # fmt: skip
-
-
-# --- restore, Contents, latest --------------------------------------------------------------------
-
-CASES += [
-    ("restore", "the folder of checkpoints", ValueError("it is a folder of checkpoints: name one of"),
-     lambda s: fs.restore(saved(s).parent, s.plan, s.mesh)),
-    ("restore latest", "the latest of an empty folder", ValueError("start from the beginning in that case"),
-     lambda s: fs.restore(fs.latest(FOLDER / "nothing"), s.plan, s.mesh)),
-    ("restore", "a plan without a mesh", ValueError("found no mesh"), lambda s: fs.restore(saved(s), s.plan)),
-    ("Contents PerRank", "values of a rank's own looked up", right({"step": 3}),
-     lambda s: fs.restore(saved(s, {"step": 3, "own": fs.PerRank(s.mesh.rank)})).values),
-    ("latest", "a checkpoint itself", ValueError("found a checkpoint itself"), lambda s: fs.latest(saved(s))),
-    ("latest", "a folder that does not exist", right(None), lambda mesh: fs.latest(FOLDER / "nothing")),
-]  # fmt: skip
-
-# --- PerRank, replan ------------------------------------------------------------------------------
-
-
-def states(mesh, plan):
-    """Return the states of all ranks of a world like ``mesh``."""
-    return fs.simulate(lambda each: fs.shard(PARAMS, plan, each), mesh.shape)
-
-
-def replanned(mesh, change=lambda states: states, old=None, new=None):
-    plan = fs.make_plan(PARAMS, mesh, units=["0", "2"])
-    one = fs.make_plan(PARAMS, 1) if new is None else new
-    (state,) = fs.replan(change(states(mesh, plan)), plan if old is None else old, one)
-    return fs.gather(state, one, fs.Mesh())
-
-
-CASES += [
-    ("replan", "the state of one rank", ValueError("states must be a list with the state of each rank of the old plan"),
-     lambda mesh: replanned(mesh, lambda states: states[:1])),
-    ("replan", "the plan of another model", ValueError(OTHER_MODEL), lambda mesh: replanned(mesh, new=linear_plan(1))),
-    ("replan", "states in another order", untold(MISTAKES, ORDER, values),
-     lambda mesh: replanned(mesh, lambda states: states[::-1])),
-    ("replan", "one rank's state for all", untold(MISTAKES, ORDER, values),
-     lambda mesh: replanned(mesh, lambda states: states[:1] * len(states))),
-]  # fmt: skip
-
-# --- optimizer state by name ----------------------------------------------------------------------
+def equal_or_nan(mesh):
+    plan = fs.make_plan(TIED, mesh)
+    for value in (W, W * float("nan")):
+        for load in (fs.shard, fs.from_state_dict):
+            tied = fs.gather(load({"a": value, "b": value.clone()}, plan, mesh), plan, mesh)
+            torch.testing.assert_close(tied["b"], value, equal_nan=True)
 
 
 def by_name(s, optimizer=ADAMW, given_to=None, plan=None, state=None, **options):
@@ -118,13 +63,53 @@ def loaded(s, state_dict, optimizer=ADAMW, **options):
     return fs.optimizer_from_state_dict(state_dict, optimizer, s.plan, s.mesh, **options)
 
 
-CASES += [
+def exported(s, **options):
+    path = new(s.mesh)
+    fs.export_safetensors(path, s.shards, s.plan, s.mesh, **options)
+    return path
+
+
+def on_meta():
+    return copy.deepcopy(NET).to("meta")
+
+
+CASES = [
+    ("save", "a path of each rank's own", ValueError("path must be the same on every rank"),
+     lambda s: fs.save(f"{new(s.mesh)}-{s.mesh.rank}", s.shards, s.plan, s.mesh), EVERYWHERE),
+    ("save PerRank", "PerRank in a tree of shards",
+     TypeError("'float32' of the state is a PerRank inside a tree of shards,…put the PerRank beside the tree"),
+     lambda s: saved(s, {u: {k: fs.PerRank(x) for k, x in v.items()} for u, v in s.shards.items()}), EVERYWHERE),
+    ("Saving", "a path instead of the earlier save", TypeError("after must be the Saving"),
+     lambda s: saved(s, after="step-1")),
+    ("Saving", "waited for on one rank only", DESYNC,
+     lambda s: ((saving := fs.save(new(s.mesh), s.shards, s.plan, s.mesh, wait=False)) and s.mesh.rank == 0 and
+        saving.wait())),
+    ("restore", "the folder of checkpoints", ValueError("it is a folder of checkpoints: name one of"),
+     lambda s: fs.restore(saved(s).parent, s.plan, s.mesh)),
+    ("restore latest", "the latest of an empty folder", ValueError("start from the beginning in that case"),
+     lambda s: fs.restore(fs.latest(FOLDER / "nothing"), s.plan, s.mesh)),
+    ("restore", "a checkpoint of other names", ValueError("leaf 'c' of the plan is not in checkpoint"),
+     lambda s: fs.restore(saved(s), fs.make_plan({"c": W}, s.mesh), s.mesh), EVERYWHERE),
+    ("restore", "a plan without a mesh", ValueError("found no mesh"), lambda s: fs.restore(saved(s), s.plan)),
+    ("latest", "a checkpoint itself", ValueError("found a checkpoint itself"), lambda s: fs.latest(saved(s))),
+    ("from_state_dict", "src and pieces", ValueError("src the state dict must hold full tensors,…leave src out"),
+     lambda s: fs.from_state_dict(fs.to_state_dict(s.shards, s.plan, s.mesh, sharded=True), s.plan, s.mesh, src=0),
+     EVERYWHERE),
+    ("from_state_dict", "another file on each rank", ValueError("must have the same values on every rank"),
+     lambda mesh: fs.from_state_dict({"w": W + mesh.rank}, fs.make_plan({"w": W}, mesh), mesh), EVERYWHERE),
+    ("shard", "params no longer tied", ValueError("'a' and 'b' of params are one leaf under the plan,…tie them, or"),
+     lambda mesh: fs.shard(UNTIED, fs.make_plan(TIED, mesh), mesh), EVERYWHERE),
+    ("from_state_dict", "a state dict no longer tied", ValueError("'a' and 'b' of the state dict are one leaf…a new plan"),
+     lambda mesh: fs.from_state_dict(UNTIED, fs.make_plan(TIED, mesh), mesh), EVERYWHERE),
+    ("shard from_state_dict", "tied leaves of equal values, or both nan", None, equal_or_nan, EVERYWHERE),
+    ("replan", "the state of one rank", ValueError("states must be a list with the state of each rank of the old plan"),
+     lambda s: fs.replan([s.shards], s.plan, fs.make_plan(PARAMS, 1))),
     ("optimizer_to_state_dict", "a train state", TypeError("pass state.opt_state"),
      lambda s: by_name(s, state=lambda opt_state: fs.TrainState(s.shards, BUFFERS, opt_state, 1))),
     ("optimizer_to_state_dict", "the class of the optimizer", TypeError("must be a pair (init, update)"),
      lambda s: by_name(s, given_to=torch.optim.AdamW)),
     ("optimizer_to_state_dict", "a plan of other units", ValueError("the plan that it was made with"),
-     lambda s: by_name(s, plan=other_plan(s))),
+     lambda s: by_name(s, plan=fs.make_plan(PARAMS, s.mesh))),
     ("optimizer_from_state_dict", "torch's numbers instead of names", ValueError("must name parameters; found numbers"),
      lambda s: loaded(s, {"state": {0: {"step": torch.ones(())}}, "param_groups": []})),
     ("optimizer_from_state_dict", "the model's state dict", ValueError("must have 'state' and 'param_groups'"),
@@ -136,21 +121,6 @@ CASES += [
      EVERYWHERE),
     ("optimizer_from_state_dict", "a schedule, and no number of steps", ValueError("pass steps="),
      lambda s: loaded(s, by_name(s, MOMENTUM), MOMENTUM)),
-    ("optimizer_from_state_dict", "no state of any parameter",
-     untold("docs/state.md", "Before the first step there is no state, as in `torch.optim`.", 1),
-     lambda s: loaded(s, {"state": {}, "param_groups": []})["steps"]),
-]  # fmt: skip
-
-# --- safetensors ----------------------------------------------------------------------------------
-
-
-def exported(s, **options):
-    path = new(s.mesh)
-    fs.export_safetensors(path, s.shards, s.plan, s.mesh, **options)
-    return path
-
-
-CASES += [
     ("export_safetensors", "full parameters", ValueError("shards must hold the units of the plan"),
      lambda s: fs.export_safetensors(new(s.mesh), PARAMS, s.plan, s.mesh)),
     ("export_safetensors", "the shards before the path",
@@ -162,16 +132,6 @@ CASES += [
      lambda s: fs.import_dcp(exported_dcp(s), fs.make_plan({"x": PARAMS["0.weight"]}, s.mesh), s.mesh)),
     ("import_dcp", "a checkpoint with an average beside the parameters, without key", ValueError("pass one of them as key"),
      lambda s: fs.import_dcp(exported_dcp(s, {"model": s.shards, "ema": s.shards}), s.plan, s.mesh)),
-    ("import_dcp", "on one rank only", DESYNC,
-     lambda s: (path := exported_dcp(s)) and s.mesh.rank == 0 and fs.import_dcp(path, s.plan, s.mesh)),
-]  # fmt: skip
-
-
-def on_meta():
-    return copy.deepcopy(NET).to("meta")
-
-
-CASES += [
     ("from_pretrained", "a model that has values", ValueError("must have all parameters on meta"),
      lambda s: fs.from_pretrained(exported(s), s.mesh, model=NET)),
     ("from_pretrained", "a plan, and options of another",
@@ -181,6 +141,11 @@ CASES += [
      lambda s: fs.from_pretrained(exported(s), 2, model=on_meta())),
     ("from_pretrained", "the plan of another model", ValueError("the plan was made for another model"),
      lambda s: fs.from_pretrained(exported(s), s.mesh, model=on_meta(), plan=linear_plan(s.mesh))),
+    ("from_pretrained", "an auto class", TypeError("pass the model's own class, such as transformers.LlamaForCausalLM"),
+     lambda mesh: fs.from_pretrained("model", mesh, model=type("AutoModel", (), {}))),
+    ("save_pretrained", "a model that is none of Hugging Face",
+     TypeError("export_safetensors writes the parameters of any module"),
+     lambda s: fs.save_pretrained(new(s.mesh), APPLY, s.shards, s.plan, s.mesh)),
 ]  # fmt: skip
 for name, words in {"torch_dtype": "did you mean 'dtype'?", "device_map": "its own are model, dtype"}.items():
     CASES += [
@@ -188,10 +153,3 @@ for name, words in {"torch_dtype": "did you mean 'dtype'?", "device_map": "its o
          TypeError(f"from_pretrained has no option {name!r}: {words}"),
          lambda mesh, name=name: fs.from_pretrained("model", mesh, **{name: "auto"})),
     ]  # fmt: skip
-CASES += [
-    ("from_pretrained", "an auto class", TypeError("pass the model's own class, such as transformers.LlamaForCausalLM"),
-     lambda mesh: fs.from_pretrained("model", mesh, model=type("AutoModel", (), {}))),
-    ("save_pretrained", "a model that is none of Hugging Face",
-     TypeError("export_safetensors writes the parameters of any module"),
-     lambda s: fs.save_pretrained(new(s.mesh), APPLY, s.shards, s.plan, s.mesh)),
-]  # fmt: skip

@@ -5,9 +5,8 @@ import functools
 import torch
 
 import funcshard as fs
-from tests.misuse import APPLY, BUFFERS, DATA, NET, PARAMS, Table
+from tests.misuse import APPLY, BUFFERS, DATA, NET, PARAMS
 
-CASES = Table(worlds=(1,))  # these programs do not communicate, so one world is enough
 HALF = fs.MixedPrecision(param_dtype=torch.bfloat16)
 
 
@@ -20,70 +19,58 @@ def traced():
     return profile()
 
 
-def estimate(mesh, given=None, *, precision=None, **options):
-    return fs.estimate(given or traced(), fs.make_plan(PARAMS, mesh, precision=precision), **options)
+def estimate(*, precision=None, **options):
+    return fs.estimate(traced(), fs.make_plan(PARAMS, 1, precision=precision), **options)
 
 
-# --- profile --------------------------------------------------------------------------------------
-
-CASES += [
+CASES = [
     ("profile", "a module instead of its function",
      TypeError("profile takes the apply that make_functional returned; found Sequential"),
-     lambda mesh: profile(NET, PARAMS, BUFFERS, DATA)),
+     lambda: profile(NET, PARAMS, BUFFERS, DATA)),
     ("profile", "targets without a loss",
      ValueError("found targets without loss: pass loss=, a function of the model's outputs and the targets"),
-     lambda mesh: profile(targets=DATA)),
+     lambda: profile(targets=DATA)),
     ("profile", "the module instead of its params",
      TypeError("params must be a dictionary {name: tensor}; found Sequential"),
-     lambda mesh: profile(APPLY, NET, BUFFERS, DATA)),
+     lambda: profile(APPLY, NET, BUFFERS, DATA)),
     ("profile", "no buffers", TypeError("buffers must be a dictionary {name: tensor}; found Tensor"),
-     lambda mesh: profile(APPLY, PARAMS, DATA)),
+     lambda: profile(APPLY, PARAMS, DATA)),
     ("profile", "a loss as a number of Python", ValueError("must not read values of tensors, because a trace has none"),
-     lambda mesh: profile(loss=lambda out: out.sum().item())),
+     lambda: profile(loss=lambda out: out.sum().item())),
     ("profile", "a loss of every sample", ValueError("the loss must be a scalar; found a tensor of shape [8, 1]"),
-     lambda mesh: profile(loss=lambda out: out.square())),
+     lambda: profile(loss=lambda out: out.square())),
     ("profile", "a dtype instead of a precision",
      TypeError("precision must be a MixedPrecision, a plan or None; found torch.bfloat16"),
-     lambda mesh: profile(precision=torch.bfloat16)),
+     lambda: profile(precision=torch.bfloat16)),
     ("profile", "a plan of another model as precision",
      ValueError("precision must be a plan of the same parameters; found a plan without '0.bias'"),
-     lambda mesh: profile(precision=fs.make_plan({"w": torch.zeros(3)}, mesh))),
-]  # fmt: skip
-
-# --- estimate -------------------------------------------------------------------------------------
-
-CASES += [
+     lambda: profile(precision=fs.make_plan({"w": torch.zeros(3)}, 1))),
     ("estimate", "plan and profile swapped", TypeError("profile must be the Profile that fs.profile returned; found Plan"),
-     lambda mesh: fs.estimate(fs.make_plan(PARAMS, mesh), traced())),
+     lambda: fs.estimate(fs.make_plan(PARAMS, 1), traced())),
     ("estimate profile", "a plan of another precision than the profile",
      ValueError("was profiled in float32, but the plan computes in bfloat16"),
-     lambda mesh: estimate(mesh, precision=HALF)),
+     lambda: estimate(precision=HALF)),
     ("estimate", "a plan of another model", ValueError("the profile has no parameter 'w', which the plan has"),
-     lambda mesh: fs.estimate(traced(), fs.make_plan({"w": torch.zeros(3)}, mesh))),
+     lambda: fs.estimate(traced(), fs.make_plan({"w": torch.zeros(3)}, 1))),
     ("estimate", "hardware that is not described", ValueError("hardware must be one of a100"),
-     lambda mesh: estimate(mesh, hardware="my-gpu")),
+     lambda: estimate(hardware="my-gpu")),
     ("estimate torch_optimizer", "an optimizer that trains instead of its name",
      TypeError("describe its memory with OptimizerMemory"),
-     lambda mesh: estimate(mesh, optimizer=fs.torch_optimizer(torch.optim.AdamW, lr=0.1))),
+     lambda: estimate(optimizer=fs.torch_optimizer(torch.optim.AdamW, lr=0.1))),
     ("estimate", "an operator in micro-batches",
      ValueError("transform='hvp' is of a function that runs once; found micro_batches=2"),
-     lambda mesh: fs.estimate(traced(), fs.make_plan(PARAMS, mesh), accumulate=2, transform="hvp")),
+     lambda: fs.estimate(traced(), fs.make_plan(PARAMS, 1), accumulate=2, transform="hvp")),
     ("estimate", "a number instead of a schedule",
      TypeError("schedule must be a Schedule or None; found 3: make it with make_schedule(plan)"),
-     lambda mesh: estimate(mesh, schedule=3)),
+     lambda: estimate(schedule=3)),
     ("estimate", "the name of a peer instead of its runtime",
      TypeError("runtime must be a Runtime, such as Runtime.fsdp2(), or None"),
-     lambda mesh: estimate(mesh, runtime="fsdp2")),
-]  # fmt: skip
-
-# --- auto_plan ------------------------------------------------------------------------------------
-
-CASES += [
+     lambda: estimate(runtime="fsdp2")),
     ("auto_plan", "no profile", ValueError("profile must hold at least one Profile; found {}"),
-     lambda mesh: fs.auto_plan({}, ranks=2)),
+     lambda: fs.auto_plan({}, ranks=2)),
     ("auto_plan", "units that the model does not have", ValueError("unit 'layers.*' matches no part of the tree"),
-     lambda mesh: fs.auto_plan(traced(), ranks=2, units=["layers.*"])),
+     lambda: fs.auto_plan(traced(), ranks=2, units=["layers.*"])),
     ("auto_plan", "options that the search chooses",
      ValueError("auto_plan chooses the options of units itself; found 'strategy': leave it out"),
-     lambda mesh: fs.auto_plan(traced(), ranks=2, units={"0": {"strategy": "no_shard"}})),
+     lambda: fs.auto_plan(traced(), ranks=2, units={"0": {"strategy": "no_shard"}})),
 ]  # fmt: skip

@@ -9,9 +9,8 @@ import torchopt
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
-from tests.misuse import APPLY, BUFFERS, DATA, PARAMS, Table, right
+from tests.misuse import APPLY, BUFFERS, DATA, PARAMS
 
-CASES = Table()
 MESH = fs.Mesh()  # a recording does not communicate
 SCALE = torch.ones(())
 
@@ -35,9 +34,14 @@ def traced(dynamic_shapes=None, **options):
 
 usual = functools.cache(traced)  # a traced step whose state nobody uses
 
-# --- recordings -----------------------------------------------------------------------------------
 
-CASES += [
+def loaded(**options):
+    with tempfile.TemporaryDirectory() as folder:
+        usual().save(Path(folder, "step.json"))
+        return fs.load_traced(Path(folder, "step.json"), MESH, **options)
+
+
+CASES = [
     ("trace", "a function instead of the step",
      TypeError("trace takes the step that make_train_step returned; found function"),
      lambda: fs.trace(lambda state, batch: (state, {}), *set_up()[1:], DATA)),
@@ -65,11 +69,6 @@ CASES += [
     ("trace", "compiled by a function that returns none",
      TypeError("a backend returns a function; found NoneType for a region of"),
      lambda: usual().compile(backend=lambda module, like: None)),
-]  # fmt: skip
-
-# --- sizes ----------------------------------------------------------------------------------------
-
-CASES += [
     ("trace", "sizes that are numbers", ValueError("found '8, ...'"), lambda: traced("8, ...")),
     ("trace", "a state that depends on the batch", ValueError("found `state.buffers['last']`, whose size depends on"),
      lambda: traced("b, ...", loss=lambda out, x: (squares(out, x), {"last": x}), buffers={"last": DATA}, mutable=True)),
@@ -79,42 +78,20 @@ CASES += [
      lambda: usual("b, ...").with_sizes(b=1)),
     ("trace", "with_sizes, half a size", ValueError("b must be a whole number of elements"),
      lambda: usual("b, ...").with_sizes(b=2.5)),
-]  # fmt: skip
-
-# --- files ----------------------------------------------------------------------------------------
-
-
-def loaded(**options):
-    with tempfile.TemporaryDirectory() as folder:
-        usual().save(Path(folder, "step.json"))
-        return fs.load_traced(Path(folder, "step.json"), MESH, **options)
-
-
-CASES += [
     ("load_traced", "the plan of another model", ValueError("trace the step again"),
      lambda: loaded(plan=fs.make_plan({"w": torch.ones(3)}, MESH))),
     ("load_traced", "a loss function as step",
      TypeError("step must be the step that make_train_step returned; found function"),
      lambda: loaded(step=lambda state, batch: (state, {}))),
-]  # fmt: skip
-
-# --- passes ---------------------------------------------------------------------------------------
-
-OPTIONS = {
-    "keep_gathered": {"budget": "1GiB"}, "gather_earlier": {}, "wait_later": {}, "update_early": {},
-}  # fmt: skip
-for name, options in OPTIONS.items():
-    CASES += [
-        (f"passes.{name}", "the step itself",
-         TypeError(f"{name} takes the traced step that fs.trace returned; found TrainStep"),
-         lambda mesh, name=name, options=options: getattr(fs.passes, name)(set_up()[0], **options), (1,)),
-    ]  # fmt: skip
-CASES += [
-    ("passes.wait_later", "a budget below the arguments", right(lambda: str(usual())),
-     lambda mesh: str(fs.passes.wait_later(usual(), budget=1)), (1,)),
     ("passes.update_early", "a step with a scaler",
      ValueError("update_early moves updates that depend on the gradients of their own unit alone"),
      lambda mesh: fs.passes.update_early(traced(mesh=mesh, scaler=fs.GradScaler()))),
     ("passes.update_early", "a step that clips", ValueError("which needs gradients of"),
      lambda mesh: fs.passes.update_early(traced(mesh=mesh, max_norm=1.0))),
 ]  # fmt: skip
+for name in ("keep_gathered", "gather_earlier", "wait_later", "update_early"):
+    CASES += [
+        (f"passes.{name}", "the step itself",
+         TypeError(f"{name} takes the traced step that fs.trace returned; found TrainStep"),
+         lambda name=name: getattr(fs.passes, name)(set_up()[0], **{"budget": 1} if name == "keep_gathered" else {})),
+    ]  # fmt: skip
