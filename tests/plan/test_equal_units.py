@@ -69,8 +69,6 @@ def test_a_folded_plan_shows_one_of_the_equal_units_and_the_total_of_all() -> No
     assert blocks.split("  ")[0] == "126 × blocks.*"
     assert blocks.split()[3:9] == ["float32", "1", "12", "0", "24", "B"]
     assert total.split()[:4] == ["total", "127", f"{126 * 12 + 2:,}", "0"]
-    assert plan._repr_html_().count("<tr>") == 4
-    assert "126 × blocks.*" in plan._repr_html_()
 
 
 @pytest.mark.parametrize(

@@ -95,12 +95,6 @@ def test_dtypes_and_requires_grad_get_buffers_of_their_own() -> None:
     assert buffers == [("bfloat16", True, ["b"]), ("float32", True, ["a", "d"]), *frozen]
 
 
-def test_meta_tensors_give_the_plan_of_real_ones() -> None:
-    meta = {name: value.to("meta") for name, value in {"w": zeros(3, 3), "s": zeros()}.items()}
-    assert fs.make_plan(meta, 2) == fs.make_plan({"w": zeros(3, 3), "s": zeros()}, 2)
-    assert str(fs.make_plan(meta, 2))
-
-
 leaves = st.builds(
     lambda shape, dtype: torch.zeros(shape, dtype=dtype),
     st.lists(st.integers(0, 4), max_size=3),

@@ -104,24 +104,16 @@ def test_damaged_json_of_a_packed_plan_is_read_or_refused() -> None:
         assert fs.Plan.from_json(plan.to_json()) == plan, where
 
 
-def counted(storage: Any) -> dict[str, str]:
-    plan = fs.make_plan(PARAMS, 1, storage=storage)
-    return {leaf.path: buffer.key for unit in plan.unit_list for buffer in unit.buffers for leaf in buffer.leaves}
-
-
 def test_a_path_counts_before_a_glob_and_a_later_entry_before_an_earlier_one() -> None:
     frozen, nf4, int8 = "float32.frozen", "float32.frozen.nf4_64", "float32.frozen.int8_64"
-    of_base = {
-        (nf4, nf4): {"**": fs.nf4()},
-        (nf4, frozen): {"base": fs.nf4(), "base.norm": None},
-        (int8, int8): {"base": fs.int8(), "**": None},
-        (nf4, int8): {"**": fs.nf4(), "*.norm": fs.int8()},
-    }
-    for (w, norm), storage in of_base.items():
-        assert counted(storage) == {"base.w": w, "base.norm": norm, "adapter": "float32"}
-
-
-def test_an_entry_for_the_root_packs_its_frozen_leaves_alone() -> None:
-    params = {"a": torch.nn.Parameter(torch.ones(64)), "b": torch.nn.Parameter(torch.ones(64), requires_grad=False)}
-    (unit,) = fs.make_plan(params, 1, storage={"": fs.nf4()}).unit_list
-    assert [buffer.key for buffer in unit.buffers] == ["float32", "float32.frozen.nf4_64"]
+    of_base: list[tuple[Any, list[str]]] = [
+        ({"": fs.nf4()}, [nf4, nf4]),  # what is trained is not packed
+        ({"**": fs.nf4()}, [nf4, nf4]),
+        ({"base": fs.nf4(), "base.norm": None}, [nf4, frozen]),
+        ({"base": fs.int8(), "**": None}, [int8, int8]),
+        ({"**": fs.nf4(), "*.norm": fs.int8()}, [nf4, int8]),
+    ]
+    for storage, keys in of_base:
+        buffers = fs.make_plan(PARAMS, 1, storage=storage).units[""].buffers
+        found = {leaf.path: buffer.key for buffer in buffers for leaf in buffer.leaves}
+        assert found == dict(zip(("base.w", "base.norm", "adapter"), [*keys, "float32"], strict=True))
