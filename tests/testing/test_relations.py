@@ -26,7 +26,6 @@ from tests.testing.test_mesh_comparison import (
     Y,
     after,
     both,
-    by_hand,
     cut_along,
     hidden,
     index,
@@ -64,19 +63,14 @@ def averaged(x: torch.Tensor, mesh: fs.Mesh, axis: str) -> torch.Tensor:
     return fs.pmean(x, mesh, axis=axis) if axis in mesh.shape else x
 
 
-def axis_in(mesh: fs.Mesh) -> str:
-    return "shard" if "tensor" in mesh.shape else "tensor"
-
-
 def attention(
     out: Callable[..., Any] = lambda y, p, m: total(y @ p["o"].T, m) + p["bias"],
     scores: Callable[..., Any] = lambda q, k, m: q @ k.mT / HEAD**0.5,
-    project: Callable[..., Any] = lambda x, w, m: x @ w.T,
 ) -> Program:
     """Heads along tensor."""
 
     def model(p: Any, x: torch.Tensor, m: fs.Mesh) -> torch.Tensor:
-        q, k, v = (project(x, p[name], m).unflatten(-1, (-1, HEAD)).transpose(1, 2) for name in "qkv")
+        q, k, v = ((x @ p[name].T).unflatten(-1, (-1, HEAD)).transpose(1, 2) for name in "qkv")
         return x + out((scores(q, k, m).softmax(-1) @ v).transpose(1, 2).flatten(2), p, m)
 
     return Program(lambda m: (rows(m, S), rows(m, S.flip(1))), model, params=(ATTENTION, CUTS))
@@ -85,14 +79,14 @@ def attention(
 def context(
     attend: Callable[..., Any],
     positions: Callable[..., Any] = lambda n, m: torch.arange(n) + n * place(m, "tensor")[0],
-    encode: Callable[..., Any] = lambda i, m: torch.stack([(i / 4).sin(), (i / 4).cos()] * 2, -1).double(),
 ) -> Program:
     """Positions along tensor; one head."""
 
     def model(p: Any, x: torch.Tensor, m: fs.Mesh) -> torch.Tensor:
-        x = x + encode(positions(x.shape[1], m), m)
+        i = positions(x.shape[1], m)
+        x = x + torch.stack([(i / 4).sin(), (i / 4).cos()] * 2, -1).double()
         q, k, v = (x @ p[name].T for name in "qkv")
-        return attend(q, k, v, positions(x.shape[1], m), m) @ p["o"].T
+        return attend(q, k, v, i, m) @ p["o"].T
 
     cut = lambda m, x: part(rows(m, x), m, "tensor", 1)  # noqa: E731
     return Program(lambda m: (cut(m, S), cut(m, S.flip(1))), model, params=(ATTENTION, {}))
@@ -108,7 +102,6 @@ def vocabulary(
     normalizer: Callable[..., Any] = lambda z, top, m: total((z - top[:, None]).exp().sum(-1), m).log() + top,
     first: Callable[..., Any] = lambda n, m: n * place(m, "tensor")[0],
     target: Callable[..., Any] = lambda picked, inside, m: total(picked * inside, m),
-    smooth: Callable[..., Any] = lambda z, m: 0.1 / HIDDEN * total(z.sum(-1), m),
 ) -> Program:
     """Cross entropy over logits whose classes are cut along tensor."""
 
@@ -117,7 +110,8 @@ def vocabulary(
         inside = (at >= 0) & (at < z.shape[-1])
         picked = z.gather(-1, at.clamp(0, z.shape[-1] - 1)[:, None])[:, 0]
         highest = top(z, m) if "tensor" in m.shape else z.detach().amax(-1)
-        return (normalizer(z, highest, m) - 0.9 * target(picked, inside, m) - smooth(z, m)).mean()
+        smoothing = 0.1 / HIDDEN * total(z.sum(-1), m)
+        return (normalizer(z, highest, m) - 0.9 * target(picked, inside, m) - smoothing).mean()
 
     return Program(lambda m: (rows(m, X), rows(m, IDS)), lambda p, x, m: x @ p["up"].T, loss)
 
@@ -125,22 +119,17 @@ def vocabulary(
 def experts(
     gate: Callable[..., Any] = lambda x, p, first, m: (x @ p["router"].T).softmax(-1),
     combine: Callable[..., Any] = lambda y, m: fs.psum(y, m, axis="expert") if "expert" in m.shape else y,
-    first: Callable[..., Any] = lambda n, m: n * place(m, "expert")[0],
     admit: Callable[..., Any] = lambda chosen, m: chosen,
 ) -> Program:
     """One expert a token; experts along their axis, all tokens of a data rank on each of them."""
 
     def model(p: Any, x: torch.Tensor, m: fs.Mesh) -> torch.Tensor:
-        start = first(len(p["experts"]), m)
+        start = len(p["experts"]) * place(m, "expert")[0]
         weight, choice = gate(x, p, start, m).max(-1)
         terms = [admit(choice == start + i, m)[:, None] * (x @ w) for i, w in enumerate(p["experts"])]
         return x + combine(weight[:, None] * sum(terms), m)
 
     return Program(model=model, params=(EXPERTS, {"experts": {"expert": 0}}))
-
-
-def loss_of(loss: Callable[..., Any], **parts: Any) -> Program:
-    return Program(loss=loss, **parts)
 
 
 def updated(update: Callable[..., Any], steps: int = 1) -> Program:
@@ -234,23 +223,14 @@ LINE = "line"  # any cause will do whose text names the mistake's line
 HELD_OUT: dict[tuple[str, str, str], dict[str, Any]] = {
     # attention and MLPs along tensor
     ("tensor", "not added", "tensor"): {
-        "attention's output isn't added": attention(out=lambda y, p, m: y @ p["o"].T + p["bias"]),
-        "a norm before attention's psum": attention(out=lambda y, p, m: total((y @ p["o"].T).tanh(), m) + p["bias"]),
         "a normalizer of local classes": vocabulary(
             normalizer=lambda z, top, m: (z - top[:, None]).exp().sum(-1).log() + top
         ),
-        "sum of logarithms": vocabulary(
-            normalizer=lambda z, top, m: total((z - top[:, None]).exp().sum(-1).log(), m) + top
-        ),
         "a target logit of one rank": vocabulary(target=lambda picked, inside, m: picked * inside),
-        "smoothing over local classes": vocabulary(smooth=lambda z, m: 0.1 / HIDDEN * z.sum(-1)),
         "weight decay of a slice": Program(
             model=lambda p, x, m: (mlp(p, x, m), p["up"].square().sum()), loss=lambda o, y, m: mse(o[0], y, m) + 0.1 * o[1]
         ),
         "bias before the psum": attention(out=lambda y, p, m: total(y @ p["o"].T + p["bias"], m)),
-        "a residual inside the psum": Program(
-            model=lambda p, x, m: total(x + hidden(p, x) @ p["down"].T, m) + p["bias"]
-        ),
         "scattered without a sum": Program(
             cut_along("tensor"),
             lambda p, x, m: x + part(hidden(p, gathered(x, m, "tensor")) @ p["down"].T, m, "tensor"),
@@ -260,8 +240,7 @@ HELD_OUT: dict[tuple[str, str, str], dict[str, Any]] = {
         "a maximum of local classes": vocabulary(top=lambda z, m: z.detach().amax(-1)),
     },
     ("tensor", "scale", "tensor"): {
-        "smoothing by local classes": vocabulary(smooth=lambda z, m: 0.1 / z.shape[-1] * total(z.sum(-1), m)),
-        "the loss divided by tensor": loss_of(lambda o, y, m: mse(o, y, m) / place(m, "tensor")[1]),
+        "the loss divided by tensor": Program(loss=lambda o, y, m: mse(o, y, m) / place(m, "tensor")[1]),
         "a batch counted along tensor": Program(
             report=lambda v, m: fs.psum(v * ROWS / index(m)[1], m, axis=tuple(m.shape)) / ROWS
         ),
@@ -269,18 +248,11 @@ HELD_OUT: dict[tuple[str, str, str], dict[str, Any]] = {
     ("tensor", LINE, ""): {
         "scores by local width": attention(scores=lambda q, k, m: q @ k.mT / (q.shape[1] * HEAD) ** 0.5),
         "classes by the world's rank": vocabulary(first=lambda n, m: n * m.rank),
-        "a target without a mask": vocabulary(target=lambda picked, inside, m: total(picked, m)),
         "attention to local positions": context(
             lambda q, k, v, i, m: (q @ k.mT).masked_fill(i[:, None] < i, -1e9).softmax(-1) @ v
         ),
-        "a local causal mask": context(
-            lambda q, k, v, i, m: (q @ gathered(k, m, "tensor", 1).mT).tril().softmax(-1) @ gathered(v, m, "tensor", 1)
-        ),
         "partial attention averaged": context(
             lambda q, k, v, i, m: (averaged((gathered(q, m, "tensor", 1) @ k.mT).softmax(-1) @ v, m, "tensor"))[:, i]
-        ),
-        "keys along the wrong axis": context(
-            lambda q, k, v, i, m: (q @ gathered(k, m, axis_in(m), 1).mT).softmax(-1) @ gathered(v, m, axis_in(m), 1)
         ),
     },
     ("tensor", "data", "both"): {
@@ -291,7 +263,7 @@ HELD_OUT: dict[tuple[str, str, str], dict[str, Any]] = {
         "rows by the world's rank": Program(batch=both(lambda x, r, n, m: x[:ROWS].chunk(m.world_size)[m.rank])),
         "the first positions on all": Program(
             lambda m: (x := rows(m, X)[: ROWS // index(m)[1] // place(m, "tensor")[1]], x.flip(1)),
-                lambda p, x, m: x + p["bias"]
+            lambda p, x, m: x + p["bias"],
         ),
     },
     ("tensor", "not averaged", "tensor"): {
@@ -308,7 +280,6 @@ HELD_OUT: dict[tuple[str, str, str], dict[str, Any]] = {
     ("expert", "not added", "expert"): {"experts aren't added": experts(combine=lambda y, m: y)},
     ("expert", "scale", "expert"): {"experts are averaged": experts(combine=lambda y, m: averaged(y, m, "expert"))},
     ("expert", LINE, ""): {
-        "experts from zero": experts(first=lambda n, m: 0),
         "a gate over local experts": experts(
             gate=lambda x, p, first, m: (x @ p["router"][first : first + len(p["experts"])].T).softmax(-1)
         ),
@@ -317,30 +288,22 @@ HELD_OUT: dict[tuple[str, str, str], dict[str, Any]] = {
     # statistics and losses on data ranks
     ("data", "not averaged", "data"): {
         "batch statistics aren't synced": normalized(lambda x, m: (x.mean(0), x.var(0, unbiased=False))),
-        "a mean of local variances": normalized(
-            lambda x, m: (fs.pmean(x.mean(0), m), fs.pmean(x.var(0, unbiased=False), m))
-        ),
-        "running statistics": lambda m: {"mean": 0.9 + 0.1 * rows(m, X).mean(0)},
         "perplexity": metric(lambda e, m: fs.pmean(e.mean().exp(), m)),
-        "entropy of a batch's mean": metric(
-            lambda e, m: fs.pmean((e.mean(0).softmax(-1) * e.mean(0).log_softmax(-1)).sum(), m)
-        ),
         "a balance loss": metric(lambda e, m: fs.pmean(((e > 1).double().mean(0) * e.mean(0)).sum(), m)),
-        "advantages by local moments": loss_of(
-            lambda o, y, m: (lambda a: (o * (a - a.mean()) / a.std(unbiased=False)).mean())(y.sum(-1, keepdim=True))
+        "advantages by local moments": Program(
+            loss=lambda o, y, m: (lambda a: (o * (a - a.mean()) / a.std(unbiased=False)).mean())(y.sum(-1, keepdim=True))
         ),
-        "signs before the mean": by_hand(lambda g, m: fs.pmean(g.sign(), m)),
-        "inputs by local moments": Program(batch=lambda m: ((rows(m, X) - rows(m, X).mean(0)) / 2, rows(m, Y))),
         "a generator that isn't reduced": two_models(
-            lambda d, g, x, y, m: {"d": fs.pmean(of(hinge(d, x, (y @ g).detach()), d), m),
-                "g": of((y @ g @ d.detach().T).mean(), g)}
+            lambda d, g, x, y, m: {
+                "d": fs.pmean(of(hinge(d, x, (y @ g).detach()), d), m),
+                "g": of((y @ g @ d.detach().T).mean(), g),
+            }
         ),
-        "Polyak's rate": by_hand(lambda g, m: fs.pmean(g, m) * rows(m, X).square().mean()),
     },
     ("data", "scale", "data"): {
-        "divided twice": loss_of(
-            lambda o, y, m: (o - y).square().sum() / fs.psum(torch.tensor(float(o.numel())), m),
-                report=lambda v, m: fs.psum(v, m)
+        "divided twice": Program(
+            loss=lambda o, y, m: (o - y).square().sum() / fs.psum(torch.tensor(float(o.numel())), m),
+            report=lambda v, m: fs.psum(v, m),
         ),
         "validation on rank 0 is averaged": metric(
             lambda e, m: fs.pmean((X[:ROWS] - Y[:ROWS]).abs().mean() * (m.rank == 0), m)
@@ -348,45 +311,30 @@ HELD_OUT: dict[tuple[str, str, str], dict[str, Any]] = {
         "micro-batches aren't divided by ranks": accumulated(
             lambda sums, counts, m: fs.psum(sum(s.mean() for s in sums), m) / len(sums)
         ),
-        "a rate by the ranks and decay": updated(lambda v, g, m, i: v - 0.1 * m.world_size * (g + 0.1 * v)),
-        "samples a second of one rank": metric(lambda e, m: float(len(e))),
         "unbiased variance by local counts": metric(
             lambda e, m: fs.psum((e - fs.pmean(e.mean(), m)).square().sum(), m) / (e.numel() - 1)
         ),
     },
     ("data", "max", "data"): {
-        "normalized by the batch's maximum": loss_of(
-            lambda o, y, m: mse(o / o.abs().max().detach(), y, m)
-        ),
+        "normalized by the batch's maximum": Program(loss=lambda o, y, m: mse(o / o.abs().max().detach(), y, m)),
     },
     ("data", "weights", "data"): {
         "accuracies of unequal counts": metric(lambda e, m: fs.pmean((e > 1)[rows(m, KEEP)].double().mean(), m)),
         "micro-batches of unequal counts": accumulated(
             lambda sums, counts, m: fs.pmean(sum(sums).sum() / sum(counts).sum(), m)
         ),
-        "token means of micro-batches": accumulated(
-            lambda sums, counts, m: fs.pmean(torch.cat(sums).sum() / torch.cat(counts).sum(), m)
-        ),
     },
     ("data", "randomness", "data"): {
         "noise of one seed for fakes": two_models(
             lambda d, g, x, y, m: fs.pmean(of(hinge(d, x, mask(3, *x.shape) @ g), d), m)
         ),
-        "interpolation by the rank's seed": two_models(
-            lambda d, g, x, y, m: (lambda t: fs.pmean(of((t * x + (1 - t) * y).matmul(d.T).square().mean(), d), m))(
-                mask(m.rank, len(x), 1))
-        ),
         "mixup inside of a rank": Program(
             batch=both(lambda x, r, n, m: rows(m, x) + rows(m, x)[torch.randperm(ROWS // n, generator=seed(1))])
         ),
         "weights by the rank's seed": lambda m: {"w": torch.randn(3, 4, generator=seed(m.rank))},
-        "reshuffled by rank": loader(
-            lambda x, i, r, n, m: rows(m, x[torch.randperm(ROWS, generator=seed(i * (r + 1)))])
-        ),
     },
     ("data", "one rank", "data"): {
         "an EMA on rank 0": after_steps(lambda s, g, m, i: 0.9 * s + 0.1 * g if m.rank == 0 else s),
-        "evaluation on rank 0": lambda m: {"accuracy": float((X > 0).double().mean()) if m.rank == 0 else 0.0},
         "loaded on rank 0": lambda m: {"w": W[:2] if m.rank == 0 else torch.zeros_like(W[:2])},
     },
     ("data", "data", "data"): {
@@ -396,10 +344,12 @@ HELD_OUT: dict[tuple[str, str, str], dict[str, Any]] = {
         "batches overlap": loader(lambda x, i, r, n, m: x[i * ROWS // n :][:ROWS].chunk(n)[r]),
         "sharded twice": Program(batch=both(lambda x, r, n, m: x[:ROWS][r::n][: ROWS // n // n])),
         "chosen and rejected are cut by rank": (
-            lambda m: {"margin": (lambda z: fs.pmean((z[: len(z) // 2] - z[len(z) // 2 :]).sigmoid().mean(), m))(
-                torch.cat([X[:ROWS], Y[:ROWS]]).chunk(index(m)[1])[index(m)[0]])}
+            lambda m: {
+                "margin": (lambda z: fs.pmean((z[: len(z) // 2] - z[len(z) // 2 :]).sigmoid().mean(), m))(
+                    torch.cat([X[:ROWS], Y[:ROWS]]).chunk(index(m)[1])[index(m)[0]]
+                )
+            }
         ),
-        "a reference's first rows": Program(batch=lambda m: (rows(m, X), rows(m, Y) + X[: ROWS // index(m)[1]].tanh())),
         "labels of the next rank": Program(
             batch=lambda m: (rows(m, X), X[:ROWS].chunk(index(m)[1])[(index(m)[0] + 1) % index(m)[1]])
         ),
@@ -407,35 +357,20 @@ HELD_OUT: dict[tuple[str, str, str], dict[str, Any]] = {
             lambda m: {"out": gathered(X[:ROWS][index(m)[0] :: index(m)[1]].tanh(), m, tuple(m.shape))}
         ),
     },
-    ("data", "data", "shard"): {
-        "rows by replica": Program(
-            batch=both(lambda x, r, n, m: x[:ROWS].chunk(place(m, "replicate")[1])[place(m, "replicate")[0]][: ROWS // n])
-        ),
-    },
     ("data", LINE, ""): {
-        "negatives of one rank": loss_of(lambda o, y, m: -(o @ y.T).log_softmax(-1).diag().mean()),
-        "labels from zero": loss_of(
-            lambda o, y, m: torch.nn.functional.cross_entropy(o @ gathered(y, m, tuple(m.shape)).T, torch.arange(len(o)))
-        ),
+        "negatives of one rank": Program(loss=lambda o, y, m: -(o @ y.T).log_softmax(-1).diag().mean()),
         "an EMA by the ranks": after_steps(lambda s, g, m, i: 0.9**m.world_size * s + (1 - 0.9**m.world_size) * g),
-        "a rate by local samples": after_steps(lambda s, g, m, i: s - g / (1 + i * ROWS / m.world_size)),
         "bias correction by ranks": after_steps(lambda s, g, m, i: s - g / (1 - 0.9 ** ((i + 1) * m.world_size))),
-        "decay by the ranks": after_steps(lambda s, g, m, i: s - 0.1 * (g + 0.1 * m.world_size * s)),
     },
     # optimizers on shards
     ("shard", "norm", "shard"): {
-        "a sum of norms": after(lambda g, m: scaled(g, 1 / fs.psum(g[""]["float64"].norm(), m))),
         "a trust ratio": updated(lambda v, g, m, i: v - 0.1 * g * v.norm() / g.norm()),
-        "perturbed by the local norm": updated(lambda v, g, m, i: v + 0.1 * g / (g.norm() + 1e-3)),
     },
     ("shard", "max", "shard"): {
-        "clipped by the local maximum": after(
-            lambda g, m: scaled(g, 1 / g[""]["float64"].abs().max())
-        ),
+        "clipped by the local maximum": after(lambda g, m: scaled(g, 1 / g[""]["float64"].abs().max())),
     },
     ("shard", "not averaged", "shard"): {
         "second moments of a shard": updated(lambda v, g, m, i: v - 0.1 * g / g.square().mean().sqrt()),
-        "centralized by shards": updated(lambda v, g, m, i: v - 0.1 * (g - g.mean())),
     },
     ("tensor", "scale", "both"): {
         "decay on replicas": leafwise(
@@ -443,10 +378,9 @@ HELD_OUT: dict[tuple[str, str, str], dict[str, Any]] = {
         ),
     },
     ("data", "not added", "data"): {
-        "rows counted on one rank": metric(lambda e, m: float(rows(m, KEEP).sum())),
         "a histogram of one rank": metric(lambda e, m: torch.histc(e, 4, 0, 4)),
     },
-}  # fmt: skip
+}
 
 
 def sliced(change: Callable[..., Any]) -> Program:
@@ -463,8 +397,8 @@ FRESH: dict[tuple[str, str, str], dict[str, Any]] = {
     ("data", "not averaged", "data"): {
         "a mean of squared means": metric(lambda e, m: fs.pmean(e.mean() ** 2, m)),
         "a mean of medians": metric(lambda e, m: fs.pmean(e.median(), m)),
-        "class weights of one rank": loss_of(
-            lambda o, y, m: ((o - y).square() / (y > 0).double().mean(0).clamp(0.1)).mean()
+        "class weights of one rank": Program(
+            loss=lambda o, y, m: ((o - y).square() / (y > 0).double().mean(0).clamp(0.1)).mean()
         ),
     },
     ("data", "not added", "data"): {
@@ -475,8 +409,10 @@ FRESH: dict[tuple[str, str, str], dict[str, Any]] = {
             batch=both(lambda x, r, n, m: x[torch.randint(len(x), (ROWS // n,), generator=seed(0))])
         ),
         "times drawn by the rank": Program(
-            batch=lambda m: (rows(m, X) * (t := torch.rand(ROWS // index(m)[1], 1, generator=seed(m.rank)).double()),
-                rows(m, Y) * t)
+            batch=lambda m: (
+                rows(m, X) * (t := torch.rand(ROWS // index(m)[1], 1, generator=seed(m.rank)).double()),
+                rows(m, Y) * t,
+            )
         ),
     },
     ("data", "data", "data"): {"teachers in another order": Program(batch=lambda m: (rows(m, X), rows(m, Y).flip(0)))},
@@ -486,14 +422,10 @@ FRESH: dict[tuple[str, str, str], dict[str, Any]] = {
         ),
     },
     ("tensor", "not averaged", "tensor"): {
-        "an RMS of local units": sliced(
-            lambda h, p, m: h / h.square().mean(-1, keepdim=True).sqrt()
-        ),
+        "an RMS of local units": sliced(lambda h, p, m: h / h.square().mean(-1, keepdim=True).sqrt()),
     },
     ("tensor", "max", "tensor"): {
-        "scaled by the largest local unit": sliced(
-            lambda h, p, m: h / h.abs().amax(-1, keepdim=True)
-        ),
+        "scaled by the largest local unit": sliced(lambda h, p, m: h / h.abs().amax(-1, keepdim=True)),
     },
     ("tensor", "not added", "tensor"): {
         "an adapter that isn't added": Program(model=lambda p, x, m: mlp(p, x, m) + (x @ p["up"].T) @ p["down"].T),
@@ -505,7 +437,7 @@ FRESH: dict[tuple[str, str, str], dict[str, Any]] = {
         "the top of local units": sliced(lambda h, p, m: h * (h >= h.topk(2, -1).values[:, -1:])),
         "the first heads' bias": sliced(lambda h, p, m: h + W[0, : h.shape[1]]),
     },
-}  # fmt: skip
+}
 RIGHT: dict[str, tuple[str, Any]] = {
     "attention": ("tensor", attention()),
     "context": ("tensor", context(causal)),
@@ -544,9 +476,8 @@ CASES = {
 }
 
 UNNAMED = {
-    "classes by the world's rank", "a target without a mask", "experts from zero", "capacity by local tokens",
-    "scattered without a sum", "rows by the tensor index", "unbiased variance by local counts",
-    "chosen and rejected are cut by rank", "predictions in another order", "a sum of norms",
+    "classes by the world's rank", "capacity by local tokens", "scattered without a sum", "rows by the tensor index",
+    "unbiased variance by local counts", "chosen and rejected are cut by rank", "predictions in another order",
     "a mean of medians", "the best of local classes",
 }  # fmt: skip
 
@@ -565,13 +496,6 @@ def is_named(name: str) -> bool:
 @pytest.mark.parametrize("name", [name for name in CASES if name not in UNNAMED])
 def test_a_further_mistake_is_named(name: str) -> None:
     assert is_named(name), same_on_every_mesh(CASES[name][0], MESHES[CASES[name][1]])
-
-
-@pytest.mark.nightly
-def test_most_mistakes_are_named() -> None:
-    named = sum(is_named(name) for name in CASES)
-    print(f"{named} of {len(CASES)}")
-    assert named >= len(CASES) - len(UNNAMED)
 
 
 @pytest.mark.nightly(one_in=7)
