@@ -1,9 +1,10 @@
-"""Run the whole zoo and print its table: ``python -m tests.zoo [--names GLOB] [--markdown FILE]``."""
+"""Run the whole zoo and print its table: ``python -m tests.zoo [--names GLOB] [--verbs] [--markdown FILE]``."""
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
+import functools
 import importlib.metadata
 import importlib.util
 import itertools
@@ -11,22 +12,30 @@ import pathlib
 import sys
 import time
 import warnings
+from collections.abc import Callable
 
 import torch
 
 from tests.zoo.law import STRATEGIES, Subject, check
 from tests.zoo.subjects import SUBJECTS
+from tests.zoo.verbs import verbs_of
 
 __all__ = ["main"]
 
 
-def result_of(subject: Subject, strategy: str) -> str:
-    """Return ``"equal"``, or what went wrong in one line."""
+def problem_of(run: Callable[[], list[str] | None]) -> str:
+    """Return what went wrong in one line, or ``""``."""
     try:
-        problems = check(subject, strategy)
+        problems = run()
     except Exception as error:  # the table has a row for each model, whatever it raises
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return "equal" if not problems else f"{len(problems)} differences: {problems[0]}"
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return f"{len(problems)} differences: {problems[0]}" if problems else ""
+
+
+def runs_of(subject: Subject, verbs: bool) -> list[tuple[str, Callable[[], list[str] | None]]]:
+    if verbs:
+        return [*verbs_of(subject).items()] * 2
+    return [(strategy, functools.partial(check, subject, strategy)) for strategy in STRATEGIES]
 
 
 def version_of(package: str) -> str:
@@ -38,6 +47,7 @@ def version_of(package: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
     parser.add_argument("--names", default="*", help="a glob of names")
+    parser.add_argument("--verbs", action="store_true", help="profile, record, differentiate, recompute and save instead")
     parser.add_argument("--markdown", type=pathlib.Path, help="where to write the table")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -50,10 +60,9 @@ def main() -> None:
             print(f"{subject.name}: {subject.package} is not installed", flush=True)
             continue
         began = time.perf_counter()
-        results = {strategy: result_of(subject, strategy) for strategy in STRATEGIES}
-        wrong = {strategy: result for strategy, result in results.items() if result != "equal"}
-        failed += bool(wrong)
-        text = "equal" if not wrong else "; ".join(f"{key}: {value}" for key, value in wrong.items())
+        problems = [f"{name}: {problem}" for name, run in runs_of(subject, options.verbs) if (problem := problem_of(run))]
+        failed += bool(problems)
+        text = "; ".join(problems) or "equal"
         print(f"{subject.package}, {subject.name}: {text} ({time.perf_counter() - began:.1f} s)", flush=True)
         rows.append((version_of(subject.package), subject.name, text))
     print(f"{len(rows) - failed} of {len(rows)} models equal themselves")

@@ -1,4 +1,4 @@
-"""Run the zoo's models through every verb: ``python -m tests.zoo.verbs [GLOB]``.
+"""Run the zoo's models through every verb: ``python -m tests.zoo --verbs``.
 
 A model that equals itself when it trains may still fail in a profile, a recorded graph, a product
 with the Hessian, a recomputation or a checkpoint, or leave something behind that breaks the next
@@ -7,12 +7,8 @@ verb. So all verbs of a model run in one process, twice.
 
 from __future__ import annotations
 
-import fnmatch
-import importlib.util
 import inspect
-import sys
 import tempfile
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +16,6 @@ import torch
 
 import funcshard as fs
 from tests.zoo.law import Subject, cast_inputs, loss_of, tensors_in, units_of
-from tests.zoo.subjects import SUBJECTS
 
 __all__ = ["verbs_of"]
 
@@ -70,24 +65,3 @@ def verbs_of(subject: Subject) -> dict[str, Callable[[], Any]]:
             assert all(map(torch.equal, tensors_in(fs.restore(f"{folder}/step", plan, mesh)), tensors_in(shards)))
 
     return {verb.__name__: verb for verb in (profile, trace, hvp, remat, save)}
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    glob = sys.argv[1] if len(sys.argv) > 1 else "*"
-    for subject in SUBJECTS:
-        if not fnmatch.fnmatch(subject.name, glob) or not importlib.util.find_spec(subject.package):
-            continue
-        failures = []
-        for name, verb in [*verbs_of(subject).items()] * 2:
-            try:
-                verb()
-            except Exception as error:  # the table has a line for each model, whatever it raises
-                first_line = str(error).partition("\n")[0]
-                failures.append(f"{name}: {type(error).__name__}: {first_line[:100]}")
-        print(f"{subject.package}, {subject.name}: {'; '.join(failures) or 'fine'}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
