@@ -16,8 +16,8 @@ from tests.ranks import one_thread, run_simulated
 from tests.storages import Log
 
 __all__ = [
-    "Call", "Runs", "calls_on", "check_equal", "gathers", "held", "outputs_on", "plain_call", "same_bits", "sharded_call",
-    "squares",
+    "Call", "Runs", "Watch", "calls_on", "check_equal", "gathers", "held", "outputs_on", "plain_call", "same_bits",
+    "sharded_call", "squares",
 ]  # fmt: skip
 
 
@@ -38,6 +38,16 @@ class Runs(nn.Module):
 
     def forward(self, *args: Any, **options: Any) -> Any:
         return self.run(self, *args, **options)
+
+
+class Watch(Log):
+    """A log that knows the most of its storages that were alive at a time."""
+
+    most = 0
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        super().__call__(tensor)
+        self.most = max(self.most, self.alive())
 
 
 class Call(NamedTuple):

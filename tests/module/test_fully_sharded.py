@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import funcshard as fs
 from tests.core.units import of_module
-from tests.module.law import Runs, calls_on, check_equal, outputs_on, plain_call, sharded_call
+from tests.module.law import Runs, Watch, calls_on, check_equal, outputs_on, plain_call, sharded_call
 from tests.ranks import on_ranks
 from tests.storages import Log
 
@@ -60,14 +60,6 @@ def loss_of(logits):
 
 def program(model, tokens):
     return loss_of(model(tokens))
-
-
-class Watch(Log):
-    most = 0
-
-    def __call__(self, tensor):
-        super().__call__(tensor)
-        self.most = max(self.most, self.alive())
 
 
 @pytest.mark.usefixtures("without_garbage_collection")

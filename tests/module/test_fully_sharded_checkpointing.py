@@ -1,69 +1,137 @@
-"""Checkpoints around, inside and across units: the same bits, less memory, predicted all-gathers."""
+"""Checkpoints around, inside and across units, whole or selective: the same bits, less memory, predicted all-gathers."""
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import funcshard as fs
+from tests.core.units import by_hand, recorded
 from tests.models import SUBJECTS
-from tests.module.law import calls_on, check_equal, same_bits
-from tests.storages import Log
+from tests.module.law import Watch, calls_on, check_equal, plain_call, same_bits, sharded_call
+from tests.pairwise import crossed
+from tests.ranks import on_ranks, run_ranks, run_simulated
+from tests.storages import Alive
 
-WIDTH, BLOCKS = 6, 4
+WIDTH, BLOCKS, ROWS = 6, 4, 6  # square activations: a result kept for another one would have its shape
+WRAPPED = "_checkpoint_wrapped_module"
 NAMES = [f"blocks.{i}" for i in range(BLOCKS)]
-again = functools.partial(checkpoint, use_reentrant=False)
+aten = torch.ops.aten
+
+
+def chosen(policy, ctx, op, *args, **kwargs):
+    return policy
+
+
+def every_second(ctx, op, *args, **kwargs):
+    """Keep the results of operations in turn; one policy object serves one region."""
+    every_second.count += 1
+    return CheckpointPolicy.MUST_SAVE if every_second.count % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+POLICIES = {
+    **{policy.name: functools.partial(chosen, policy) for policy in CheckpointPolicy},
+    "matrix products": [aten.addmm.default, aten.mm.default],
+    "views": [aten.t.default, aten.view.default],
+    "in turn": every_second,
+    # operations that gathers and reductions run too
+    "memory": [aten.new_empty.default, aten.clone.default, aten.empty.memory_format, aten.copy_.default],
+}
+
+
+def options_of(policy):
+    return {"context_fn": functools.partial(create_selective_checkpoint_contexts, POLICIES[policy])} if policy else {}
+
+
+class Place(NamedTuple):
+    """Where the checkpoints are, and their policy; ``None`` keeps nothing."""
+
+    name: str
+    policy: str | None
+
+    def again(self, here, f, *args):
+        if self.name != here:
+            return f(*args)
+        return checkpoint(f, *args, use_reentrant=False, **options_of(self.policy))
+
+    def wrapped(self, here, module):
+        is_wrapped = self.name in (here, "wrappers")
+        return checkpoint_wrapper(module, **options_of(self.policy)) if is_wrapped else module
+
+
+class MLP(nn.Module):
+    def __init__(self, place, weights, results):
+        super().__init__()
+        self.place, self.weights, self.results = place, weights, results
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        # Why: a policy that keeps one of two random results of a region draws other numbers, in torch too.
+        self.dropout = nn.Dropout(0.0 if place.policy else 0.5)
+
+    def half(self, x):
+        self.weights(self.up.weight)
+        y = torch.tanh(self.up(x))
+        self.results(y)
+        return y.cos() * x.new_full((), 1.5, dtype=torch.float64).to(x)  # operations with keyword arguments
+
+    def forward(self, x):
+        return torch.tanh(self.dropout(self.down(self.place.again("half inside", self.half, x))))
 
 
 class Block(nn.Module):
-    """An MLP with dropout; ``how`` names the part that backward computes again."""
-
-    def __init__(self, how, log):
+    def __init__(self, place, *logs):
         super().__init__()
-        self.how, self.log = how, log
-        self.up, self.down, self.dropout = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.5)
-
-    def wide(self, x):
-        y = torch.tanh(self.up(x))
-        self.log(y)
-        self.log.most = max(self.log.most, self.log.alive())
-        return y.cos()
+        self.place, self.norm = place, nn.LayerNorm(WIDTH)
+        self.mlp = place.wrapped("", MLP(place, *logs))
 
     def inner(self, x):
-        y = again(self.wide, x) if self.how == "half inside" else self.wide(x)
-        return x + torch.tanh(self.dropout(self.down(y)))
+        return x + self.mlp(self.norm(x))
 
     def forward(self, x):
-        return again(self.inner, x) if self.how == "all inside" else self.inner(x)
+        return self.place.again("inside", self.inner, x)
 
 
 class Stack(nn.Module):
-    def __init__(self, how, log):
+    def __init__(self, place):
         super().__init__()
-        self.how, self.scale = how, nn.Parameter(torch.ones(WIDTH))
-        self.blocks = nn.ModuleList(Block(how, log) for _ in range(BLOCKS))
+        self.place, self.scale, self.weights, self.results = (
+            place,
+            nn.Parameter(torch.linspace(1, 2, WIDTH)),
+            Watch(),
+            Watch(),
+        )
+        blocks = (Block(place, self.weights, self.results) for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(place.wrapped("wrapper around", block) for block in blocks)
 
     def forward(self, x):
-        x = x * self.scale
-        if self.how == "pairs":
-            for i in range(0, BLOCKS, 2):
-                x = again(nn.Sequential(*self.blocks[i : i + 2]), x)
-        else:
-            for block in self.blocks:
-                x = again(block, x) if self.how == "around" else block(x)
-        return x
+        x, again = x * self.scale, functools.partial(self.place.again, self.place.name)
+        first, second = nn.Sequential(*self.blocks[:2]), nn.Sequential(*self.blocks[2:])
+        if self.place.name == "pairs":
+            return again(second, again(first, x)) * self.scale
+        if self.place.name == "pairs, and a leaf of the root":
+            return again(lambda x: second(x) * self.scale, again(first, x))
+        for block in self.blocks:
+            x = self.place.again("around", block, x)
+        return x * self.scale
 
 
-WAYS = {  # part that backward computes again -> options of predict_events
-    "remat": {"recomputed": NAMES},
-    "around": {"recomputed": NAMES},
-    "pairs": {"recomputed": [tuple(NAMES[:2]), tuple(NAMES[2:])]},
-    "all inside": {"recomputed": NAMES, "not_saved": NAMES},
-    "half inside": {"recomputed": NAMES},
+WAYS = {  # place -> units, options of fully_shard, options of predict_events where the suite predicts it
+    "remat": (["blocks.*"], {"remat": NAMES}, {"recomputed": NAMES}),
+    "around": (["blocks.*"], {}, {"recomputed": NAMES}),
+    "pairs": (["blocks.*"], {}, {"recomputed": [tuple(NAMES[:2]), tuple(NAMES[2:])]}),
+    "pairs, and a leaf of the root": (["blocks.*"], {}, None),
+    "inside": (["blocks.*"], {}, {"recomputed": NAMES}),
+    "half inside": (["blocks.*"], {}, {"recomputed": NAMES}),
+    "wrapper around": ([f"blocks.*.{WRAPPED}"], {}, {"recomputed": [f"{name}.{WRAPPED}" for name in NAMES]}),
+    "wrappers": (["blocks.*", f"blocks.*.{WRAPPED}.mlp"], {}, None),  # the outer wrapper is a unit, and around one
+    "inside under remat": (["blocks.*"], {"remat": NAMES}, None),
+    "around under remat": (["blocks.*"], {"remat": NAMES}, None),
+    "nothing": (["blocks.*"], {}, {}),
 }
 SETTINGS = {
     "full_shard, pre": {"prefetch": "pre"},
@@ -76,52 +144,140 @@ SETTINGS = {
 
 
 def batch(rank):
-    return torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH) * (1 + rank)
+    return torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH) * (1 + rank)
 
 
-def steps(how, *, prefetch, calls=1, **options):
-    """Return the calls of two ranks, and the most activations of both that were alive at a time."""
+def program(model, x):
+    torch.manual_seed(5)
+    return model(x).square().mean()
 
-    def program(model, x):
-        torch.manual_seed(5)
-        return model(x).square().mean()
 
-    log = Log()
-    log.most = 0
+def build(place, policy=None):
+    every_second.count = 0
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        functional = fs.make_functional(Stack(how, log))
-    plan = fs.make_plan(functional[1], 2, units=["blocks.*"], **options)
-    arguments = {"schedule": fs.make_schedule(plan, backward_prefetch=prefetch), "remat": NAMES if how == "remat" else ()}
-    found = calls_on(2, functional, batch, ["blocks.*"], program=program, calls=calls, how=arguments, **options)
-    assert log.alive() == 0
-    return found, log.most
+        return Stack(Place(place.removesuffix(" under remat"), policy))
+
+
+def steps(place, policy=None, *, prefetch="pre", calls=2, **options):
+    """Return the calls of two ranks, and the most results of both that were alive at a time."""
+    units, how, _ = WAYS[place]
+    net = build(place, policy)
+    functional = fs.make_functional(net)
+    if place != "wrappers":  # whose units run in another order than that of the plan
+        schedule = fs.make_schedule(fs.make_plan(functional[1], 2, units=units, **options), backward_prefetch=prefetch)
+        how = {**how, "schedule": schedule}
+    found = calls_on(2, functional, batch, units, program=program, calls=calls, how=how, **options)
+    assert net.results.alive() == net.weights.alive() == 0
+    return found, net.results.most
 
 
 @pytest.mark.nightly(one_in=5)
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("how", WAYS)
-def test_the_bits_are_the_same_the_memory_is_less_and_the_gathers_are_predicted(how, setting):
-    (found, most), (wanted, before) = (steps(each, **SETTINGS[setting]) for each in (how, "nothing"))
+@crossed(place=[*WAYS][:-1], policy=[None, *POLICIES], setting=list(SETTINGS))
+def test_the_bits_are_the_same_the_memory_is_less_and_the_gathers_are_predicted(place, policy, setting):
+    (found, most), (wanted, before) = (steps(each, policy, **SETTINGS[setting]) for each in (place, "nothing"))
     for call, other in zip(found, wanted, strict=True):
-        same_bits(call[:2], other[:2])
-        assert call.events == call.predicted(**WAYS[how])
-    assert most <= 2 * (2 if how == "pairs" else 1)
+        same_bits([call.loss, *call.grads.values()], [other.loss, *other.grads.values()])
+        if WAYS[place][2] is not None:
+            assert call.events == call.predicted(**WAYS[place][2])
     assert before >= BLOCKS
+    if policy is None:
+        assert most <= 2 * (2 if place.startswith("pairs") else 1)
 
 
 @pytest.mark.nightly(one_in=4)
 @pytest.mark.parametrize("prefetch", ["pre", "post", None])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 def test_units_with_all_inside_a_checkpoint_are_gathered_ahead_once_a_backward_has_reached_them(strategy, prefetch):
-    inside, around = (steps(how, prefetch=prefetch, strategy=strategy, calls=2)[0][0] for how in ("all inside", "around"))
-    assert inside.events == around.events == inside.predicted(recomputed=NAMES)
+    first, later, around = (
+        steps(place, prefetch=prefetch, strategy=strategy, calls=calls)[0][0]
+        for place, calls in (("inside", 1), ("inside", 2), ("around", 2))
+    )
+    assert first.events == first.predicted(recomputed=NAMES, not_saved=NAMES)
+    assert later.events == around.events == later.predicted(recomputed=NAMES)
+
+
+def on_processes(mesh, policy):
+    net = build("wrappers", policy)
+    return sharded_call(mesh, fs.make_functional(net), batch, WAYS["wrappers"][0], program=program)[:2]
+
+
+@pytest.mark.slow
+def test_the_same_on_real_ranks_whose_collectives_are_operations_that_a_policy_sees():
+    losses, grads = plain_call(build("wrappers", "MUST_SAVE"), batch, 2, program)
+    same_bits(run_ranks(on_processes, 2, "matrix products"), [(loss, grads) for loss in losses])
+
+
+def summed(mesh, policy):
+    """Return the gradient of a loss whose checkpoint holds an all-reduce, and the number of all-reduces."""
+
+    def region(w, x):
+        y = torch.sin(w * x)
+        return torch.cos((y - fs.pmean(y.clone(), mesh)).clone()).exp()
+
+    place = Place("region" if policy else "nothing", policy)
+    _, unit, shards = by_hand(
+        mesh,
+        {"w": torch.linspace(-1, 1, 4)},
+        lambda leaves, x: place.again("region", region, leaves["w"], x).sum(),
+        how=fs.reshard,
+    )
+    found, events = recorded(fs.value_and_grad(lambda s: unit(s[""], torch.ones(3, 4) + mesh.rank)), shards)
+    return found, sum(event.kind == "all_reduce" for event in events)
+
+
+@pytest.mark.parametrize("policy", ["memory", "PREFER_RECOMPUTE"])
+def test_an_all_reduce_in_the_region_runs_again_whatever_the_policy_keeps(policy):
+    found, wanted = (run_simulated(summed, 2, each) for each in (policy, None))
+    for (result, times), (expected, before) in zip(found, wanted, strict=True):
+        same_bits(result, expected)
+        assert times == before + 1
+
+
+def kept(place, policy):
+    """Return how many activations one rank keeps between forward and backward."""
+    left, rows = [], 50  # so that no parameter has the size of an activation
+
+    def noting(model, x):
+        with Alive(lambda nbytes: nbytes == rows * WIDTH * 4) as alive:
+            loss = program(model, x)
+        left.append(alive.now().total())
+        return loss
+
+    x = torch.linspace(-1, 1, rows * WIDTH).view(rows, WIDTH)
+    calls_on(2, fs.make_functional(build(place, policy)), x, ["blocks.*"], program=noting, calls=1)
+    return max(left)
+
+
+@pytest.mark.slow
+def test_a_policy_keeps_more_than_full_recomputation_and_less_than_no_checkpoint():
+    nothing, full = kept("nothing", "views"), kept("inside", "PREFER_RECOMPUTE")
+    products, everything = kept("inside", "matrix products"), kept("inside", "MUST_SAVE")
+    assert products == full + 2 * BLOCKS  # the results of two matrix products of each block
+    assert full < products < nothing < everything
+
+
+@pytest.mark.parametrize(
+    ("place", "policy", "alive"),
+    [("around", "views", 0), ("inside", "matrix products", 0), ("inside", "views", BLOCKS)],
+)
+@on_ranks(2)
+def test_only_a_policy_inside_a_unit_that_keeps_views_keeps_its_gathered_leaves(mesh, place, policy, alive):
+    net, held = build(place, policy), []
+
+    def noting(model, x):
+        loss = program(model, x)
+        held.append(net.weights.alive())
+        return loss
+
+    sharded_call(mesh, fs.make_functional(net), batch, WAYS[place][0], program=noting)
+    assert (held[-1], net.weights.alive()) == (alive, 0)
 
 
 def test_statistics_are_those_of_one_forward_though_it_runs_twice():
     class Normed(nn.Sequential):
         def forward(self, x):
-            return again(self[0], x).square().sum()
+            return checkpoint(self[0], x, use_reentrant=False).square().sum()
 
     apply, params, buffers = fs.make_functional(Normed(nn.BatchNorm1d(3)), mutable=True)
     leaves = {name: leaf.detach().requires_grad_() for name, leaf in params.items()}

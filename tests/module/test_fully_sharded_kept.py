@@ -1,4 +1,4 @@
-"""Units that stay gathered: over forwards before one backward, recomputations, and micro-batches."""
+"""Units that are freed, or stay gathered over forwards, recomputations and micro-batches, as the plan says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
-from tests.module.law import Runs, calls_on, check_equal, held, same_bits, sharded_call, squares
+from tests.module.law import Runs, calls_on, check_equal, held, plain_call, same_bits, sharded_call, squares
 from tests.ranks import on_ranks, run_ranks
 from tests.storages import Log, LoggedBlock
 
@@ -35,6 +35,7 @@ WAYS = {  # units, options of the plan -> the units that stay gathered
 
 
 def forward(net, x):
+    net.of_root(net.scale)
     x = x * net.scale if net.twice else x
     for block in net.blocks:
         x = net.wrap(block, x) if net.wrap else block(x)
@@ -42,12 +43,13 @@ def forward(net, x):
 
 
 def made(wrap=None, twice=True):
-    """Return a log of weights, a model whose forward uses the root's leaf twice or once, and its function."""
+    """Return a log of the units' weights, a model whose forward uses the root's leaf twice or once, and its function."""
     log = Log()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(8)
         blocks = nn.ModuleList(LoggedBlock(WIDTH, log) for _ in range(BLOCKS))
-    net = Runs(forward, blocks=blocks, scale=nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)), wrap=wrap, twice=twice)
+    scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+    net = Runs(forward, blocks=blocks, scale=scale, wrap=wrap, twice=twice, of_root=Log())
     return log, net, fs.make_functional(net)
 
 
@@ -62,6 +64,30 @@ def preference(model, x):
 
 def gathers(events):
     return Counter(event.unit for event in events if event.kind == "all_gather")
+
+
+@pytest.mark.parametrize(("option", "times"), [(None, (1, 2)), (True, (2, 2)), (False, (1, 1))])
+def test_the_caller_decides_whether_root_and_units_are_freed_after_forward(option, times):
+    functional = made()[2]
+    chosen, plain = (calls_on(2, functional, batch, ALL[1:], **each) for each in ({"reshard_after_forward": option}, {}))
+    for call, other in zip(chosen, plain, strict=True):
+        same_bits(call[:2], other[:2])
+        assert call.events == call.predicted()
+        assert (gathers(call.events)[""], gathers(call.events)["blocks.1"]) == times
+
+
+@pytest.mark.parametrize(("option", "alive"), [(True, 0), (False, 1)])
+@on_ranks(2)
+def test_a_root_that_is_freed_takes_no_memory_between_forward_and_backward(mesh, option, alive):
+    (_, net, functional), found = made(), []
+
+    def program(model, x):
+        loss = squares(model, x)
+        found.append(held(mesh, net.of_root))
+        return loss
+
+    sharded_call(mesh, functional, batch, ALL[1:], program=program, calls=1, reshard_after_forward=option)
+    assert found == [alive]
 
 
 @pytest.mark.nightly(one_in=2)
@@ -152,7 +178,7 @@ def around(block, x):
 @pytest.mark.parametrize(("wrap", "remat", "forwards"), [(None, ALL[1:], 2), (around, [], 1)], ids=["remat", "checkpoint"])
 def test_a_recomputation_gathers_a_unit_that_stays_not_again(wrap, remat, forwards):
     functional = made(wrap)[2]
-    program = preference if forwards == 2 else lambda model, x: model(x).square().mean()
+    program = preference if forwards == 2 else squares
     kept, freed = (
         calls_on(2, functional, batch, ALL[1:], program=program, how={"remat": remat}, **options)
         for options in (KEPT, FREED)
@@ -198,12 +224,48 @@ def test_a_unit_that_stays_over_micro_batches_is_freed_after_the_last(mesh):
 
     def program(model, x):
         alive.append(held(mesh, log))
-        return model(x).square().mean()
+        return squares(model, x)
 
     note = lambda unit, grads: alive.append(held(mesh, log))  # noqa: E731
     evaluate = functools.partial(fs.accumulate, micro_batches=2, reduce="once", on_grads=note)
     sharded_call(mesh, functional, batch, STAYS, program=program, calls=1, evaluate=evaluate, **KEPT)
     assert alive == [0, BLOCKS, 2, 1, 0, 0]  # before each forward, then as each unit is reduced
+
+
+def two_paths(log):
+    """Return a block that calls one linear layer by two names, and logs its weight."""
+
+    def forward(m, x):
+        log(m.first.weight)
+        return torch.tanh(m.inner["again"](torch.tanh(around(m.first, x))))
+
+    first = nn.Linear(WIDTH, WIDTH)
+    return Runs(forward, first=first, inner=nn.ModuleDict({"again": first}))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_module_at_two_paths_of_a_unit_is_freed_after_forward_and_cannot_be_read_outside(grad):
+    class Reads(nn.Sequential):
+        def forward(self, x, reads=False):
+            out = super().forward(x)
+            return out + self[0].inner["again"].weight.sum() if reads else out
+
+    def program(model, x):
+        with torch.set_grad_enabled(grad):
+            kept = model(x)
+            alive.append(held(model.func.mesh, log))
+            with pytest.raises(ValueError, match=r"'0\.first\.weight' was read"):
+                model(x, reads=True)
+        del kept
+        return squares(model, x)
+
+    log, alive = Log(), []
+    net = Reads(*(two_paths(log) for _ in range(3)))
+    functional, (_, grads) = fs.make_functional(net), plain_call(net, batch, 2)
+    log.clear()
+    for call in calls_on(2, functional, batch, ["*"], program=program, calls=1):
+        torch.testing.assert_close(call.grads, grads)
+    assert alive == [0, 0]
 
 
 def beside_fsdp2(mesh):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import pickle
-import re
 import warnings
 from typing import Any
 
@@ -36,8 +35,29 @@ def assigns(module: Any, x: torch.Tensor) -> None:
     module.seen = module.seen + 1
 
 
-# name -> (module, names in the warning)
-WARN: dict[str, tuple[Any, str]] = {
+class Keeps(Runs):
+    """A module whose forward leaves what ``do`` leaves, beside what it had before."""
+
+    of_class = 0
+
+    def __init__(self, do: Any) -> None:
+        super().__init__(lambda m, x: (do(m, x), m.inner.lin(x))[1], inner=nn.ModuleDict({"lin": nn.Linear(3, 3)}))
+        self.n, self.name, self.cache, self.masks, self.rate = 0, "first", None, {}, float("nan")
+        self.keys, self.layers, self.last = torch.zeros(2, 2**14), [{"keys": torch.zeros(3)}], torch.zeros(3)
+        self.noise, self.inner.n = torch.Generator().manual_seed(1), 0
+        self.inner.when = Raises()
+
+
+def count(module: Any, x: torch.Tensor) -> None:
+    module.n += 1
+
+
+def keeps(do: Any) -> Any:
+    return lambda: Keeps(do)
+
+
+# name -> (module, what it changes, and the names)
+CHANGED_BUFFERS: dict[str, tuple[Any, str]] = {
     "BatchNorm": (lambda: nn.BatchNorm1d(3), "'running_mean', 'running_var', 'num_batches_tracked'"),
     "two BatchNorms": (lambda: nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)), "'1.running_mean' and 2 more"),
     "a new tensor": (lambda: own(assigns), "'seen'"),
@@ -48,37 +68,95 @@ WARN: dict[str, tuple[Any, str]] = {
         lambda: own(lambda m, x: F.batch_norm(x.detach(), m.seen, torch.ones(3), training=True)), "'seen'",
     ),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize(("make", "names"), WARN.values(), ids=WARN)
-def test_the_first_call_that_throws_a_change_away_warns_and_names_buffers_and_remedy(make, names) -> None:
-    torch.manual_seed(0)
-    apply, params, buffers = fs.make_functional(make())
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for function in (apply, apply, apply.train()):  # the last one shares the state
-            function(params, buffers, x)
-    (warning,) = said
-    assert re.search(rf"buffers of the module \(.*{names}\), and the call threw the changes away: use", str(warning.message))
-    assert "mutable=True), whose calls return the new buffers, or apply.eval() if" in str(warning.message)
-    assert warning.filename == __file__
-
-
-QUIET: dict[str, tuple[Any, Any]] = {
-    "evaluation": (lambda: nn.Sequential(nn.BatchNorm1d(3)), lambda f: f.eval()),
-    "no running statistics": (lambda: nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)), lambda f: f),
-    "no buffers": (lambda: nn.Sequential(nn.Linear(3, 3)), lambda f: f),
-    "a buffer that is not saved": (lambda: own(adds, persistent=False), lambda f: f),
-    "a write of the same values": (lambda: own(lambda m, x: m.seen.zero_()), lambda f: f),
-    "buffers that are NaN": (lambda: own(lambda m, x: None), lambda f: f),
+SET_ATTRIBUTES: dict[str, tuple[Any, str]] = {
+    "a counter": (keeps(count), "'n'"),
+    "a counter of an inner module": (keeps(lambda m, x: setattr(m.inner, "n", m.inner.n + 1)), "'inner.n'"),
+    "a counter of the class": (keeps(lambda m, x: setattr(m, "of_class", m.of_class + 1)), "'of_class'"),
+    "a choice": (keeps(lambda m, x: setattr(m, "name", "second")), "'name'"),
+    "random numbers": (keeps(lambda m, x: torch.rand(2, generator=m.noise)), "'noise'"),
+    "a tensor in place of a number": (keeps(lambda m, x: setattr(m, "n", x)), "'n'"),
+    "keys": (keeps(lambda m, x: m.keys[0].fill_(1)), "'keys'"),
+    "keys of a layer": (keeps(lambda m, x: m.layers[0]["keys"].add_(x.detach().mean(0))), "'layers'"),
+    "through data": (keeps(lambda m, x: m.last.data.add_(1)), "'last'"),
+    "another parameter": (
+        keeps(lambda m, x: setattr(m.inner.lin, "weight", nn.Parameter(torch.ones(3, 3)))), "'inner.lin.weight'",
+    ),
+}  # fmt: skip
+MADE_PARAMETERS: dict[str, tuple[Any, str]] = {
+    "a module": (keeps(lambda m, x: setattr(m, "cache", nn.Linear(3, 2))), "'cache'"),
+    "a module under a new name": (
+        keeps(lambda m, x: m.inner.add_module("head", nn.Sequential(nn.Linear(3, 2)))), "'inner.head'",
+    ),
+    "a parameter": (keeps(lambda m, x: setattr(m.inner.lin, "scale", nn.Parameter(torch.ones(3)))), "'inner.lin.scale'"),
+}  # fmt: skip
+THROWN_AWAY = {
+    name: (make, kind, names)
+    for kind, table in (
+        ("changed buffers of the module", CHANGED_BUFFERS),
+        ("set attributes of the module", SET_ATTRIBUTES),
+        ("made parameters", MADE_PARAMETERS),
+    )
+    for name, (make, names) in table.items()
+}
+# What a forward may compute again at any time, and what it does not keep.
+HARMLESS: dict[str, Any] = {
+    "evaluation": lambda: nn.Sequential(nn.BatchNorm1d(3)),
+    "no running statistics": lambda: nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)),
+    "no buffers": lambda: nn.Sequential(nn.Linear(3, 3)),
+    "a buffer that is not saved": lambda: own(adds, persistent=False),
+    "a write of the same values": lambda: own(lambda m, x: m.seen.zero_()),
+    "buffers that are NaN": lambda: own(lambda m, x: None),
+    "nothing": keeps(lambda m, x: None),
+    "a cache": keeps(lambda m, x: setattr(m, "cache", torch.ones(3))),
+    "a dictionary of masks": keeps(lambda m, x: m.masks.update({len(x): torch.ones(len(x))})),
+    "a new attribute": keeps(lambda m, x: setattr(m, "last", x)),
+    "an equal value": keeps(lambda m, x: setattr(m, "name", "fir" + "st")),
+    "another tensor": keeps(lambda m, x: setattr(m, "last", x.detach().mean(0))),
+    "the same values": keeps(lambda m, x: m.keys.zero_()),
+    "a module without parameters": keeps(lambda m, x: m.add_module("drop", nn.Dropout())),
+    "a hook": keeps(lambda m, x: m.inner.lin.register_forward_hook(lambda *args: None)),
+    "a buffer that no state dict has": keeps(lambda m, x: m.register_buffer("mask", x, persistent=False)),
 }
 
 
-@pytest.mark.parametrize(("make", "change"), QUIET.values(), ids=QUIET)
-def test_a_call_that_throws_nothing_away_does_not_warn(make, change) -> None:
+def warned(*functions: Any) -> list[list[str]]:
+    """Return what the calls of functions with different inputs say."""
+    messages = []
+    for number, function in enumerate(functions):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            function(x * (1.0 - number))
+        assert all(each.filename == __file__ for each in said)
+        messages.append([str(each.message) for each in said])
+    return messages
+
+
+@pytest.mark.parametrize("how", ["whole", "mutable", "sharded"])
+@pytest.mark.parametrize(("make", "kind", "names"), THROWN_AWAY.values(), ids=THROWN_AWAY)
+def test_the_first_call_that_throws_something_away_names_it(make: Any, kind: str, names: str, how: str) -> None:
+    module = make()
+    functional = apply, params, buffers = fs.make_functional(module, mutable=how == "mutable")
+    functions = (apply, apply, apply.train())  # the last one shares what was said
+    if how == "sharded":
+        _, sharded, params = of_module(fs.Mesh(), functional, ["inner.lin"] * isinstance(module, Keeps))
+        functions = (sharded,) * 3
+    first, *later = warned(*(lambda x, function=function: function(params, buffers, x) for function in functions))
+    assert later == [[], []]
+    if how == "mutable" and "buffers" in kind:  # a call returns them
+        assert first == []
+        return
+    (said,) = first
+    assert f"{kind} (" in said
+    assert f"{names}), and the call threw " in said
+    if "buffers" in kind:
+        assert "mutable=True), whose calls return the new buffers, or apply.eval() if" in said
+
+
+@pytest.mark.parametrize(("name", "make"), HARMLESS.items(), ids=HARMLESS)
+def test_a_call_that_throws_nothing_away_says_nothing(name: str, make: Any) -> None:
     apply, params, buffers = fs.make_functional(make())
-    for _ in range(2):
-        change(apply)(params, buffers, x)  # warnings are errors here
+    apply = apply.eval() if name == "evaluation" else apply
+    assert warned(*[lambda x: apply(params, buffers, x)] * 3) == [[], [], []]
 
 
 def test_a_change_in_a_later_call_is_seen() -> None:
@@ -108,110 +186,8 @@ def test_buffers_cast_by_the_plan_are_compared_in_their_dtype_during_the_call() 
     sharded(shards, buffers, x)  # warnings are errors here
 
 
-class Keeps(Runs):
-    """A module whose forward leaves what ``do`` leaves, beside what it had before."""
-
-    of_class = 0
-
-    def __init__(self, do: Any) -> None:
-        super().__init__(lambda m, x: (do(m, x), m.inner.lin(x))[1], inner=nn.ModuleDict({"lin": nn.Linear(3, 3)}))
-        self.n, self.name, self.cache, self.masks, self.rate = 0, "first", None, {}, float("nan")
-        self.keys, self.layers, self.last = torch.zeros(2, 2**14), [{"keys": torch.zeros(3)}], torch.zeros(3)
-        self.noise, self.inner.n = torch.Generator().manual_seed(1), 0
-        self.inner.when = Raises()
-
-
-# name -> (what a forward leaves, the attribute)
-LEAVES: dict[str, tuple[Any, str]] = {
-    "a counter": (lambda m, x: setattr(m, "n", m.n + 1), "'n'"),
-    "a counter of an inner module": (lambda m, x: setattr(m.inner, "n", m.inner.n + 1), "'inner.n'"),
-    "a counter of the class": (lambda m, x: setattr(m, "of_class", m.of_class + 1), "'of_class'"),
-    "a choice": (lambda m, x: setattr(m, "name", "second"), "'name'"),
-    "random numbers": (lambda m, x: torch.rand(2, generator=m.noise), "'noise'"),
-    "a tensor in place of a number": (lambda m, x: setattr(m, "n", x), "'n'"),
-    "keys": (lambda m, x: m.keys[0].fill_(1), "'keys'"),
-    "keys of a layer": (lambda m, x: m.layers[0]["keys"].add_(x.detach().mean(0)), "'layers'"),
-    "through data": (lambda m, x: m.last.data.add_(1), "'last'"),
-    "another parameter": (lambda m, x: setattr(m.inner.lin, "weight", nn.Parameter(torch.ones(3, 3))), "'inner.lin.weight'"),
-}
-# What a forward may compute again at any time, and what it does not keep.
-HARMLESS: dict[str, Any] = {
-    "nothing": lambda m, x: None,
-    "a cache": lambda m, x: setattr(m, "cache", torch.ones(3)),
-    "a dictionary of masks": lambda m, x: m.masks.update({len(x): torch.ones(len(x))}),
-    "a new attribute": lambda m, x: setattr(m, "last", x),
-    "an equal value": lambda m, x: setattr(m, "name", "fir" + "st"),
-    "another tensor": lambda m, x: setattr(m, "last", x.detach().mean(0)),
-    "the same values": lambda m, x: m.keys.zero_(),
-    "a module without parameters": lambda m, x: m.add_module("drop", nn.Dropout()),
-    "a hook": lambda m, x: m.inner.lin.register_forward_hook(lambda *args: None),
-    "a buffer that no state dict has": lambda m, x: m.register_buffer("mask", x, persistent=False),
-}
-
-
-def _warned(run: Any) -> list[list[str]]:
-    """Return what each of three calls with other inputs says."""
-    messages = []
-    for number in range(3):
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            run(torch.full((2, 3), 1.0 - number))
-        messages.append([str(each.message) for each in said])
-    return messages
-
-
-@pytest.mark.parametrize("mutable", [False, True])
-@pytest.mark.parametrize(("do", "name"), LEAVES.values(), ids=LEAVES)
-def test_state_that_a_call_leaves_in_a_module_is_named_once(do: Any, name: str, mutable: bool) -> None:
-    apply, params, buffers = fs.make_functional(Keeps(do), mutable=mutable)
-    (said,), *later = _warned(lambda x: apply(params, buffers, x))
-    assert f"the forward of Keeps set attributes of the module ({name}), and the call threw them away" in said
-    assert later == [[], []]
-
-
-# name -> (what a forward makes, the parameters)
-MAKES: dict[str, tuple[Any, str]] = {
-    "a module": (lambda m, x: setattr(m, "cache", nn.Linear(3, 2)), "'cache'"),
-    "a module under a new name": (lambda m, x: m.inner.add_module("head", nn.Sequential(nn.Linear(3, 2))), "'inner.head'"),
-    "a parameter": (lambda m, x: setattr(m.inner.lin, "scale", nn.Parameter(torch.ones(3))), "'inner.lin.scale'"),
-}
-
-
-@pytest.mark.parametrize("units", [None, ("inner.lin",)], ids=["whole", "a unit"])
-@pytest.mark.parametrize(("make", "names"), MAKES.values(), ids=MAKES)
-def test_parameters_that_a_call_makes_are_named_once(make: Any, names: str, units: Any) -> None:
-    functional = fs.make_functional(Keeps(make))
-    apply, params, buffers = functional
-    if units is not None:
-        _, apply, params = of_module(fs.Mesh(), functional, units)
-    (said,), *later = _warned(lambda x: apply(params, buffers, x))
-    assert f"the forward of Keeps made parameters ({names}), and the call threw them away" in said
-    assert later == [[], []]
-
-
-@pytest.mark.parametrize("do", HARMLESS.values(), ids=HARMLESS)
-def test_caches_of_a_call_need_no_word(do: Any) -> None:
-    apply, params, buffers = fs.make_functional(Keeps(do))
-    assert _warned(lambda x: apply(params, buffers, x)) == [[], [], []]
-
-
-@pytest.mark.parametrize("units", [(), ("inner.lin",)])
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (lambda: Keeps(LEAVES["a counter"][0]), "n"), (lambda: own(adds), "seen"),
-    ],
-)  # fmt: skip
-def test_a_sharded_call_names_state_and_buffers_too(make: Any, name: str, units: tuple[str, ...]) -> None:
-    functional = fs.make_functional(make())
-    _, sharded, shards = of_module(fs.Mesh(), functional, units if name != "seen" else ())
-    (first,), *later = _warned(lambda x: sharded(shards, functional[2], x))
-    assert f"('{name}')" in first
-    assert later == [[], []]
-
-
 def test_state_lasts_while_a_function_of_the_module_runs() -> None:
-    module = Keeps(LEAVES["a counter"][0])
+    module = Keeps(count)
 
     def twice(module: Any, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
         first: torch.Tensor = module(x)
