@@ -44,7 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     try:
-        return _COMMANDS[options.command](options)
+        exit_code = _COMMANDS[options.command](options)
+        sys.stdout.flush()
+        return exit_code
+    except BrokenPipeError:  # the program that reads our output, such as head, has ended
+        # Why: Python writes the rest when it exits, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (OSError, TypeError, ValueError) as error:
         if os.environ.get("FUNCSHARD_TRACEBACK"):  # as for an error of a rank
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,17 @@ def test_plan_prints_the_table_of_the_demo_and_starts_nothing(capsys: pytest.Cap
     assert [line.partition("  ")[0] for line in lines[4:6]] == ["(root)", "6 × blocks.*"]
     assert f"{sum(p.numel() for p in GPT().parameters()):,}" in lines[7]
     assert not dist.is_initialized()
+
+
+def test_a_reader_that_ends_early_gets_no_complaint(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "w") as closed_pipe, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", closed_pipe)
+        assert main(["plan", "--ranks", "2", "--layers", "1"]) == 1
+    assert capfd.readouterr().err == ""
 
 
 def test_plan_as_json_is_the_plan_that_the_library_makes(capsys: pytest.CaptureFixture[str]) -> None:
