@@ -362,10 +362,11 @@ class UnitSource:
 
 
 def slice_comms(unit: UnitPlan, mesh: Mesh, comms: Sequence[BufferComm]) -> SliceComms:
-    """Return the communication of a unit's slices, ``()`` without; every rank has to call."""
-    if unit.post_forward_ranks is None:
-        return ()
-    # Note: the first call makes process groups.
+    """Return the communication of the slices of a unit with ``post_forward_ranks``.
+
+    Every rank has to call it, because the first call makes process groups.
+    """
+    assert unit.post_forward_ranks is not None, "other units keep no slices"
     topology = Topology(neighbours(mesh, unit.post_forward_ranks), sharded=True)
 
     def slice_comm(comm: BufferComm) -> BufferComm | None:

@@ -181,8 +181,10 @@ def reshard(f: Unshard) -> Unshard:
             f"reshard takes what unshard returned; found {f!r}: write reshard(unshard(apply, unit, "
             "mesh))"
         )
-    # Note: slices need process groups, which all ranks make together.
-    return dataclasses.replace(f, freed=True, slices=slice_comms(f.unit, f.mesh, f.comms))
+    slices: SliceComms = ()
+    if f.unit.post_forward_ranks is not None:
+        slices = slice_comms(f.unit, f.mesh, f.comms)
+    return dataclasses.replace(f, freed=True, slices=slices)
 
 
 @dataclass(slots=True, eq=False)

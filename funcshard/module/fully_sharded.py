@@ -230,8 +230,7 @@ def unit_modules(
         remat: the paths of the modules that backward computes again.
         methods: the methods besides ``forward`` that enter units, by index of the module.
     """
-    # Note: slices need process groups, which all ranks make together.
-    slices = slice_comms(unit, mesh, comms)
+    slices = () if unit.post_forward_ranks is None else slice_comms(unit, mesh, comms)
     modules = []
     for path, tables in table_entries(unit, skeleton).items():
         module_index, fault = skeleton.indices.get(path), "no module of this model"
@@ -395,13 +394,14 @@ def _misfit(apply: Any) -> str:
 
 def _check_plan(skeleton: Skeleton, plan: Plan, ignored: Mapping[str, Any]) -> None:
     """Raise unless the plan is for these parameters; warn if it trains all, also frozen ones."""
-    planned_names = {name for leaf in plan.leaves for name in leaf.names}
-    common_name = next((name for name in ignored if name in planned_names), None)
-    if common_name is not None:
-        raise ValueError(
-            f"ignored_params match {common_name!r}, which is a leaf of the plan; make the plan "
-            "from the params without those that are ignored, or do not ignore it"
-        )
+    if ignored:
+        planned_names = {name for leaf in plan.leaves for name in leaf.names}
+        common_name = next((name for name in ignored if name in planned_names), None)
+        if common_name is not None:
+            raise ValueError(
+                f"ignored_params match {common_name!r}, which is a leaf of the plan; make the plan "
+                "from the params without those that are ignored, or do not ignore it"
+            )
     planned_leaves = {leaf.path: (unit, leaf) for unit in plan.unit_list for leaf in unit.leaves}
     check_plan_names(skeleton.shapes.keys() - ignored.keys(), planned_leaves)
     for path in filter(planned_leaves.get, skeleton.shapes):

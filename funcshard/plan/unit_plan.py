@@ -271,6 +271,12 @@ class UnitPlan:
             after the last.
         members: the paths of a group; ``()`` for a unit of one path.
         axes: all mesh axes in the order of ranks; ``()`` represents ``replicate`` and ``shard``.
+        title: name for tables and messages: ``(root)`` for the root unit.
+        paths: the paths whose leaves the unit owns: its name, or those of a group.
+        sharded: whether each rank holds a shard of a buffer, and not the whole buffer.
+        leaves: leaves of all buffers, as ``structure`` numbers them.
+        post_forward_ranks: number of ranks that hold the unit together after forward; ``None``:
+            all, or one.
     """
 
     name: str
@@ -286,40 +292,31 @@ class UnitPlan:
     reshard_after_backward: bool = field(default=True, metadata={"later": True})
     members: tuple[str, ...] = field(default=(), metadata={"later": True})
     axes: Axes = field(default=(), metadata={"later": True})
+    title: str = field(init=False, compare=False, repr=False)
+    paths: tuple[str, ...] = field(init=False, compare=False, repr=False)
+    sharded: bool = field(init=False, compare=False, repr=False)
+    leaves: tuple[LeafSpec, ...] = field(init=False, compare=False, repr=False)
+    post_forward_ranks: int | None = field(init=False, compare=False, repr=False)
 
-    @property
-    def post_forward_ranks(self) -> int | None:
-        """Number of ranks that hold the unit together after forward; ``None``: all, or one."""
+    def __post_init__(self) -> None:
+        # Most units have one buffer, and share its tuple.
+        leaves = self.buffers[0].leaves if self.buffers else ()
+        if len(self.buffers) > 1:
+            leaves = tuple([leaf for buffer in self.buffers for leaf in buffer.leaves])
         # Why by class: 1 == True, and a plan from JSON keeps the difference.
-        return None if isinstance(self.reshard_after_forward, bool) else self.reshard_after_forward
-
-    @property
-    def title(self) -> str:
-        """Name for tables and messages: ``(root)`` for the root unit."""
-        return self.name or "(root)"
+        is_flag = isinstance(self.reshard_after_forward, bool)
+        object.__setattr__(self, "title", self.name or "(root)")
+        object.__setattr__(self, "paths", self.members or (self.name,))
+        object.__setattr__(self, "sharded", self.strategy != "no_shard")
+        object.__setattr__(self, "leaves", leaves)
+        object.__setattr__(
+            self, "post_forward_ranks", None if is_flag else self.reshard_after_forward
+        )
 
     @property
     def mesh_axes(self) -> dict[str, int]:
         """Size of each mesh axis, in the order of ranks."""
         return dict(self.axes or zip(AXES, self.mesh_shape, strict=True))
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """The paths whose leaves the unit owns: its name, or those of a group."""
-        return self.members or (self.name,)
-
-    @property
-    def sharded(self) -> bool:
-        """Whether each rank holds a shard of a buffer, and not the whole buffer."""
-        return self.strategy != "no_shard"
-
-    @property
-    def leaves(self) -> tuple[LeafSpec, ...]:
-        """Leaves of all buffers, as ``structure`` numbers them."""
-        # Most units have one buffer, and this is read often.
-        if len(self.buffers) == 1:
-            return self.buffers[0].leaves
-        return tuple([leaf for buffer in self.buffers for leaf in buffer.leaves])
 
     def dtypes(self, buffer: BufferPlan) -> UnitDtypes:
         """Return the dtypes of a buffer on its way through a step."""
