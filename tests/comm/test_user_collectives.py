@@ -1,17 +1,14 @@
 """Functions of the user's carry the parameters and gradients of units, and nothing else."""
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import funcshard as fs
 from funcshard.comm.user_collectives import Collectives
-from tests.core.units import forward_mode
+from tests.core.units import forward_mode, mlp, of_precision_page
 from tests.ranks import on_ranks, run_ranks, run_simulated
 
 pytestmark = forward_mode
@@ -20,12 +17,7 @@ GRID = {"replicate": 2, "shard": 2}
 NAMES = ["0", "2"]
 
 
-def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 17), nn.Tanh(), nn.Linear(17, 9), nn.Tanh(), nn.Linear(9, 3))
-
-
-APPLY, PARAMS, BUFFERS = fs.make_functional(model())
+APPLY, PARAMS, BUFFERS = fs.make_functional(mlp(5, 17, 9, 3, dtype=torch.float32))
 
 
 def inputs(rank: int) -> torch.Tensor:
@@ -114,17 +106,7 @@ def test_functions_that_only_move_data_change_no_bit_and_no_event(mesh: fs.Mesh,
     assert all(torch.equal(grads[name], value) for name, value in wanted.items())
 
 
-def of_the_page() -> dict[str, Any]:
-    """Return the functions of the page's examples: quantisation, and the collectives made of it."""
-    text = (Path(__file__).resolve().parents[2] / "docs" / "precision.md").read_text()
-    names: dict[str, Any] = {"torch": torch, "fs": fs}
-    for first, last in (("BLOCK = 64\n", "def eight_bits"), ("def gather_eight_bits", "def both_ways")):
-        (block,) = re.findall(rf"^```python\n({re.escape(first)}.*?)^{last}", text, re.M | re.S)
-        exec(block, names)
-    return names
-
-
-PAGE = of_the_page()
+PAGE = of_precision_page("BLOCK = 64\n", "def gather_eight_bits")
 EIGHT_BITS = {"all_gather": PAGE["gather_eight_bits"], "reduce_scatter": PAGE["reduce_eight_bits"]}
 
 

@@ -18,23 +18,23 @@ import funcshard as fs
 from funcshard._utils import tree
 from funcshard.core import attention as attention_module
 from funcshard.core.attention import attention
-from tests.core.units import forward_mode
+from tests.core.units import close, forward_mode, random
 
 pytestmark = forward_mode
 
 HEADS, QUERIES, KEYS, SIZE = 4, 19, 21, 4
 
 
-def made(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def inputs(seed: int, heads: int = HEADS) -> tuple[torch.Tensor, ...]:
-    return made(seed, 2, HEADS, QUERIES, SIZE), made(seed + 1, 2, heads, KEYS, SIZE), made(seed + 2, 2, heads, KEYS, SIZE)
+    return (
+        random(seed, 2, HEADS, QUERIES, SIZE),
+        random(seed + 1, 2, heads, KEYS, SIZE),
+        random(seed + 2, 2, heads, KEYS, SIZE),
+    )
 
 
 X, T, U = inputs(0), inputs(3), inputs(6)
-SEEN = made(9, 2, 1, QUERIES, KEYS) > -0.5
+SEEN = random(9, 2, 1, QUERIES, KEYS) > -0.5
 BLIND = SEEN & (torch.arange(QUERIES) != 3)[:, None]  # the fourth query sees nothing
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "boolean": {"attn_mask": SEEN},
     "a query that sees nothing": {"attn_mask": BLIND},
     "keys": {"attn_mask": SEEN[:, :, :1]},
-    "added": {"attn_mask": made(10, HEADS, QUERIES, KEYS)},
+    "added": {"attn_mask": random(10, HEADS, QUERIES, KEYS)},
     "scale": {"scale": -0.3},
 }
 
@@ -71,6 +71,28 @@ def reverse_twice(f: Any, x: Any) -> Any:
     return grad(lambda x: dot(grad(lambda x: loss(f, x))(x), T))(x)
 
 
+def create_graph(f: Any) -> Any:
+    x = [tensor.clone().requires_grad_() for tensor in X]
+    grads = torch.autograd.grad(loss(f, x), x, create_graph=True)
+    second = torch.autograd.grad(dot(grads, T), x, create_graph=True)
+    return second, torch.autograd.grad(dot(second, U), x)
+
+
+def dual_level(f: Any) -> Any:
+    with forward_ad.dual_level():
+        x = [forward_ad.make_dual(tensor.requires_grad_(), t) for tensor, t in zip(inputs(0), T, strict=True)]
+        out = loss(f, x)
+        grads = torch.autograd.grad(out, x)
+        return [forward_ad.unpack_dual(out)[:], *(forward_ad.unpack_dual(g)[:] for g in grads)]
+
+
+def reverse_over_product(f: Any) -> Any:
+    x = tuple(tensor.clone().requires_grad_() for tensor in X)
+    grads, products = jvp(grad(lambda x: loss(f, x)), (x,), (T,))
+    of_products = torch.autograd.grad(dot(products, U), x, retain_graph=True)
+    return of_products, torch.autograd.grad(dot(grads, U) + products[0].sum(), x)
+
+
 DERIVATIVES = {
     "value": lambda f: f(*X),
     "grad": lambda f: grad(lambda x: loss(f, x))(X),
@@ -88,6 +110,9 @@ DERIVATIVES = {
     "vmap of jvp": lambda f: vmap(lambda x: slope(f, x))(stacked(X)),
     "vmap of jvp of grad": lambda f: vmap(lambda x: product(f, x))(stacked(X)),
     "vmap over tangents": lambda f: vmap(lambda t: product(f, X, t))(stacked(T)),
+    "create_graph": create_graph,
+    "a dual level": dual_level,
+    "reverse over a product": reverse_over_product,
     "grad of vmap": lambda f: grad(lambda x: vmap(lambda q: loss(f, (q, *x[1:])))(stacked(x)[0]).sin().sum())(X),
 }
 
@@ -97,11 +122,6 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut these short sequences too, into chunks of eight queries."""
     monkeypatch.setattr("funcshard.core.attention.LEAST_QUERIES", 8)
     monkeypatch.setattr("funcshard.core.attention.CHUNK_SCORES", 1)
-
-
-def close(found: Any, expected: Any) -> None:
-    pairs = zip(tree.leaves(found), tree.leaves(expected), strict=True)
-    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in pairs)
 
 
 def oracle(*x: torch.Tensor, attn_mask: Any = None, **options: Any) -> torch.Tensor:
@@ -149,37 +169,11 @@ def test_a_mask_has_derivatives() -> None:
 def test_lengths_and_shared_keys(queries: int) -> None:
     _, key, value = inputs(20, heads=2)
     same(
-        lambda f: grad(lambda q: loss(f, (q, key, value)))(made(23, 2, HEADS, queries, SIZE)),
+        lambda f: grad(lambda q: loss(f, (q, key, value)))(random(23, 2, HEADS, queries, SIZE)),
         is_causal=True,
         enable_gqa=True,
     )
     same(lambda f: f(X[0][0, 0], X[1][0, 0], X[2][0, 0]))  # without batch and heads
-
-
-def test_create_graph_and_dual_levels() -> None:
-    def reverse(f: Any) -> Any:
-        x = [tensor.clone().requires_grad_() for tensor in X]
-        grads = torch.autograd.grad(loss(f, x), x, create_graph=True)
-        second = torch.autograd.grad(dot(grads, T), x, create_graph=True)
-        return second, torch.autograd.grad(dot(second, U), x)
-
-    def forward(f: Any) -> Any:
-        with forward_ad.dual_level():
-            x = [forward_ad.make_dual(tensor.requires_grad_(), t) for tensor, t in zip(inputs(0), T, strict=True)]
-            out = loss(f, x)
-            grads = torch.autograd.grad(out, x)
-            return forward_ad.unpack_dual(out), [forward_ad.unpack_dual(g) for g in grads]
-
-    def reverse_over_product(f: Any) -> Any:
-        x = tuple(tensor.clone().requires_grad_() for tensor in X)
-        grads, products = jvp(grad(lambda x: loss(f, x)), (x,), (T,))
-        return torch.autograd.grad(dot(products, U), x, retain_graph=True), torch.autograd.grad(
-            dot(grads, U) + products[0].sum(), x
-        )
-
-    same(reverse, is_causal=True)
-    same(forward, is_causal=True)
-    same(reverse_over_product, is_causal=True)
 
 
 def test_values_and_tangents_take_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:

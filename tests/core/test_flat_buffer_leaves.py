@@ -7,7 +7,7 @@ import torch
 from torch.autograd import forward_ad
 
 import funcshard as fs
-from tests.core.units import by_hand, forward_mode
+from tests.core.units import by_hand, close, forward_mode
 from tests.ranks import on_ranks, run_simulated
 from tests.storages import Log
 
@@ -26,10 +26,6 @@ def setup(mesh, strategy="full_shard", f=layer):
     _, run, shards = by_hand(mesh, PARAMS, f, how=fs.reshard, strategy=strategy)
     x = torch.linspace(0, 1 + mesh.rank, 4).double()
     return lambda shard: run({"float64": shard}, x), shards[""]["float64"]
-
-
-def close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def twice_and_again(mesh, strategy):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import funcshard as fs
-from tests.core.units import by_hand, forward_mode
+from tests.core.units import by_hand, forward_mode, random
 from tests.pairwise import crossed
 from tests.ranks import on_ranks, run_ranks, run_simulated
 
@@ -17,10 +17,6 @@ pytestmark = forward_mode
 
 SHAPES = {"a": (2, 3), "b": (), "c": (0, 3), "d": (5,), "unused": (3, 2)}
 close = torch.testing.assert_close
-
-
-def random(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def params(seed: int, *batch: int) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -17,19 +18,14 @@ from funcshard.comm.group import DeferredWork, LocalGroup
 from funcshard.comm.mesh import Mesh, Topology
 from funcshard.core.buffer_comm import BufferComm
 from funcshard.core.grad_reducer import GradReducer, activate
-from tests.core.units import each_by_hand, of_module, recorded, same_bits
+from tests.core.units import each_by_hand, mlp, of_module, recorded, same_bits
 from tests.module.law import Runs
 from tests.ranks import on_ranks, run_ranks
 
 GRID = {"replicate": 2, "shard": 2}
 UNITS = ["0", "2", "4"]
 ROWS, MICRO = 24, 3
-
-
-def net(dtype: torch.dtype = torch.float64) -> nn.Module:
-    torch.manual_seed(0)
-    made = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2))
-    return made.to(dtype)
+net = functools.partial(mlp, 3, 5, 5, 5, 2)
 
 
 def rows(dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -38,7 +34,7 @@ def rows(dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 def setup(mesh: fs.Mesh, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     """Return a plan, the sharded function, the shards, a loss function, and this rank's rows."""
-    plan, sharded, shards = of_module(mesh, net(dtype), UNITS, **options)
+    plan, sharded, shards = of_module(mesh, net(dtype=dtype), UNITS, **options)
     mine = rows(dtype).chunk(mesh.world_size)[mesh.rank]
     return plan, sharded, shards, lambda shards, x: sharded(shards, {}, x).square().mean(), mine
 
@@ -232,7 +228,7 @@ def test_shards_computed_inside_the_loss_are_refused(option: str, value: Any) ->
 def both_gradients(mesh: fs.Mesh) -> Any:
     plan, _, shards, loss_fn, mine = setup(mesh, torch.float32)
     _, grads = fs.accumulate(loss_fn, 2, reduce="shard_each")(shards, mine)
-    module = net(torch.float32)
+    module = net(dtype=torch.float32)
     devices = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for part in (*(module.get_submodule(name) for name in UNITS), module):
         fully_shard(part, mesh=devices)

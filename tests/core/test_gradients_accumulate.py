@@ -1,5 +1,6 @@
 """accumulate: one gradient of many micro-batches, reduced for each of them or once."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -8,17 +9,11 @@ from torch import nn
 
 import funcshard as fs
 from funcshard._utils import tree
-from tests.core.units import each_by_hand, of_module, recorded, same_bits
+from tests.core.units import each_by_hand, mlp, of_module, recorded, same_bits
 from tests.ranks import on_ranks
 
 MICRO = 3
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    made = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2)).double()
-    made[2].bias.requires_grad_(False)
-    return made
+net = functools.partial(mlp, 3, 5, 5, 2, frozen=["2.bias"])
 
 
 def batch() -> torch.Tensor:

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import funcshard as fs
-from tests.core.units import by_hand, each_by_hand, of_module, recorded, same_bits
+from tests.core.units import by_hand, each_by_hand, mlp, of_module, recorded, same_bits
 from tests.ranks import on_ranks, run_ranks
 
 GRID = {"replicate": 2, "shard": 2}
@@ -95,16 +94,11 @@ def test_it_changes_no_bit_of_gradients_of_ordinary_size(mesh: fs.Mesh, reduce: 
     same_bits(found[0], found[1])
 
 
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-
-
 def compare(mesh: fs.Mesh) -> None:
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).chunk(mesh.world_size)[mesh.rank]
     low = fs.MixedPrecision(FP16, FP16, divide_before_reduce=True)
     for precision, divisor in ((low, None), (None, 3.0), (low, 4.0)):
-        theirs = net()
+        theirs = mlp(6, 6, 6, dtype=torch.float32)
         policy = MixedPrecisionPolicy() if precision is None else MixedPrecisionPolicy(FP16, FP16)
         for module in (theirs[0], theirs[2], theirs):
             fully_shard(module, mesh=init_device_mesh("cpu", (mesh.world_size,)), mp_policy=policy)
@@ -113,7 +107,7 @@ def compare(mesh: fs.Mesh) -> None:
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(divisor)
         (theirs(x).float().square().mean() * 64).backward()
-        plan, sharded, shards = of_module(mesh, net(), ["0", "2"], precision=precision)
+        plan, sharded, shards = of_module(mesh, mlp(6, 6, 6, dtype=torch.float32), ["0", "2"], precision=precision)
         loss_fn = lambda s, sharded=sharded: sharded(s, {}, x).float().square().mean() * 64  # noqa: E731
         grads = fs.gather(fs.value_and_grad(loss_fn, divisor=divisor)(shards)[1], plan, mesh)
         for name, leaf in theirs.named_parameters():

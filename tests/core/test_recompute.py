@@ -15,7 +15,7 @@ from torch import nn
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 
 import funcshard as fs
-from tests.core.units import each_by_hand, forward_mode, of_module
+from tests.core.units import each_by_hand, forward_mode, of_module, random
 from tests.module.law import Runs
 from tests.ranks import run_simulated
 from tests.storages import Log
@@ -26,13 +26,9 @@ UNITS = 4
 CAPTURED = "a function under fs.remat captured a tensor that a torch.func transform differentiates or maps over"
 
 
-def made(shape, seed):
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-PARAMS = {f"u{i}": {"w": made((4, 4), i) / 2, "b": made(4, 10 + i)} for i in range(UNITS)}
+PARAMS = {f"u{i}": {"w": random(i, 4, 4) / 2, "b": random(10 + i, 4)} for i in range(UNITS)}
 TANGENTS = optree.tree_map(lambda leaf: leaf.flip(0), PARAMS)
-X = made((6, 4), 20)
+X = random(20, 6, 4)
 
 
 def layer(leaves, x):
@@ -204,7 +200,7 @@ def holder(weight):
     return Runs(lambda module, x: (x * module.weight).sum(), weight=weight)
 
 
-V = made(4, 30)
+V = random(30, 4)
 CAPTURES = {
     "grad": lambda: grad(lambda w: fs.remat(lambda x: (x * w).sum())(V))(V),
     "jvp": lambda: jvp(lambda w: fs.remat(lambda x: (x * w).sum())(w), (V,), (V,)),
@@ -228,7 +224,7 @@ def test_a_captured_tensor_is_refused_under_torch_func(case):
 
 def test_a_function_runs_again_with_the_lists_of_its_call():
     """As torch.func's way rebuilds them: a list that it fills, or that grows after the call, as DenseNet's."""
-    x, w = made((4, 4), 0).requires_grad_(), made((4, 4), 1).requires_grad_()
+    x, w = random(0, 4, 4).requires_grad_(), random(1, 4, 4).requires_grad_()
 
     def f(features, w):
         features["seen"].append(w.detach())
@@ -259,10 +255,10 @@ class Layer:
 
 def test_a_function_runs_again_with_the_attributes_of_its_call():
     """As a cache of keys, or an object that holds the hidden state: torch.utils.checkpoint gives other gradients."""
-    w = made((4, 4), 1).requires_grad_()
+    w = random(1, 4, 4).requires_grad_()
     grads = []
     for run in (Layer.run, fs.remat(Layer.run)):
-        layer = Layer(made((4, 4), 0))
+        layer = Layer(random(0, 4, 4))
         for _ in range(3):
             run(layer, w)
         grads += torch.autograd.grad(layer.hidden.square().sum() + layer.by_name["all"][1].sum(), w)
@@ -292,7 +288,7 @@ def test_a_tensor_put_into_an_argument_is_an_error_under_torch_func(place):
 
 
 def test_a_failure_in_backward_says_where_the_function_ran_again():
-    w, keys = made((4, 4), 0).requires_grad_(), []
+    w, keys = random(0, 4, 4).requires_grad_(), []
 
     def f(w):  # as attention with keys that it captured
         keys.append(w.detach())
@@ -324,7 +320,7 @@ CHANGED = "a tensor in the arguments of a function under fs.remat was modified i
     "change", [lambda w: w.detach().mul_(2), lambda w: setattr(w, "data", w * 2)], ids=["write", "data"]
 )
 def test_an_argument_that_changes_between_forward_and_backward_is_an_error(place, change):
-    w, x = made((4, 4), 0).requires_grad_(), made((6, 4), 1)
+    w, x = random(0, 4, 4).requires_grad_(), random(1, 6, 4)
     f = fs.remat(lambda tree=None, w=None: torch.tanh(x @ (w if tree is None else tree["w"][0])).sum())
     loss = f({"w": [w]}) if place == "in a tree" else f(w=w)
     change(w)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import funcshard as fs
 from funcshard._utils import tree
 from funcshard.testing import delayed
-from tests.core.units import of_module, requiring_grad, same_bits
+from tests.core.units import mlp, of_module, requiring_grad, same_bits
 from tests.pairwise import crossed
 from tests.ranks import on_ranks
 
@@ -165,14 +165,7 @@ def test_offloaded_shards_are_on_the_cpu_whatever_the_device_of_the_mesh() -> No
 GRID = {"replicate": 2, "shard": 2}
 FROZEN_UNITS = ["0", "2"]
 FROZEN = {"0.weight", "0.bias", "2.bias"}
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    made = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    for name, leaf in made.named_parameters():
-        leaf.requires_grad_(name not in FROZEN)
-    return made
+net = functools.partial(mlp, 3, 4, 4, 2, frozen=FROZEN)
 
 
 X = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)

@@ -9,7 +9,17 @@ from torch import nn
 import funcshard as fs
 from funcshard._utils import tree
 from funcshard.core import leaf_blocks
-from tests.core.units import by_hand, each_by_hand, forward_mode, of_module, recorded, requiring_grad, same_bits
+from tests.core.units import (
+    by_hand,
+    close,
+    each_by_hand,
+    forward_mode,
+    of_module,
+    random,
+    recorded,
+    requiring_grad,
+    same_bits,
+)
 from tests.pairwise import crossed
 from tests.ranks import on_ranks
 from tests.slices import WHOLE, ranks, setup, whole
@@ -29,10 +39,6 @@ STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     monkeypatch.setattr(leaf_blocks, "BLOCK", 7)  # so that leaves have several blocks and shards cut them
-
-
-def close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
 def product(a, b):
@@ -174,10 +180,6 @@ def test_a_product_costs_one_all_reduce_and_maps_over_stacked_models(mesh):
 # --- broadcast_to_shards --------------------------------------------------------------------------
 
 WORLDS = (1, 4, {"replicate": 2, "shard": 2}, {"replicate": 2, "shard": 1}, {"shard": 2, "expert": 2})
-
-
-def random(seed, *shape):
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 # Five and seven elements: with padding at the end of the last shard.

@@ -1,17 +1,24 @@
-"""Units on one rank, for the tests of this wing: a plan, what runs its units, and the shards."""
+"""Units on one rank, for the tests of this wing: a plan, what runs its units, and the shards; small models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import funcshard as fs
 from funcshard._utils import tree
 
-__all__ = ["by_hand", "each_by_hand", "forward_mode", "of_module", "recorded", "requiring_grad", "same_bits"]
+__all__ = [
+    "by_hand", "close", "each_by_hand", "forward_mode", "mlp", "of_module", "of_precision_page", "random", "recorded",
+    "requiring_grad", "same_bits",
+]  # fmt: skip
 
 # The first use of forward-mode AD makes torch import a file that calls a deprecated function of torch.
 forward_mode = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -44,7 +51,7 @@ def of_module(
     The module may be what ``make_functional`` made of it. ``options`` are the plan's, ``how`` are those of
     ``fully_shard``, and ``schedule`` those of ``make_schedule``; without them the order is learned.
     """
-    apply, params, _ = fs.make_functional(module) if isinstance(module, torch.nn.Module) else module
+    apply, params, _ = fs.make_functional(module) if isinstance(module, nn.Module) else module
     plan = fs.make_plan(params, mesh, units=units, **options)
     how = {**(how or {}), "schedule": None if schedule is None else fs.make_schedule(plan, **schedule)}
     return plan, fs.fully_shard(apply, plan, mesh, **how), fs.shard(params, plan, mesh)
@@ -63,3 +70,31 @@ def requiring_grad(shards: Any, grad: bool = True) -> Any:
 
 def same_bits(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+def random(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def mlp(*widths: int, dtype: torch.dtype = torch.float64, frozen: Collection[str] = ()) -> nn.Sequential:
+    """Return linear layers of these widths with tanh between them, the same every time."""
+    torch.manual_seed(0)
+    layers = [layer for pair in itertools.pairwise(widths) for layer in (nn.Linear(*pair), nn.Tanh())]
+    net = nn.Sequential(*layers[:-1]).to(dtype)
+    for name in frozen:
+        net.get_parameter(name).requires_grad_(False)
+    return net
+
+
+def of_precision_page(*starts: str) -> dict[str, Any]:
+    """Return the functions of code blocks of docs/precision.md that start so, without the blocks' examples."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "precision.md").read_text()
+    names: dict[str, Any] = {"torch": torch, "fs": fs}
+    for start in starts:
+        (block,) = re.findall(rf"^```python\n({re.escape(start)}.*?)^def (?:quantised|both_ways)", text, re.M | re.S)
+        exec(block, names)
+    return names
