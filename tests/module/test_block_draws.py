@@ -172,19 +172,6 @@ def test_a_rank_draws_the_blocks_that_its_shards_touch(mesh: fs.Mesh, world: int
     assert 0 <= counted.drawn - 2_000 / world <= extra
 
 
-REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
-    "changed, not written": (lambda w: w.mul_(2), r"no reset wrote \['w'\]"),
-    "written in part": (lambda w: w[0].zero_(), "'w' still has elements that its module's reset did not write"),
-}
-
-
-@pytest.mark.parametrize(("write", "words"), REFUSED.values(), ids=REFUSED)
-def test_a_reset_that_leaves_garbage_is_refused(write: Callable[[Any], object], words: str) -> None:
-    net = on_meta(lambda: Written(write, (6, 5), torch.float32))
-    with pytest.raises(ValueError, match=words):
-        initialised(net, fs.Mesh())
-
-
 def test_an_operation_that_fails_names_the_parameter() -> None:
     net = on_meta(lambda: Written(lambda w: w.normal_(0.0, -1.0), (3,), torch.float32))
     with pytest.raises(RuntimeError, match=r"std >= 0\.0") as caught:

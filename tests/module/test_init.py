@@ -152,6 +152,12 @@ class Partly(nn.Linear):
         nn.init.zeros_(self.weight[0])
 
 
+class Scaled(nn.Linear):
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.weight.mul_(2)
+
+
 def with_buffer(dtype: torch.dtype) -> nn.Module:
     module = nn.Linear(2, 2)
     module.register_buffer("table", torch.zeros(3, dtype=dtype))
@@ -165,6 +171,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "a buffer": (lambda: with_buffer(torch.float32), r"no reset wrote \['table'\]: pass reset=function, .* or give buffers"),
     "a buffer of integers": (lambda: with_buffer(torch.int64), r"no reset wrote \['table'\]"),
+    "changed": (lambda: Scaled(2, 2, bias=False), r"no reset wrote \['weight'\]|'weight' still has elements that"),
     "in part": (lambda: Partly(2, 2), "'weight' still has elements that its module's reset did not write"),
     "reads another unit": (lambda: Reaches(lambda m: m[0].weight.sum()), "'0.weight' was read .*unit '0'"),
     "writes another unit": (lambda: Reaches(lambda m: nn.init.ones_(m[1].bias)), "only parameters of its own unit exist"),
@@ -172,13 +179,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
+@pytest.mark.parametrize("draws", ["whole", "blocks"])
 @pytest.mark.parametrize(("build", "words"), REFUSED.values(), ids=REFUSED)
-def test_a_reset_that_leaves_garbage_is_refused(build: Callable[[], nn.Module], words: str) -> None:
+def test_a_reset_that_leaves_garbage_is_refused(build: Callable[[], nn.Module], words: str, draws: str) -> None:
     net = on_meta(build)
     _, params, _ = fs.make_functional(net)
     plan = fs.make_plan(params, 1, units=["*"] if isinstance(net, Reaches) else [])
     with pytest.raises(ValueError, match=rf"(?s){words}"):
-        fs.init_module(net, plan, fs.Mesh())
+        fs.init_module(net, plan, fs.Mesh(), draws=draws)
 
 
 def test_infinite_values_count_as_written() -> None:

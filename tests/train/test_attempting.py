@@ -142,51 +142,41 @@ def test_a_failed_step_is_as_if_it_had_never_run(case: str) -> None:
 
 
 class Trap:
-    """A count of calls, the last of which raises."""
+    """Calls functions, and raises in place of one of the calls."""
 
     def __init__(self, calls: int | None) -> None:
         self.left = calls
 
-    def __call__(self) -> None:
+    def __call__(self, function: Any = lambda: None, *args: Any, **options: Any) -> Any:
         if self.left is not None:
             self.left -= 1
             if self.left < 0:
                 raise KeyError("trap")
+        return function(*args, **options)
 
 
 def collectives(x: torch.Tensor, mesh: fs.Mesh, trap: Trap) -> torch.Tensor:
     """Communicate in every way, with sizes that depend on values, and raise in between."""
-    trap()
-    total = fs.psum(x, mesh)
-    trap()
-    rows = fs.all_gather(x, mesh)
-    trap()
-    part = fs.psum_scatter(total.repeat(mesh.world_size, 1), mesh)
-    trap()
-    moved = fs.ppermute(x, mesh, [(i, (i + 1) % mesh.world_size) for i in range(mesh.world_size)])
-    trap()
-    swapped = fs.all_to_all(rows, mesh)
-    trap()
+    total = trap(fs.psum, x, mesh)
+    rows = trap(fs.all_gather, x, mesh)
+    part = trap(fs.psum_scatter, total.repeat(mesh.world_size, 1), mesh)
+    moved = trap(fs.ppermute, x, mesh, [(i, (i + 1) % mesh.world_size) for i in range(mesh.world_size)])
+    swapped = trap(fs.all_to_all, rows, mesh)
     counts = torch.tensor([1 + (mesh.rank + i) % 2 for i in range(mesh.world_size)])
     received = torch.empty_like(counts)
-    mesh.shard.all_to_all(received, counts, [1] * mesh.world_size, [1] * mesh.world_size).wait()
-    trap()
+    trap(mesh.shard.all_to_all, received, counts, [1] * mesh.world_size, [1] * mesh.world_size).wait()
     tokens, taken = torch.arange(float(counts.sum())), torch.empty(int(received.sum()))
-    mesh.shard.all_to_all(taken, tokens, received.tolist(), counts.tolist()).wait()
-    trap()
-    name = fs.broadcast_object(f"rank {mesh.rank}", mesh, src=1)
-    trap()
+    trap(mesh.shard.all_to_all, taken, tokens, received.tolist(), counts.tolist()).wait()
+    name = trap(fs.broadcast_object, f"rank {mesh.rank}", mesh, src=1)
     large = torch.full((40_000,), float(mesh.rank + len(name)))
-    work = mesh.shard.all_reduce(large, label="late")
-    trap()
-    mesh.shard.broadcast(moved, 1).wait()
-    trap()
-    work.wait()
+    work = trap(mesh.shard.all_reduce, large, label="late")
+    trap(mesh.shard.broadcast, moved, 1).wait()
+    trap(work.wait)
     trap()
     return total + rows.sum() + part.sum() + moved + swapped.sum() + taken.sum() + large.sum()
 
 
-TRAPS = 11
+TRAPS = 12
 
 
 def trapped(mesh: fs.Mesh, shared_memory: bool) -> list[int]:

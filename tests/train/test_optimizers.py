@@ -1,7 +1,6 @@
 """Classes of ``torch.optim``, with and without groups, update flat shards as they update the whole model."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -116,23 +115,6 @@ def test_processes_and_unsharded_units_update_groups_too() -> None:
     expected = on_the_whole(*OPTIMIZERS["AdamW in groups"])
     for params in run_ranks(on_shards, 2, "AdamW in groups") + run_simulated(on_shards, 2, "AdamW in groups", "no_shard"):
         torch.testing.assert_close(params, expected, rtol=0, atol=0)
-
-
-class SignSGD(O.Optimizer):
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(p.grad.sign(), alpha=group["lr"])
-
-
-def test_elementwise_vouches_for_a_class() -> None:
-    optimizer = fs.torch_optimizer(SignSGD, elementwise=True, lr=0.5)
-    params, grads = {"w": torch.zeros(2)}, {"w": torch.tensor([3.0, -2.0])}
-    assert optimizer.step(grads, optimizer.init(params), params)[0]["w"].tolist() == [-0.5, 0.5]
 
 
 def like_optax(grads: Any, state: int, params: Any = None) -> tuple[Any, int]:

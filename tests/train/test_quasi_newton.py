@@ -1,5 +1,7 @@
 """L-BFGS on shards takes the steps of ``torch.optim.LBFGS`` on the whole model."""
 
+import math
+
 import pytest
 import torch
 
@@ -10,13 +12,19 @@ from tests.ranks import run_ranks, run_simulated
 BATCH = cast(SUBJECTS["mlp"].make_batch(12, 0), torch.float64)
 LONG = {"max_iter": 12, "history_size": 4}
 CASES = {
-    "full_shard": ({"shard": 3}, {}, LONG),
-    "hybrid": ({"replicate": 2, "shard": 2}, {}, {"max_iter": 3}),
-    "copies": ({"shard": 2}, {"strategy": "no_shard"}, LONG),
-    "one unit, without a search": ({"shard": 4}, {"units": []}, {"max_iter": 5, "line_search_fn": None, "lr": 0.1}),
-    "at the minimum": ({"shard": 2}, {}, {"tolerance_grad": 1e9}),
-    "until no change": ({"shard": 2}, {}, {"tolerance_change": 1e-3, "max_iter": 100}),
-    "few gradients": ({"shard": 2}, {}, {"max_iter": 50, "max_eval": 7}),
+    "full_shard": (run_simulated, {"shard": 3}, {}, LONG),
+    "on processes": (run_ranks, {"shard": 2}, {}, LONG),
+    "hybrid": (run_simulated, {"replicate": 2, "shard": 2}, {}, {"max_iter": 3}),
+    "copies": (run_simulated, {"shard": 2}, {"strategy": "no_shard"}, LONG),
+    "one unit, without a search": (
+        run_simulated,
+        {"shard": 4},
+        {"units": []},
+        {"max_iter": 5, "line_search_fn": None, "lr": 0.1},
+    ),
+    "at the minimum": (run_simulated, {"shard": 2}, {}, {"tolerance_grad": 1e9}),
+    "until no change": (run_simulated, {"shard": 2}, {}, {"tolerance_change": 1e-3, "max_iter": 100}),
+    "few gradients": (run_simulated, {"shard": 2}, {}, {"max_iter": 50, "max_eval": 7}),
 }
 
 
@@ -56,24 +64,14 @@ def whole(options):
     return dict(module.named_parameters()), {key: state[key] for key in ("n_iter", "func_evals")}
 
 
-def check(results, options):
+@pytest.mark.nightly(one_in=2)
+@pytest.mark.parametrize(("run", "shape", "plan_options", "options"), CASES.values(), ids=CASES)
+def test_the_steps_are_those_of_torch_on_the_whole_model(run, shape, plan_options, options):
     expected, counts = whole(options)
-    for params, info in results:
+    for params, info in run(on_shards, math.prod(shape.values()), plan_options, options, shape=shape):
         assert info == counts
         for name, value in expected.items():
             torch.testing.assert_close(params[name], value.detach(), rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.nightly(one_in=2)
-@pytest.mark.parametrize(("shape", "plan_options", "options"), CASES.values(), ids=CASES)
-def test_the_steps_are_those_of_torch_on_the_whole_model(shape, plan_options, options):
-    size = shape["shard"] * shape.get("replicate", 1)
-    check(run_simulated(on_shards, size, plan_options, options, shape=shape), options)
-
-
-@pytest.mark.nightly
-def test_the_steps_on_gloo_processes():
-    check(run_ranks(on_shards, 2, {}, LONG), LONG)
 
 
 def test_a_loss_of_a_few_numbers_that_no_rank_has_all_of_is_minimised():
