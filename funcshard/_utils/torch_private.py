@@ -20,6 +20,7 @@ from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
+import torch.utils.checkpoint
 from torch._compile import _disable_dynamo
 from torch._functorch import eager_transforms, pyfunctorch
 from torch._functorch.utils import enable_single_level_autograd_function
@@ -404,7 +405,7 @@ class _Positional(inspect.Signature):
         return SimpleNamespace(args=args, kwargs=kwargs, apply_defaults=bool)
 
 
-# --- selective checkpoints ------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 # The active dispatch modes, from the outermost to the innermost.
 _modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
@@ -421,6 +422,22 @@ def _is_selective(mode: Any) -> bool:
 def in_selective_checkpoint() -> bool:
     """Return whether a selective checkpoint sees the operations here."""
     return dispatch_modes() != 0 and any(map(_is_selective, _modes()))
+
+
+StopRecomputation: type[Exception] = torch.utils.checkpoint._StopRecomputationError
+"""By this exception a checkpoint ends its second run, once it has what backward needs."""
+
+
+def is_raised_by(cause_type: type[BaseException], error: BaseException) -> bool:
+    """Return whether ``error`` is an exception of a type, or was raised because of one."""
+    seen_ids: set[int] = set()  # as an exception may be its own cause
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen_ids:
+        if isinstance(cause, cause_type):
+            return True
+        seen_ids.add(id(cause))
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def unseen(f: Callable[P, T]) -> Callable[P, T]:

@@ -27,9 +27,11 @@ from funcshard._utils.process_state import RandomState
 from funcshard._utils.tensors import is_continuous
 from funcshard._utils.torch_private import (
     BasisLoop,
+    StopRecomputation,
     apply_by_level,
     belongs_to_transform_above,
     hooks_allowed,
+    is_raised_by,
     is_transformed,
     signed,
     storage_id,
@@ -155,6 +157,9 @@ def _repeatable(f: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[..
             with ambient.restored():
                 return f(*args, **kwargs)
         except Exception as error:  # of any kind: the function is the user's
+            # Why: code such as einx's turns every exception into one of its own.
+            if is_raised_by(StopRecomputation, error):
+                raise StopRecomputation from None
             error.add_note(_FAILED_AGAIN)
             raise
         finally:

@@ -299,6 +299,20 @@ def test_a_failure_in_backward_says_where_the_function_ran_again():
     assert any("pass use_cache=False" in note for note in info.value.__notes__)
 
 
+def test_a_function_may_turn_exceptions_into_its_own():
+    """As einx does: a checkpoint ends its second run by an exception, once it has what backward needs."""
+
+    def f(x, w):
+        try:
+            return torch.tanh(x @ w) @ w
+        except Exception as error:
+            raise ValueError("my operation failed") from error
+
+    w = made((4, 4), 0).requires_grad_()
+    grads = [torch.autograd.grad(run(X[:4, :4], w).sum(), w)[0] for run in (f, fs.remat(f))]
+    assert torch.equal(*grads)
+
+
 def test_autocast_is_the_same_the_second_time():
     dtypes = []
 
