@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from funcshard._utils.tensors import dtype_name
+from funcshard._utils.tensors import dtype_name, dtype_of
 from funcshard.comm.group import DeferredWork, Op, Work, exchange_part
 from funcshard.comm.watch import LostError, SilentStoreError, Wait, Watch, write_text
 
@@ -58,29 +58,27 @@ class Entry(NamedTuple):
 
     Attributes:
         group: number of the group among those that this rank has made.
-        dtype: of the tensors.
-        op: the collective, with shapes in place of tensors. A wait has the kind ``"finish"``, and
+        op: the collective, with forms in place of tensors. A wait has the kind ``"finish"``, and
             its source is the position of its collective in the log.
     """
 
     group: int
-    dtype: str
     op: Op
 
 
-def _entry_of(group: int, op: Op) -> Entry:
-    dtypes = [dtype_name(x.dtype) for x in (op.out, op.data) if isinstance(x, torch.Tensor)]
-    return Entry(
-        group, "".join(dtypes[:1]), op._replace(out=_shape_of(op.out), data=_shape_of(op.data))
-    )
-
-
-def _shape_of(data: Any) -> Any:
+def _form_of(data: Any) -> Any:
+    """Return a part of a collective with dtype and shape in the place of each tensor."""
     if isinstance(data, torch.Tensor):
-        return tuple(data.shape)
-    if data is None or isinstance(data, str):
-        return data
-    return (sum(part.numel() for part in data),)
+        return {"dtype": dtype_name(data.dtype), "shape": [*data.shape]}
+    return [*map(_form_of, data)] if isinstance(data, list | tuple) else data
+
+
+def _zeros_of(form: Any, device: str) -> Any:
+    """Return what ``_form_of`` was given, with zeros for tensors."""
+    if isinstance(form, dict):
+        return torch.zeros(form["shape"], dtype=dtype_of(form["dtype"]), device=device)
+    # Why a text stays: a text of this rank's own would be a difference.
+    return [_zeros_of(part, device) for part in form] if isinstance(form, list) else form
 
 
 class AttemptLog:
@@ -130,7 +128,7 @@ class AttemptLog:
     def _note(self, group: int, op: Op, call: Callable[[], Result]) -> Result:
         """Return ``call()``, which issues what ``op`` says."""
         # Why first: ``call`` may wait for the other ranks.
-        self.entries.append(_entry_of(group, op))
+        self.entries.append(Entry(group, Op(*map(_form_of, op))))
         self.inside = True
         try:
             return call()
@@ -268,8 +266,8 @@ class AttemptLog:
                 all_failed = watch.check(failed_keys)
                 entry_text = watch.get(self._key(name))
                 if entry_text is not None:
-                    group, dtype, op = json.loads(entry_text)
-                    return Entry(group, dtype, self._zeros(group, dtype, Op(*op)))
+                    group, op = json.loads(entry_text)
+                    return Entry(group, Op(*_zeros_of(op, watch.groups[group].device)))
                 if all_failed:
                     return None
             if time.monotonic() > next_look:
@@ -277,17 +275,6 @@ class AttemptLog:
                     raise LostError(why)
                 next_look = time.monotonic() + _LOST
             time.sleep(_NEXT_LOOK)
-
-    def _zeros(self, group: int, dtype: str, op: Op) -> Op:
-        """Return a collective with zeros in place of shapes."""
-        # Why a text stays: a text of this rank's own would be a difference.
-        out, data = (
-            torch.zeros(shape, dtype=getattr(torch, dtype), device=self._watch.groups[group].device)
-            if isinstance(shape, list)
-            else shape
-            for shape in (op.out, op.data)
-        )
-        return op._replace(out=out, data=[data] if op.kind == "reduce_scatter" else data)
 
     def _give_up(self, why: str) -> None:
         """End the communication of this rank, so that all others raise."""
