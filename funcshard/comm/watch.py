@@ -179,6 +179,10 @@ class Record(NamedTuple):
         record = cls(*json.loads(text))
         return record._replace(wait=Wait(*record.wait))
 
+    def lasts_since(self, before: Record) -> bool:
+        """Return whether this rank has looked once more in the same wait."""
+        return self.wait == before.wait and self.look > before.look
+
     def lacks(self, wait: Wait) -> bool:
         """Return whether this rank is known not to have issued the collective of another's wait."""
         if not self.wait.number:  # it does not wait, and may issue it yet
@@ -442,18 +446,15 @@ class Watch:
         self._suspects = _blocked_by(self.rank, records)
         # Why a second look: a rank may read old records. But ranks write again at each look, so a
         # circle whose records are all new the second time was one at the moment of the first look.
-        lasting = {}
-        for rank, record in records.items():
-            before, _ = self._seen.get(rank, (record, 0.0))
-            # The same wait as before, and another look.
-            if record.wait == before.wait and record.look > before.look:
-                lasting[rank] = record
-        rank_lines = []
-        for rank, blocker in _blocked_by(self.rank, lasting).items():
-            title = lasting[rank].wait.what
-            rank_lines.append(
-                f"rank {rank} waits for {title}, which rank {blocker} has not reached"
-            )
+        lasting = {
+            rank: record
+            for rank, record in records.items()
+            if rank in self._seen and record.lasts_since(self._seen[rank][0])
+        }
+        rank_lines = [
+            f"rank {rank} waits for {records[rank].wait.what}, which rank {blocker} has not reached"
+            for rank, blocker in _blocked_by(self.rank, lasting).items()
+        ]
         if not rank_lines:
             return ""
         return f"{_CIRCLE}{'; '.join(some_lines(rank_lines, 'more ranks'))}; {SAME_ORDER}"
@@ -623,13 +624,15 @@ def _blocked_by(own_rank: int, records: Mapping[int, Record]) -> dict[int, int]:
     blockers = dict.fromkeys(records, own_rank)
     number_before = 0
     while len(blockers) != number_before:  # else each of them waits for another one
-        number_before, blocked_ranks, blockers = len(blockers), [*blockers], {}
-        for rank in blocked_ranks:
-            wait = records[rank].wait
-            for other_rank in blocked_ranks:
-                is_waited_for = other_rank != rank and records[other_rank].lacks(wait)
-                if is_waited_for and other_rank in wait.ranks:
-                    blockers[rank] = other_rank
+        number_before = len(blockers)
+        blockers = {
+            rank: other_rank
+            for rank in blockers
+            for other_rank in blockers
+            if other_rank != rank
+            and other_rank in records[rank].wait.ranks
+            and records[other_rank].lacks(records[rank].wait)
+        }
     path: dict[int, int] = {}
     next_rank = own_rank
     while next_rank in blockers and next_rank not in path:
