@@ -156,7 +156,7 @@ class Native:
     """The collectives of one rank in one group, as the backend itself has them, such as NCCL.
 
     Reductions have a separate communicator, so that an all-gather that starts after a reduction
-    does not queue behind it. The host waits for none of these collectives.
+    does not queue behind it. The current stream waits for a collective, and not the host.
 
     Attributes:
         group: the process group.
@@ -166,35 +166,20 @@ class Native:
     group: Any
     reductions: Any
 
-    def all_gather(self, op: Op, number: int) -> Work:
-        return _StreamWork(gather_single(op.out, op.data, group=self.group, async_op=True))
+    # Note: torch's works keep tensors alive until their wait, so ``record_stream`` is not needed.
 
-    def reduce_scatter(self, op: Op, number: int) -> Work:
-        return _StreamWork(
-            scatter_single(op.out.view(-1), op.data[0], group=self.reductions, async_op=True)
-        )
+    def all_gather(self, op: Op, number: int) -> Any:
+        return gather_single(op.out, op.data, group=self.group, async_op=True)
 
-    def all_reduce(self, op: Op, number: int) -> Work:
-        return _StreamWork(dist.all_reduce(op.out, group=self.reductions, async_op=True))
+    def reduce_scatter(self, op: Op, number: int) -> Any:
+        return scatter_single(op.out.view(-1), op.data[0], group=self.reductions, async_op=True)
 
-    def broadcast(self, op: Op, number: int) -> Work:
-        return _StreamWork(
-            dist.broadcast(op.out, group=self.group, group_src=op.src, async_op=True)
-        )
+    def all_reduce(self, op: Op, number: int) -> Any:
+        return dist.all_reduce(op.out, group=self.reductions, async_op=True)
 
-    def all_to_all(self, op: Op, number: int) -> Work:
+    def broadcast(self, op: Op, number: int) -> Any:
+        return dist.broadcast(op.out, group=self.group, group_src=op.src, async_op=True)
+
+    def all_to_all(self, op: Op, number: int) -> Any:
         sizes = [*op.out_sizes], [*op.sizes]
-        return _StreamWork(
-            dist.all_to_all_single(op.out, op.data, *sizes, group=self.group, async_op=True)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _StreamWork:
-    """A collective on a stream, for which the current stream waits, and not the host."""
-
-    work: Any
-
-    def wait(self) -> None:
-        # Note: torch's work keeps the tensors alive until here, so ``record_stream`` is not needed.
-        self.work.wait()
+        return dist.all_to_all_single(op.out, op.data, *sizes, group=self.group, async_op=True)
