@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 import funcshard as fs
+from funcshard.comm import Op
 
 __all__ = ["OPERATIONS", "Operation", "line", "results_of", "sum_in_order", "whole_number_tensor"]
 
@@ -176,12 +177,12 @@ def results_of(
     works = [
         shared,
         stacked,
-        group.all_gather(gathered, own),
-        group.reduce_scatter(slice_sum, [wholes[rank]]),
-        group.reduce_scatter(float_sum, cut),
-        group.all_reduce(total),
-        group.all_reduce(totals),
-        group.broadcast(sent, size - 1),
+        group.start(Op("all_gather", "", gathered, own)),
+        group.start(Op("reduce_scatter", "", slice_sum, [wholes[rank]])),
+        group.start(Op("reduce_scatter", "", float_sum, cut)),
+        group.start(Op("all_reduce", "", total)),
+        group.start(Op("all_reduce", "", totals)),
+        group.start(Op("broadcast", "", sent, src=size - 1)),
     ]
     for work in order(works):
         work.wait()

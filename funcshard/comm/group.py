@@ -23,14 +23,26 @@ class Work(Protocol):
 
 
 class Op(NamedTuple):
-    """A collective, as the methods of ``Group`` pass it to ``Group.start``.
+    """A collective for ``Group.start``.
+
+    Tensors are contiguous. The kinds are:
+
+    - ``"all_gather"`` concatenates every rank's ``data`` into ``out``, along dim 0 in rank order;
+    - ``"all_gather_shared"`` does so along the last dim, in memory that ranks may share;
+    - ``"all_gather_text"`` gathers texts;
+    - ``"reduce_scatter"`` concatenates the 1-D parts in ``data``, sums over ranks, and puts this
+      rank's slice into ``out``. A single part must not change until ``wait`` returns. Several are
+      copied, and cast to the dtype of ``out``;
+    - ``"all_reduce"`` replaces ``out`` by the sum of every rank's;
+    - ``"broadcast"`` replaces ``out`` by that of rank ``src``;
+    - ``"all_to_all"`` sends ``sizes[i]`` elements of the 1-D ``data`` to rank i, and puts the
+      ``out_sizes[i]`` that rank i sends into ``out``, in order of ranks.
 
     Attributes:
-        kind: name of the method.
+        kind: one of these.
         label: the purpose of the collective.
         out: the tensor that gets the result; ``None`` if ``wait`` returns it.
-        data: what is sent: a tensor, a text, or the parts of a reduce-scatter; ``None`` if it is
-            ``out``.
+        data: what is sent; ``None`` if it is ``out``.
         src: the rank that sends, of a broadcast.
         out_sizes, sizes: those of an all-to-all.
     """
@@ -103,10 +115,6 @@ class Group:
         """Return an empty 1-D tensor to communicate with, like ``like``."""
         return like.new_empty(numel)
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
-        """Concatenate every rank's contiguous ``shard`` into ``out``, along dim 0 in rank order."""
-        return self.start(Op("all_gather", label, out, shard))
-
     def all_gather_last(
         self, shard: torch.Tensor, *, shared: bool = False, label: str = ""
     ) -> Work:
@@ -134,39 +142,6 @@ class Group:
     def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
         """Return every rank's ``text``, in order of ranks; waits for all of them."""
         return self.start(Op("all_gather_text", label, None, text)).wait()
-
-    def reduce_scatter(
-        self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = ""
-    ) -> Work:
-        """Concatenate the 1-D ``parts``, sum over ranks, and put this rank's slice into ``out``.
-
-        A single part must not change until ``wait`` returns. Several are copied, and cast to the
-        dtype of ``out``.
-        """
-        return self.start(Op("reduce_scatter", label, out, parts))
-
-    def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
-        """Replace the contiguous ``tensor`` by the sum of every rank's."""
-        return self.start(Op("all_reduce", label, tensor))
-
-    def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
-        """Replace the contiguous ``tensor`` by that of rank ``src``."""
-        return self.start(Op("broadcast", label, tensor, None, src))
-
-    def all_to_all(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        out_sizes: Sequence[int],
-        sizes: Sequence[int],
-        *,
-        label: str = "",
-    ) -> Work:
-        """Send a slice of the 1-D ``full`` to each rank, and put the received slices into ``out``.
-
-        Rank i is sent ``sizes[i]`` elements, and sends ``out_sizes[i]``, in order of ranks.
-        """
-        return self.start(Op("all_to_all", label, out, full, 0, out_sizes, sizes))
 
 
 @dataclass(slots=True, eq=False)

@@ -103,7 +103,7 @@ class Mesh:
     def __post_init__(self) -> None:
         groups = self.groups
         for axis, group in groups.items() if isinstance(groups, Mapping) else ((None, groups),):
-            if axis is None or not hasattr(group, "all_gather"):
+            if axis is None or not hasattr(group, "start"):
                 raise TypeError(
                     f"Mesh takes the group of this rank along each axis, {{axis: group}}; found "
                     f"{group!r} for {axis!r}: init_mesh() makes the mesh of a process, simulate "

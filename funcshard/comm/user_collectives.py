@@ -59,14 +59,13 @@ class Collectives:
         """Start to add up every rank's ``tensor``; this rank gets its part of dim 0."""
         flat_tensor, own_rows = tensor.contiguous().view(-1), self._rows(tensor)
         out = tensor.new_empty(own_rows, *tensor.shape[1:])
-        return Pending(
-            out, self.group.reduce_scatter(out.view(-1), [flat_tensor], label=self.label)
-        )
+        op = Op("reduce_scatter", self.label, out.view(-1), [flat_tensor])
+        return Pending(out, self.group.start(op))
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Start to add up every rank's ``tensor``; each rank gets the whole sum."""
         out = tensor.clone(memory_format=torch.contiguous_format)
-        return Pending(out, self.group.all_reduce(out, label=self.label))
+        return Pending(out, self.group.start(Op("all_reduce", self.label, out)))
 
     def all_to_all(self, tensor: torch.Tensor) -> Pending:
         """Start to send the i-th part of ``tensor`` along dim 0 to rank i.
@@ -77,9 +76,8 @@ class Collectives:
         tensor = tensor.contiguous()
         out = torch.empty_like(tensor)
         flat_tensors = out.view(-1), tensor.view(-1)
-        return Pending(
-            out, self.group.all_to_all(*flat_tensors, part_sizes, part_sizes, label=self.label)
-        )
+        op = Op("all_to_all", self.label, *flat_tensors, 0, part_sizes, part_sizes)
+        return Pending(out, self.group.start(op))
 
     def _rows(self, tensor: torch.Tensor) -> int:
         if tensor.ndim == 0 or tensor.shape[0] % self.size:

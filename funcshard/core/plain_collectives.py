@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 
 from funcshard._utils.torch_private import BasisLoop
-from funcshard.comm import Group, Mesh, all_gather_private
+from funcshard.comm import Group, Mesh, Op, all_gather_private
 from funcshard.core.buffer_comm import BufferComm, recorded_group, start_reduce
 from funcshard.core.grad_reducer import note_collective
 from funcshard.plan import Box, LeafSpec, position_of, slice_offsets
@@ -77,13 +77,15 @@ class AxisComm:
             return all_gather_private(group, tensor.unsqueeze(0), label=self.title).wait()
         if self.kind == "reduce_scatter":
             out = torch.empty_like(tensor[0])
-            group.reduce_scatter(out.view(-1), [tensor.view(-1)], label=self.title).wait()
+            op = Op("reduce_scatter", self.title, out.view(-1), [tensor.view(-1)])
+            group.start(op).wait()
             return out
         out = tensor.new_empty((sum(self.receive), *tensor.shape[1:]))
         row_sizes = [
             [row_count * row_numel for row_count in counts] for counts in (self.receive, self.send)
         ]
-        group.all_to_all(out.view(-1), tensor.view(-1), *row_sizes, label=self.title).wait()
+        op = Op("all_to_all", self.title, out.view(-1), tensor.view(-1), 0, *row_sizes)
+        group.start(op).wait()
         return out
 
     def _group(self, tensor: torch.Tensor) -> Group:
@@ -206,4 +208,5 @@ def broadcast(
         if all(
             mesh.groups[axis_name].rank == source_position[axis_name] for axis_name in later_axes
         ):
-            mesh.groups[axis].broadcast(tensor, source_position[axis], label=label).wait()
+            op = Op("broadcast", label, tensor, src=source_position[axis])
+            mesh.groups[axis].start(op).wait()

@@ -17,6 +17,7 @@ from funcshard.core.checks import check_leaf, check_mesh, check_source, other_le
 from funcshard.core.checksum import LeafChecksums, check_tie, on_every_rank
 from funcshard.core.dtensor_leaves import part_as_planned
 from funcshard.core.flat_buffer import ravel
+from funcshard.core.plain_collectives import broadcast
 from funcshard.core.unit import Unshard, check_shards, unit_comms
 from funcshard.plan import (
     Box,
@@ -166,13 +167,13 @@ def cut_from_rank(
             if _is_source(src, buffer, mesh):
                 full_buffer.copy_(ravel(leaves, buffer))
             if "shard" not in buffer.local:
-                mesh.shard.broadcast(full_buffer, source_position["shard"]).wait()
+                broadcast(full_buffer, src, mesh, ["shard"])
             shard_index = mesh.shard.rank if buffer.shards > 1 else 0
             shard_values = full_buffer.unflatten(0, (buffer.shards, buffer.shard_numel))[
                 shard_index
             ].clone()
-        for axis in repeated_axes:
-            mesh.groups[axis].broadcast(shard_values, source_position[axis]).wait()
+        if repeated_axes:
+            broadcast(shard_values, src, mesh, repeated_axes)
         return local_shard.copy_(shard_values)
 
 

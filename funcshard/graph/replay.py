@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import fx
 
 from funcshard._utils.process_state import RandomState
 from funcshard._utils.torch_operators import operator_arguments
-from funcshard.comm import Group, Mesh, all_gather_private, neighbours
+from funcshard.comm import Group, Mesh, Op, all_gather_private, neighbours
 from funcshard.graph.memory import GraphStorages
 from funcshard.graph.step_graph import StepGraph, collective_of
 from funcshard.plan import emit
@@ -105,25 +105,21 @@ def _start_of(node: fx.Node, name: str, mesh: Mesh, *, donated: bool) -> Callabl
             return group.all_gather_last(shard, shared=True, label=label)
         return all_gather_private(group, shard, label=label)
 
-    def reduce_scatter(parts: Sequence[torch.Tensor]) -> Any:
+    def pending(held: Any, out: torch.Tensor, *rest: Any) -> _Pending:
+        return _Pending(group.start(Op(name, label, out, *rest)), out, held)
+
+    def reduce_scatter(parts: Any) -> Any:
         shard_numel = sum(part.numel() for part in parts) // group.size
         out_tensor = parts[0].new_empty(shard_numel, dtype=arguments["dtype"])
         # Why one: a group copies several parts at once, and reads a single one until it is done.
-        held_parts = parts if len(parts) == 1 else None
-        return _Pending(
-            group.reduce_scatter(out_tensor, parts, label=label), out_tensor, held_parts
-        )
+        return pending(parts if len(parts) == 1 else None, out_tensor, parts)
 
     def in_place(tensor: torch.Tensor, *src: int) -> Any:
-        out_tensor = tensor if donated else tensor.clone()
-        return _Pending(getattr(group, name)(out_tensor, *src, label=label), out_tensor)
+        return pending(None, tensor if donated else tensor.clone(), None, *src)
 
     def all_to_all(full: torch.Tensor) -> Any:
         split_sizes = arguments["out_sizes"], arguments["sizes"]
-        out_tensor = full.new_empty(sum(split_sizes[0]))
-        return _Pending(
-            group.all_to_all(out_tensor, full, *split_sizes, label=label), out_tensor, full
-        )
+        return pending(full, full.new_empty(sum(split_sizes[0])), full, 0, *split_sizes)
 
     starts: Any = {f.__name__: f for f in (all_gather, reduce_scatter, all_to_all)}
     start_data = starts.get(name, in_place)

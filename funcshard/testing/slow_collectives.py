@@ -50,11 +50,12 @@ def delayed(mesh: Mesh, kind: str, seconds: float) -> Mesh:
 
     Example:
         >>> import torch, funcshard as fs
+        >>> from funcshard.comm import Op
         >>> from funcshard.testing import delayed
         >>> def main(mesh):
         ...     slow = delayed(mesh, "all_reduce", 0.01)
         ...     tensor = torch.ones(2)
-        ...     work = slow.shard.all_reduce(tensor)
+        ...     work = slow.shard.start(Op("all_reduce", "", tensor))
         ...     early = tensor.tolist()
         ...     work.wait()
         ...     return early, tensor.tolist()

@@ -14,7 +14,7 @@ import torch
 
 from funcshard._utils import tree
 from funcshard._utils.options import outline
-from funcshard.comm import Mesh, in_graph
+from funcshard.comm import Mesh, Op, in_graph
 from funcshard.core import check_fits, check_shards
 from funcshard.plan import Plan, dtype_of, emit, trainable_buffers
 from funcshard.train.matrix_owners import AllToAll, Matrix, Owners, assigned, times
@@ -395,9 +395,9 @@ class MatrixTransport:
             send_sizes = [size * count for size in stage.send_sizes]
             receive_buffer = send_buffer.new_empty(sum(receive_sizes))
             emit(times(stage.event, count))
-            in_graph(self.mesh.groups[stage.axis], stage.axis).all_to_all(
-                receive_buffer, send_buffer, receive_sizes, send_sizes, label="matrices"
-            ).wait()
+            sizes = receive_sizes, send_sizes
+            op = Op("all_to_all", "matrices", receive_buffer, send_buffer, 0, *sizes)
+            in_graph(self.mesh.groups[stage.axis], stage.axis).start(op).wait()
             flat_parts = receive_buffer.split([part.numel * count for part in stage.received])
         # Without an event every rank sends to itself only.
         return [

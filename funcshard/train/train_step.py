@@ -16,7 +16,7 @@ from funcshard._utils import tree
 from funcshard._utils.options import check_flag, check_number, outline, with_remedies
 from funcshard._utils.tensors import is_dtensor
 from funcshard._utils.torch_private import local_part, untraced_with_warning
-from funcshard.comm import UNDO, Mesh, Topology, at_own_rank, check_all_same, in_graph, text_of
+from funcshard.comm import UNDO, Mesh, Op, Topology, at_own_rank, check_all_same, in_graph, text_of
 from funcshard.core import (
     BufferComm,
     GradientFunction,
@@ -485,7 +485,8 @@ def _broadcast(buffers: dict[str, torch.Tensor], mesh: Mesh, rank: int) -> dict[
         if mesh.groups[axis].size > 1:
             group = in_graph(mesh.groups[axis], axis)
             # All are started before the first is waited for.
-            for work in [group.broadcast(part, source_place[axis]) for part in local_parts]:
+            ops = [Op("broadcast", "", part, src=source_place[axis]) for part in local_parts]
+            for work in [group.start(op) for op in ops]:
                 work.wait()
     return unflatten(buffer_copies)
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import funcshard as fs
-from funcshard.comm import check_same, desync, watch
+from funcshard.comm import Op, check_same, desync, watch
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.watch import Limits, Watch
 from funcshard.core import raise_on_every_rank
@@ -26,7 +26,7 @@ from tests.ranks import run_simulated
 
 
 def gather(mesh: fs.Mesh) -> None:
-    mesh.shard.all_gather(torch.empty(2), torch.empty(1), label="unit 'b'" if mesh.rank else "unit 'a'").wait()
+    mesh.shard.start(Op("all_gather", "unit 'b'" if mesh.rank else "unit 'a'", torch.empty(2), torch.empty(1))).wait()
 
 
 def exchange(mesh: fs.Mesh) -> None:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import funcshard as fs
-from funcshard.comm import desync
+from funcshard.comm import Op, desync
 from funcshard.comm.watch import Record
 from tests.comm.stores import until
 from tests.ranks import run_ranks, suspend
@@ -131,14 +131,14 @@ def agree_on_all(mesh: fs.Mesh) -> None:
 def exchange_texts_after_others(mesh: fs.Mesh, _: Path) -> None:
     agree_on_all(mesh)
     fs.psum(torch.ones(2), mesh)
-    mesh.shard.all_reduce(torch.ones(2), label=f"unit {mesh.rank}").wait()
+    mesh.shard.start(Op("all_reduce", f"unit {mesh.rank}", torch.ones(2))).wait()
     mesh.shard.all_gather_text("")
 
 
 def differ_in_a_known_context(mesh: fs.Mesh, _: Path) -> None:
     agree_on_all(mesh)
     for number in range(1, 2 * desync.COMPARE_EVERY + 1):
-        mesh.shard.all_reduce(torch.ones(2), label=f"unit {mesh.rank if number == 5 else 0}").wait()
+        mesh.shard.start(Op("all_reduce", f"unit {mesh.rank if number == 5 else 0}", torch.ones(2))).wait()
 
 
 CASES: dict[str, Case] = {

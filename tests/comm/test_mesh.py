@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import funcshard as fs
-from funcshard.comm import Topology
+from funcshard.comm import Op, Topology
 from funcshard.comm.agreement import check_same
 from funcshard.comm.group import LocalGroup
 from funcshard.comm.mesh import neighbours
@@ -192,7 +192,7 @@ def test_every_rank_raises_if_one_text_differs_and_none_waits(world: dict) -> No
 @on_ranks(4)
 def test_a_slow_mesh_stays_slow_when_it_is_reshaped(mesh: fs.Mesh) -> None:
     tensor = torch.ones(1)
-    work = delayed(mesh, "all_reduce", 0.01).reshaped(GRID).replicate.all_reduce(tensor)
+    work = delayed(mesh, "all_reduce", 0.01).reshaped(GRID).replicate.start(Op("all_reduce", "", tensor))
     assert tensor.isnan()
     work.wait()
     assert tensor.item() == 2.0

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import funcshard as fs
+from funcshard.comm import Op
 from funcshard.testing import delayed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -151,7 +152,9 @@ def test_a_delay_holds_up_the_stream_and_not_the_host(kind: str) -> None:
         end.record()
         return begin, end, end.query()  # whether the stream is here already when the host is
 
-    delayed(fs.Mesh(device=CUDA), kind, 0.0).shard.all_gather(torch.ones(1, device=CUDA), torch.ones(1, device=CUDA))
+    delayed(fs.Mesh(device=CUDA), kind, 0.0).shard.start(
+        Op("all_gather", "", torch.ones(1, device=CUDA), torch.ones(1, device=CUDA))
+    )
     fs.simulate(main, 2, device=CUDA)  # the first run measures the clock, for which the host waits
     torch.cuda.synchronize()
     results = fs.simulate(main, 2, device=CUDA)
@@ -198,7 +201,7 @@ def beside_the_computation(mesh: fs.Mesh) -> None:
         run()
         slow = delayed(mesh, "all_gather", 0.2)
         out = torch.empty(2_000_000, device=mesh.device)
-        work = slow.shard.all_gather(out, torch.ones(1_000_000, device=mesh.device))
+        work = slow.shard.start(Op("all_gather", "", out, torch.ones(1_000_000, device=mesh.device)))
         x = torch.ones(64, 64, device=mesh.device)
         for _ in range(10):
             x = (x @ x).clamp(max=1.0)

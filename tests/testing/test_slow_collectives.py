@@ -110,11 +110,11 @@ def each_kind(mesh: fs.Mesh, kind: str, dtype: torch.dtype) -> Any:
     out = {"all_gather": torch.ones_like(whole), "reduce_scatter": torch.ones_like(part)}.get(kind, whole.clone())
     sizes = [4] * group.size
     more = {
-        "all_gather": (part,), "reduce_scatter": ([whole],), "broadcast": (0,),
-        "all_to_all": (part.repeat(group.size), sizes, sizes),
+        "all_gather": (part,), "reduce_scatter": ([whole],), "broadcast": (None, 0),
+        "all_to_all": (part.repeat(group.size), 0, sizes, sizes),
     }.get(kind, ())  # fmt: skip
     begin = time.monotonic()
-    work = getattr(group, kind)(out, *more)
+    work = group.start(Op(kind, "", out, *more))
     early = out.clone()
     work.wait()
     took, after = time.monotonic() - begin, out.clone()
@@ -148,7 +148,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_two_delays_that_were_started_together_pass_together(clock: SimpleNamespace) -> None:
     group = delayed(fs.Mesh(), "all_gather", 0.2).shard
-    works = [group.all_gather(torch.zeros(1), torch.ones(1)) for _ in range(5)]
+    works = [group.start(Op("all_gather", "", torch.zeros(1), torch.ones(1))) for _ in range(5)]
     for work in works:
         work.wait()
     assert clock.now == pytest.approx(0.2)

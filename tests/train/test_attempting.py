@@ -17,6 +17,7 @@ from torch import nn
 import funcshard as fs
 from funcshard._utils import tree
 from funcshard._utils.torch_groups import default_store
+from funcshard.comm import Op
 from tests.ranks import run_ranks, run_simulated
 
 WIDTH = 260  # a buffer is then large enough for an all-reduce of two phases
@@ -164,13 +165,14 @@ def collectives(x: torch.Tensor, mesh: fs.Mesh, trap: Trap) -> torch.Tensor:
     swapped = trap(fs.all_to_all, rows, mesh)
     counts = torch.tensor([1 + (mesh.rank + i) % 2 for i in range(mesh.world_size)])
     received = torch.empty_like(counts)
-    trap(mesh.shard.all_to_all, received, counts, [1] * mesh.world_size, [1] * mesh.world_size).wait()
+    sizes = [1] * mesh.world_size
+    trap(mesh.shard.start, Op("all_to_all", "", received, counts, 0, sizes, sizes)).wait()
     tokens, taken = torch.arange(float(counts.sum())), torch.empty(int(received.sum()))
-    trap(mesh.shard.all_to_all, taken, tokens, received.tolist(), counts.tolist()).wait()
+    trap(mesh.shard.start, Op("all_to_all", "", taken, tokens, 0, received.tolist(), counts.tolist())).wait()
     name = trap(fs.broadcast_object, f"rank {mesh.rank}", mesh, src=1)
     large = torch.full((40_000,), float(mesh.rank + len(name)))
-    work = trap(mesh.shard.all_reduce, large, label="late")
-    trap(mesh.shard.broadcast, moved, 1).wait()
+    work = trap(mesh.shard.start, Op("all_reduce", "late", large))
+    trap(mesh.shard.start, Op("broadcast", "", moved, src=1)).wait()
     trap(work.wait)
     trap()
     return total + rows.sum() + part.sum() + moved + swapped.sum() + taken.sum() + large.sum()

@@ -31,7 +31,7 @@ from torch import nn
 from funcshard._utils.options import check_count, check_flag, check_path
 from funcshard._utils.torch_operators import count_flops, moved_bytes, new_tensors, writes_inputs
 from funcshard._utils.torch_private import TorchDispatchMode
-from funcshard.comm import Group, Mesh, init_mesh
+from funcshard.comm import Group, Mesh, Op, init_mesh
 from funcshard.estimate.machine.hardware import Hardware, Link, Source
 from funcshard.estimate.machine.timing import KINDS
 from funcshard.plan import dtype_name
@@ -397,7 +397,7 @@ def measure(
                 swept_memory.add_(1)
                 run_clock = time.perf_counter
             # Note: so that all ranks begin together.
-            group.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu")).wait()
+            _reduce(group, "all_reduce", torch.zeros(1, dtype=torch.float32, device="cpu"))
             begin_seconds = run_clock()
             run_once()
             seconds[key].append(run_clock() - begin_seconds)
@@ -430,13 +430,13 @@ def _collective(group: Group, kind: str, size: int) -> Callable[[], Any]:
         return lambda: group.all_gather_last(shard, shared=True).wait()
     # Note: a reduction also joins gradients and divides the sum, as in a training step.
     if kind == "reduce_scatter":
-        return lambda: _reduce(group.reduce_scatter, ranks, torch.empty_like(shard), gradient_parts)
-    return lambda: _reduce(group.all_reduce, ranks, torch.cat(gradient_parts))
+        return lambda: _reduce(group, kind, torch.empty_like(shard), gradient_parts)
+    return lambda: _reduce(group, kind, torch.cat(gradient_parts))
 
 
-def _reduce(start: Callable[..., Any], ranks: int, out: torch.Tensor, *grads: Any) -> None:
-    start(out, *grads).wait()
-    out.div_(ranks)
+def _reduce(group: Group, kind: str, out: torch.Tensor, grads: Any = None) -> None:
+    group.start(Op(kind, "", out, grads)).wait()
+    out.div_(group.size)
 
 
 def _ones(nbytes: int) -> torch.Tensor:

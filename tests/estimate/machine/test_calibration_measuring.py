@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcshard as fs
+from funcshard.comm import Op as Collective
 from funcshard.comm import PrivateAllGatherWork
 from funcshard.comm.group import DeferredWork
 from funcshard.estimate.machine import calibration
@@ -54,12 +55,11 @@ class Recorded:
     def all_gather_last(self, shard: torch.Tensor, *, shared: bool) -> PrivateAllGatherWork:
         return PrivateAllGatherWork(shard, self._note(shard, self.size))
 
-    def reduce_scatter(self, out: torch.Tensor, parts: list[torch.Tensor]) -> Any:
-        assert sum(part.nbytes for part in parts) == self.size * out.nbytes
-        return self._note(out, self.size)
-
-    def all_reduce(self, tensor: torch.Tensor) -> Any:
-        return self._note(tensor)
+    def start(self, op: Collective) -> Any:
+        if op.kind == "all_reduce":
+            return self._note(op.out)
+        assert sum(part.nbytes for part in op.data) == self.size * op.out.nbytes
+        return self._note(op.out, self.size)
 
 
 @pytest.mark.parametrize("kind", calibration.KINDS)
