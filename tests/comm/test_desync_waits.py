@@ -216,28 +216,6 @@ CASES |= {
         Case(lose(1, "killed"), ("the process of rank 1 has ended", LAST_SEEN), lost=1, **GIVEN_UP),
 }  # fmt: skip
 
-# Two meshes of each rank: one where ranks 0 and 3 go on, and one where ranks 1 and 2 do.
-MESHES: dict[str, Callable[[fs.Mesh, fs.Mesh], fs.Mesh]] = {
-    "line": lambda line, grid: line,
-    "grid": lambda line, grid: grid,
-    "row of the grid": lambda line, grid: grid["shard"],
-    "column of a reshaped line": lambda line, grid: line.reshaped(GRID)["replicate"],
-}
-
-
-def part_onto(*names: str) -> Callable[[fs.Mesh, Path], None]:
-    def program(line: fs.Mesh, _: Path) -> None:
-        shared_memory = line.shard.shm is not None  # type: ignore[attr-defined]
-        grid = fs.init_mesh(GRID, device="cpu", patience=PATIENCE, shared_memory=shared_memory)
-        meshes = [MESHES[name](line, grid) for name in names]
-        for mesh in meshes:
-            fs.psum(torch.ones(3), mesh)
-        # Why these ranks: each axis and each part of a row has one of both kinds.
-        for mesh in meshes if line.rank in (0, 3) else meshes[::-1]:
-            fs.psum(torch.ones(4), mesh)
-
-    return program
-
 
 def make_one_mesh_more(mesh: fs.Mesh, _: Path) -> None:
     for _ in range(3):
@@ -288,14 +266,11 @@ def different(words: str, *makers: Callable[[fs.Mesh], fs.Mesh]) -> Case:
 SHAPE = "the shape of the mesh must be the same on every rank; rank 0 has "
 GATHER, SUM = "all_gather of float32[20] of buffer 'float32' of unit 'blocks.0'", "all_reduce of float32[3]"
 PART = disagree(EVALUATE, ADD_ALONG + EVALUATE, ADD_ALONG + EVALUATE, EVALUATE, before=TRAIN + ADD_ALONG + EVALUATE, steps=1)
-ON_MESHES = (*CIRCLE, r"waits for all_reduce of float32\[4\] \(number ", DIFFER[-1])
 CASES |= {
     "ranks go on with different axes":
         Case(PART,
              (*CIRCLE, re.escape(GATHER), re.escape(SUM), r"axis 'shard'\), which rank", r"axis 'replicate'\), which rank"),
              shape=GRID, waits=(GATHER, SUM, SUM, GATHER)),
-    "ranks go on with different meshes": Case(part_onto("line", "row of the grid"), ON_MESHES, GLOO, LINE),
-    "ranks go on with a reshaped mesh": Case(part_onto("grid", "column of a reshaped line"), ON_MESHES, GLOO, LINE),
     "one rank makes a mesh more":
         Case(make_one_mesh_more, (*CIRCLE, "which rank {peer} has not reached"),
              waits=(f"{SUM} (number 4 on mesh axis 'shard')", "init_mesh of 2 replicate × 1 shard ranks")),

@@ -26,11 +26,7 @@ HEADS, QUERIES, KEYS, SIZE = 4, 19, 21, 4
 
 
 def inputs(seed: int, heads: int = HEADS) -> tuple[torch.Tensor, ...]:
-    return (
-        random(seed, 2, HEADS, QUERIES, SIZE),
-        random(seed + 1, 2, heads, KEYS, SIZE),
-        random(seed + 2, 2, heads, KEYS, SIZE),
-    )
+    return random(seed, 2, HEADS, QUERIES, SIZE), *(random(seed + i, 2, heads, KEYS, SIZE) for i in (1, 2))
 
 
 X, T, U = inputs(0), inputs(3), inputs(6)

@@ -85,10 +85,10 @@ def test_a_contiguous_tensor_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> N
         assert largest < large.nbytes / 20, (values.shape, values.dtype, largest)
 
 
-def unseeded(mesh: fs.Mesh, strategy: str) -> str:
+def unseeded(mesh: fs.Mesh) -> str:
     torch.manual_seed(mesh.rank // 2)  # ranks 0 and 1 agree, and so do ranks 2 and 3
     params = fs.make_functional(nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2)))[1]
-    plan = fs.make_plan(params, mesh, units=["0"], strategy=strategy)
+    plan = fs.make_plan(params, mesh, units=["0"])
     with fs.record_events() as events, pytest.raises(ValueError, match="must have the same values") as caught:
         fs.shard(params, plan, mesh)
     assert events == []
@@ -98,21 +98,14 @@ def unseeded(mesh: fs.Mesh, strategy: str) -> str:
 GRID = {"replicate": 2, "shard": 2}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("run", "strategy", "shape"),
-    [
-        (run_simulated, "no_shard", {"replicate": 4, "shard": 1}),
-        (run_ranks, "full_shard", GRID),
-    ],
-)
-def test_ranks_that_built_different_models_are_told(run: Any, strategy: str, shape: dict[str, int]) -> None:
+@pytest.mark.parametrize("run", [run_simulated, run_ranks])
+def test_ranks_that_built_different_models_are_told(run: Any) -> None:
     words = (
         "leaf '0.bias' of params must have the same values on every rank; found 2 different ones, on ranks 0, 1; "
         "ranks 2, 3 (4 of 6 leaves differ): call torch.manual_seed(0) on every rank before it builds the model, or pass "
         "src=0"
     )
-    assert run(unseeded, 4, strategy, shape=shape) == [words] * 4
+    assert run(unseeded, 4, shape=GRID) == [words] * 4
 
 
 LOCAL = {"row": "replicate", "column": "shard", "own": ("replicate", "shard")}

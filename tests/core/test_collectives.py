@@ -113,16 +113,6 @@ def test_the_index_along_several_axes_counts_the_first_one_slowest(mesh: fs.Mesh
     assert fs.axis_index(mesh, axis=tuple(mesh.shape)) == mesh.rank
 
 
-@on_ranks(2)
-def test_what_has_no_sum_or_maximum_is_refused(mesh: fs.Mesh) -> None:
-    with pytest.raises(
-        TypeError, match=r"pmax compares, and complex .*; found torch.complex64: pass x.abs\(\), or real and"
-    ):
-        fs.pmax(torch.ones(2, dtype=torch.complex64), mesh)
-    with pytest.raises(TypeError, match=r"found int at 'n\.1': make it one with torch.tensor"):
-        fs.pmean({"n": [torch.ones(1), 3]}, mesh)
-
-
 @on_ranks({"tensor": 2})
 def test_a_maximum_is_nan_where_any_rank_has_nan(mesh: fs.Mesh) -> None:
     found = fs.pmax(torch.tensor([mesh.rank, math.nan if mesh.rank == 0 else 1.0]), mesh, axis="tensor")
@@ -365,13 +355,6 @@ def test_what_json_cannot_hold_is_said_on_every_rank_and_the_mesh_goes_on(mesh: 
     assert fs.psum(torch.ones(1), mesh).item() == 2
 
 
-def test_the_source_is_a_rank() -> None:
-    with pytest.raises(ValueError, match="src must be a rank of the world, from 0 to 0; found 1"):
-        fs.broadcast_object(1, fs.Mesh(), 1)
-    with pytest.raises(TypeError, match="mesh must be a Mesh"):
-        fs.broadcast_object(1, None)  # type: ignore[arg-type]
-
-
 def agreed(mesh: fs.Mesh) -> list[Any]:
     own = float(mesh.rank)
     values = [own < 9, own < 1, torch.tensor([own > 0]), own, -mesh.rank, torch.tensor(own).bfloat16(), 2**60, math.inf]
@@ -389,7 +372,29 @@ def test_all_ranks_agree_on_a_condition_and_on_the_largest_number() -> None:
     assert math.isnan(fs.simulate(lambda mesh: fs.agree(math.nan if mesh.rank else 1, mesh), 2)[0])
 
 
-@pytest.mark.parametrize("value", [torch.ones(2), None, "yes", 1j])
-def test_ranks_agree_on_bools_and_real_numbers_only(value: Any) -> None:
-    with pytest.raises(TypeError, match="agree takes a bool, a real number, or a tensor of one; found"):
-        fs.agree(value, fs.Mesh())
+AGREE = "agree takes a bool, a real number, or a tensor of one; found"
+WRONG: dict[str, tuple[Callable[[fs.Mesh], Any], type[Exception], str]] = {
+    "a maximum of complex numbers": (
+        lambda mesh: fs.pmax(torch.ones(2, dtype=torch.complex64), mesh), TypeError,
+        r"pmax compares, and complex .*; found torch.complex64: pass x.abs\(\), or real and",
+    ),
+    "a number in a tree": (
+        lambda mesh: fs.pmean({"n": [torch.ones(1), 3]}, mesh), TypeError, r"found int at 'n\.1': make it one with torch",
+    ),
+    "a source that is no rank": (
+        lambda mesh: fs.broadcast_object(1, mesh, 2), ValueError, "src must be a rank of the world, from 0 to 1; found 2",
+    ),
+    "no mesh": (lambda mesh: fs.broadcast_object(1, None), TypeError, "mesh must be a Mesh"),  # type: ignore[arg-type]
+    "several numbers": (lambda mesh: fs.agree(torch.ones(2), mesh), TypeError, AGREE),
+    "nothing": (lambda mesh: fs.agree(None, mesh), TypeError, AGREE),  # type: ignore[arg-type]
+    "a text": (lambda mesh: fs.agree("yes", mesh), TypeError, AGREE),  # type: ignore[arg-type]
+    "a complex number": (lambda mesh: fs.agree(1j, mesh), TypeError, AGREE),  # type: ignore[arg-type]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+@on_ranks(2)
+def test_what_ranks_cannot_add_compare_send_or_agree_on_is_refused(mesh: fs.Mesh, name: str) -> None:
+    call, kind, words = WRONG[name]
+    with pytest.raises(kind, match=words):
+        call(mesh)

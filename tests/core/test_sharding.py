@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -86,42 +87,40 @@ W = torch.zeros(4)
 PARAMS = {"w": W, "v": torch.zeros(2, 2)}
 
 
-NOT_THE_PLANS: list[tuple[Any, str]] = [  # tests/core/test_checksum.py has more
-    ({**PARAMS, "u": W}, r"missing: nothing, unexpected: \['u'\]: make the plan from these params"),
-    ({**PARAMS, "w": W.double()}, r"leaf 'w' .* dtype float32, as planned; found \(4,\) and float64"),
-]
+PLAN, OTHER = fs.make_plan(PARAMS, 1, units=["v"]), fs.make_plan(PARAMS, {"replicate": 2, "shard": 3})
 
 
-@pytest.mark.parametrize(("params", "words"), NOT_THE_PLANS)
-def test_parameters_that_are_not_the_plans_are_refused(params: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        fs.shard(params, fs.make_plan(PARAMS, 1), fs.Mesh())
+def cut(params: Any, plan: fs.Plan = PLAN) -> Callable[[], Any]:
+    return lambda: fs.shard(params, plan, fs.Mesh())
 
 
-def test_a_mesh_of_another_shape_is_refused() -> None:
-    plan, ranks = fs.make_plan(PARAMS, {"replicate": 2, "shard": 3}), "2 replicate × 3 shard ranks; found "
-    with pytest.raises(ValueError, match=f"made for a mesh of {ranks}.*: make the plan with make_plan"):
-        fs.shard(PARAMS, plan, fs.Mesh())
-    with pytest.raises(ValueError, match=f"planned for a mesh of {ranks}{{'replicate': 1, 'shard': 1}}"):
-        fs.unshard(lambda leaves: leaves, plan.units[""], fs.Mesh())
+def gathered(shards: Any) -> Callable[[], Any]:
+    return lambda: fs.gather(shards, PLAN, fs.Mesh())
 
 
+RANKS = "a mesh of 2 replicate × 3 shard ranks; found "
 UNITS, BUFFER = r"shards must hold the units of the plan, \['', 'v'\]; found ", r"shard 'float32' of unit '\(root\)' must "
-OTHER_SHARDS: dict[str, tuple[Any, str]] = {
-    "other units": ({"": {}, "w": {}}, UNITS + r"\['', 'w'\]: they were made with another plan; make them with shard\("),
-    "list": ([1], UNITS + "list"),
-    "other buffers": ({"": {"float64": W}, "v": {}}, r"shard of unit '\(root\)' must hold the buffers \['float32'\]; found"),
-    "size": ({"": {"float32": torch.zeros(2)}, "v": {}}, BUFFER + r"have shape \(4,\), one of 1 sh"),
-    "dtype": ({"": {"float32": W.double()}, "v": {}}, BUFFER + "have dtype float32; found"),
-    "device": ({"": {"float32": W.to("meta")}, "v": {}}, BUFFER + "be on the mesh's device, cpu; found meta"),
-}
+NOT_THE_PLANS: dict[str, tuple[Callable[[], Any], str]] = {  # tests/core/test_checksum.py has more
+    "a leaf more": (cut({**PARAMS, "u": W}), r"missing: nothing, unexpected: \['u'\]: make the plan from these params"),
+    "a leaf of another dtype": (cut({**PARAMS, "w": W.double()}), r"leaf 'w' .* dtype float32, as planned; found \(4,\) a"),
+    "another mesh": (cut(PARAMS, OTHER), f"made for {RANKS}.*: make the plan with make_plan"),
+    "a unit for another mesh": (
+        lambda: fs.unshard(lambda leaves: leaves, OTHER.units[""], fs.Mesh()), f"planned for {RANKS}{{'replicate': 1, 'shard"
+    ),
+    "shards of other units": (gathered({"": {}, "w": {}}), UNITS + r"\['', 'w'\]: they were made with another plan"),
+    "a list": (gathered([1]), UNITS + "list"),
+    "other buffers": (gathered({"": {"float64": W}, "v": {}}), r"shard of unit '\(root\)' must hold the buffers \['float"),
+    "another size": (gathered({"": {"float32": torch.zeros(2)}, "v": {}}), BUFFER + r"have shape \(4,\), one of 1 sh"),
+    "another dtype": (gathered({"": {"float32": W.double()}, "v": {}}), BUFFER + "have dtype float32; found"),
+    "another device": (gathered({"": {"float32": W.to("meta")}, "v": {}}), BUFFER + "be on the mesh's device, cpu; found"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OTHER_SHARDS)
-def test_shards_that_are_not_the_plans_are_refused(name: str) -> None:
-    shards, words = OTHER_SHARDS[name]
+@pytest.mark.parametrize("name", NOT_THE_PLANS)
+def test_what_is_not_the_plans_is_refused(name: str) -> None:
+    call, words = NOT_THE_PLANS[name]
     with pytest.raises(ValueError, match=words):
-        fs.gather(shards, fs.make_plan(PARAMS, 1, units=["v"]), fs.Mesh())
+        call()
 
 
 def of_rank(rank: int) -> dict[str, Any]:

@@ -35,9 +35,7 @@ PRINTED = {
     ("one rank", "d0b55294ee0b5e70"): fs.make_plan(PARAMS, 1, units=["blocks.0"]),
     ("no_shard", "6eece7129bbc8918"): fs.make_plan(PARAMS, 2, strategy="no_shard", units=["head"]),
     ("shard_grad_op", "d9e1fda02a6856a8"): fs.make_plan(PARAMS, 2, strategy="shard_grad_op", units=["head"]),
-    ("flat names", "ec116e058c136f28"): fs.make_plan(
-        {"a.w": torch.zeros(2), "a.b": torch.zeros(1), "c": torch.zeros(0)}, 2, units=["a"]
-    ),
+    ("flat names", "ec116e058c136f28"): fs.make_plan(FLAT, 2, units=["a"]),
     ("tied", "936e593efcdf07e5"): fs.make_plan({"a": shared, "b": {"c": shared}}, 2),
     ("tuples and None", "24a96f5dc04285ed"): fs.make_plan((torch.zeros(2), None, [torch.zeros(3)]), 2, units=["2"]),
     ("a leaf", "da084ae0dcff0eb1"): fs.make_plan(torch.zeros(3), 2),

@@ -14,7 +14,7 @@ from funcshard.plan.wrap import Units
 from tests.core.units import recorded, same_bits
 from tests.jobs import Calls
 from tests.module.law import Runs
-from tests.plan.test_predict_nested import linear
+from tests.plan.test_predict import linear
 
 STRATEGIES, WIDTH = ("full_shard", "shard_grad_op", "no_shard"), 3
 UNITS = (
