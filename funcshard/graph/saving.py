@@ -275,7 +275,7 @@ def _nodes_to(
             args = (constant_names.index(str(node.target)),)
         elif node.op == "call_function":
             operation = _NUMBER_ITEM if is_number_item(node) else target_name(node.target)
-            if "event" in node.meta:
+            if node.meta.get("event"):
                 event = dataclasses.astuple(node.meta["event"])
         encoded_kwargs = {key: encoded(value, names) for key, value in kwargs.items()}
         line = [names[node], operation, encoded(args, names), encoded_kwargs, event]
