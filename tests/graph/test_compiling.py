@@ -17,9 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcshard as fs
 from funcshard._utils.torch_operators import operator_name
-from funcshard.graph import StepGraph, Traced
+from funcshard.graph import Traced
 from funcshard.graph.compiling import Cut, Region, region_text
-from funcshard.graph.step_graph import collective_of, starts_and_waits
 from tests.graph import linear
 from tests.graph.test_memory import residual
 from tests.graph.test_traced import CASES, batch_of, made, same, steps
@@ -39,10 +38,6 @@ def compiled(mesh: fs.Mesh, backend: Any, **options: Any) -> tuple[Traced, fs.Tr
 def schedule(traced: Traced, state: Any, batch: Any) -> Any:
     """Return the nodes that a compiled step runs."""
     return traced.graph_for(state, batch)[0].run.__self__.graph.nodes
-
-
-def scheduled_events(traced: Traced, state: Any, batch: Any) -> list[fs.Event]:
-    return [node.meta["event"] for node in schedule(traced, state, batch) if node.meta.get("event") is not None]
 
 
 # Sums in the order of an index, with operators that say so in their names alone.
@@ -79,36 +74,15 @@ def test_regions_that_run_as_they_are_give_the_bits_and_the_collectives_of_the_s
 
 @pytest.mark.nightly
 @on_ranks(2)
-def test_collectives_are_predicted_and_scheduled_and_issued_alike_and_a_merged_gather_is_seen(mesh: fs.Mesh) -> None:
+def test_collectives_are_predicted_and_scheduled_and_issued_alike(mesh: fs.Mesh) -> None:
     traced, state = compiled(mesh, "aot_eager")
-    predicted, batch = list(fs.predict_events(traced.step.plan, not_saved=["embed"])), batch_of(mesh, 0)
-
-    def of_units(events: Any) -> list[fs.Event]:
-        return [event for event in events if event.unit is not None]
-
-    scheduled = scheduled_events(traced, state, batch)
+    batch, nodes = batch_of(mesh, 0), schedule(traced, state, batch_of(mesh, 0))
+    scheduled = [node.meta["event"] for node in nodes if node.meta.get("event") is not None]
     with fs.record_events() as seen:
         traced(state, batch)
-    assert scheduled == seen
-    step, state = made(mesh)
-    traced = fs.trace(step, state, batch)
-    assert of_units(scheduled) == of_units(traced.events) == predicted
-    merged = traced.changed(merge_gathers)
-    scheduled = scheduled_events(merged.compile(backend="eager"), state, batch)
-    assert predicted not in (of_units(merged.events), of_units(scheduled))
-    assert len(scheduled) == len(seen) - 1
-
-
-def merge_gathers(step_graph: StepGraph) -> StepGraph:
-    """Do what a compiler does that takes equal operations for one: undo the resharding of a unit."""
-    found = step_graph.copy()
-    gathers = [start for start, _ in starts_and_waits(found.graph) if collective_of(start) == "all_gather"]
-    first, second = (start for start in gathers if start.args[2] == "blocks.0")
-    (first_wait,), (second_wait,) = first.users, second.users
-    second_wait.replace_all_uses_with(first_wait)
-    for node in (second_wait, second):
-        found.graph.erase_node(node)
-    return found
+    assert scheduled == list(traced.events) == seen
+    predicted = fs.predict_events(traced.step.plan, not_saved=["embed"])
+    assert [event for event in seen if event.unit is not None] == list(predicted)
 
 
 def deep(mesh: fs.Mesh, layers: int) -> tuple[Any, fs.TrainState, torch.Tensor]:
