@@ -8,8 +8,8 @@ import re
 import pytest
 
 from funcshard.estimate.machine import SOURCES
-from funcshard.estimate.reports.report import Report
-from tests.estimate.made_reports import MIB, report_of
+from funcshard.estimate.reports.report import Report, moment_text
+from tests.estimate.made_reports import MIB, moment, report_of
 
 REPORT = report_of()
 OVER_BUDGET = """Memory binds: the peak, 19.4 MiB in the backward of blocks.3, is 9.4 MiB over the budget; \
@@ -98,3 +98,10 @@ def test_the_title_says_what_binds(changes, words) -> None:  # type: ignore[no-u
 )
 def test_a_number_has_the_weakest_source_of_its_parts(name: str, given: dict[str, str], source: str) -> None:
     assert dataclasses.replace(REPORT, sources=given).source_of(name) == source
+
+
+def test_moments_are_named_by_what_runs_and_the_unit() -> None:
+    assert moment_text(moment(0.0, "backward", "", {})) == "backward of (root)"
+    assert moment_text(moment(0.0, "backward", "experts.0+experts.1", {})) == "backward of experts.0+…"
+    assert moment_text(moment(0.0, "reduced", "a", {})) == "end of the reduction of a"
+    assert [moment_text(moment(0.0, what, "", {})) for what in ("optimizer", "end")] == ["optimizer", "end of the step"]
