@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import funcshard as fs
 from tests.core.units import of_module
 from tests.models import SUBJECTS
-from tests.module.law import Call, Runs, calls_on, same_bits, sharded_call
+from tests.module.law import Call, Runs, Watch, calls_on, same_bits, sharded_call
 from tests.module.test_fully_sharded import TOKENS, Model, loss_of, made, program
 from tests.ranks import on_ranks
 from tests.storages import Log
@@ -33,7 +33,7 @@ class Backend:
     """A backend that counts its graphs and their runs, and logs the weights that they run on."""
 
     def __init__(self, name="aot_eager"):
-        self.name, self.graphs, self.runs, self.log, self.most = name, 0, 0, Log(), 0
+        self.name, self.graphs, self.runs, self.log = name, 0, 0, Watch()
 
     def __call__(self, graph, example):
         self.graphs += 1
@@ -44,7 +44,6 @@ class Backend:
             for each in inputs:
                 if isinstance(each, torch.Tensor) and each.requires_grad and each.shape == (20, 8):  # a block's `up`
                     self.log(each)
-            self.most = max(self.most, self.log.alive())
             return compiled(*inputs)
 
         return run
@@ -110,7 +109,7 @@ def test_between_forward_and_backward_a_compiled_unit_is_free(mesh):
         return program(model, tokens)
 
     sharded_call(mesh, functional, TOKENS, ["blocks.*"], program=noted, how={"compiler": backend.compiler})
-    assert (backend.most, backend.log.alive(), of_calls.alive()) == (1, 0, 0)
+    assert (backend.log.most, backend.log.alive(), of_calls.alive()) == (1, 0, 0)
 
 
 @pytest.mark.nightly
@@ -136,13 +135,11 @@ TRANSFORMS = {
 @pytest.mark.nightly
 @pytest.mark.parametrize(("name", "units"), [("hvp", ["blocks.*"]), ("grad", []), ("jvp", [])])
 def test_under_transforms_units_run_as_they_are_and_before_and_after_as_compiled(name, units):
-    apply, params, buffers = fs.make_functional(made())
-    backend, transform = Backend(), TRANSFORMS[name]
+    backend, transform, functional = Backend(), TRANSFORMS[name], fs.make_functional(made())
 
     def main(mesh, compiler):
-        plan = fs.make_plan(params, mesh, units=units)
-        sharded = fs.fully_shard(apply, plan, mesh, compiler=compiler)
-        f, shards = lambda s: loss_of(sharded(s, buffers, TOKENS)), fs.shard(params, plan, mesh)
+        _, sharded, shards = of_module(mesh, functional, units, how={"compiler": compiler})
+        f = lambda s: loss_of(sharded(s, {}, TOKENS))  # noqa: E731
         return [(transform(f)(shards), fs.value_and_grad(f)(shards)) for _ in range(2)]
 
     both(main, functools.partial(torch.compile, backend=backend, fullgraph=True))
@@ -288,12 +285,12 @@ MODULES = {Mutating: "full_shard", Shared: "shard_grad_op", Checkpointed: "full_
 @pytest.mark.filterwarnings("ignore:the forward of Sequential set attributes")
 @pytest.mark.parametrize(("cls", "strategy"), MODULES.items())
 def test_a_module_that_does_more_than_compute_is_compiled_once(cls, strategy):
-    apply, params, buffers = fs.make_functional(nn.Sequential(made(cls), nn.Tanh(), made(cls)), mutable=True)
+    functional = fs.make_functional(nn.Sequential(made(cls), nn.Tanh(), made(cls)), mutable=True)
     backend, x = Backend(), torch.randn(4, 3)
 
     def main(mesh, compiler):
-        plan = fs.make_plan(params, mesh, units=["0", "2"], strategy=strategy)
-        sharded, shards, now = fs.fully_shard(apply, plan, mesh, compiler=compiler), fs.shard(params, plan, mesh), buffers
+        how, now = {"compiler": compiler}, functional[2]
+        _, sharded, shards = of_module(mesh, functional, ["0", "2"], strategy=strategy, how=how)
 
         def loss_fn(shards, now):
             out, new = sharded(shards, now, x)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import funcshard as fs
-from tests.core.units import forward_mode
+from tests.core.units import forward_mode, of_module
 from tests.module.law import Runs, calls_on, plain_call
 
 ids = torch.tensor([[1, 2, 2], [4, 0, 1]])
@@ -37,9 +37,7 @@ def test_a_sparse_embedding_has_the_gradients_of_a_dense_one(make: Any, units: A
 @forward_mode
 def test_a_sparse_embedding_has_products_with_the_hessian() -> None:
     def product(mesh: fs.Mesh, sparse: bool) -> Any:
-        apply, params, _ = fs.make_functional(model(nn.Embedding, sparse=sparse))
-        plan = fs.make_plan(params, mesh, units=["table"])
-        sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
+        plan, sharded, shards = of_module(mesh, model(nn.Embedding, sparse=sparse), ["table"])
         loss_fn = lambda shards: sharded(shards, {}, ids).square().mean()  # noqa: E731
         return fs.gather(fs.hvp(loss_fn, (shards,), (shards,)), plan, mesh)
 

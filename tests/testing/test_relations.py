@@ -59,10 +59,6 @@ def gathered(x: torch.Tensor, mesh: fs.Mesh, axis: Any, dim: int = 0) -> torch.T
     return x if is_missing else fs.all_gather(x, mesh, axis=axis, dim=dim, tiled=True)
 
 
-def averaged(x: torch.Tensor, mesh: fs.Mesh, axis: str) -> torch.Tensor:
-    return fs.pmean(x, mesh, axis=axis) if axis in mesh.shape else x
-
-
 def attention(
     out: Callable[..., Any] = lambda y, p, m: total(y @ p["o"].T, m) + p["bias"],
     scores: Callable[..., Any] = lambda q, k, m: q @ k.mT / HEAD**0.5,
@@ -119,14 +115,13 @@ def vocabulary(
 def experts(
     gate: Callable[..., Any] = lambda x, p, first, m: (x @ p["router"].T).softmax(-1),
     combine: Callable[..., Any] = lambda y, m: fs.psum(y, m, axis="expert") if "expert" in m.shape else y,
-    admit: Callable[..., Any] = lambda chosen, m: chosen,
 ) -> Program:
     """One expert a token; experts along their axis, all tokens of a data rank on each of them."""
 
     def model(p: Any, x: torch.Tensor, m: fs.Mesh) -> torch.Tensor:
         start = len(p["experts"]) * place(m, "expert")[0]
         weight, choice = gate(x, p, start, m).max(-1)
-        terms = [admit(choice == start + i, m)[:, None] * (x @ w) for i, w in enumerate(p["experts"])]
+        terms = [(choice == start + i)[:, None] * (x @ w) for i, w in enumerate(p["experts"])]
         return x + combine(weight[:, None] * sum(terms), m)
 
     return Program(model=model, params=(EXPERTS, {"experts": {"expert": 0}}))
@@ -152,24 +147,6 @@ def leafwise(update: Callable[..., Any]) -> Callable[..., Any]:
         return {"new": fs.shard({k: update(k, v, grads[k], mesh) for k, v in mine.items()}, plan, mesh), "plan": plan}
 
     return main
-
-
-def two_models(train: Callable[..., Any]) -> Callable[..., Any]:
-    """A GAN: the discriminator's and the generator's gradients of a step, reduced by hand."""
-
-    def main(mesh: fs.Mesh) -> Any:
-        d, g = (w.clone().requires_grad_() for w in (W[:1, :WIDTH], V[:WIDTH, :WIDTH]))
-        return train(d, g, rows(mesh, X), rows(mesh, Y), mesh)
-
-    return main
-
-
-def hinge(d: Any, real: Any, fake: Any) -> torch.Tensor:
-    return ((1 - real @ d.T).relu() + (1 + fake @ d.T).relu()).mean()
-
-
-def of(loss: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    return torch.autograd.grad(loss, leaf)[0]
 
 
 def after_steps(change: Callable[..., Any]) -> Callable[..., Any]:
@@ -251,20 +228,12 @@ HELD_OUT: dict[tuple[str, str, str], dict[str, Any]] = {
         "attention to local positions": context(
             lambda q, k, v, i, m: (q @ k.mT).masked_fill(i[:, None] < i, -1e9).softmax(-1) @ v
         ),
-        "partial attention averaged": context(
-            lambda q, k, v, i, m: (averaged((gathered(q, m, "tensor", 1) @ k.mT).softmax(-1) @ v, m, "tensor"))[:, i]
-        ),
     },
     ("tensor", "data", "both"): {
         "rows by the tensor index": Program(batch=both(lambda x, r, n, m: x[:ROWS].chunk(n)[m.rank % n])),
     },
     ("tensor", "data", "tensor"): {
         "positions from zero": context(causal, positions=lambda n, m: torch.arange(n)),
-        "rows by the world's rank": Program(batch=both(lambda x, r, n, m: x[:ROWS].chunk(m.world_size)[m.rank])),
-        "the first positions on all": Program(
-            lambda m: (x := rows(m, X)[: ROWS // index(m)[1] // place(m, "tensor")[1]], x.flip(1)),
-            lambda p, x, m: x + p["bias"],
-        ),
     },
     ("tensor", "not averaged", "tensor"): {
         "a loss of local positions": Program(
@@ -278,35 +247,26 @@ HELD_OUT: dict[tuple[str, str, str], dict[str, Any]] = {
     },
     # experts
     ("expert", "not added", "expert"): {"experts aren't added": experts(combine=lambda y, m: y)},
-    ("expert", "scale", "expert"): {"experts are averaged": experts(combine=lambda y, m: averaged(y, m, "expert"))},
+    ("expert", "scale", "expert"): {
+        "experts are averaged": experts(combine=lambda y, m: fs.pmean(y, m, axis="expert") if "expert" in m.shape else y)
+    },
     ("expert", LINE, ""): {
         "a gate over local experts": experts(
             gate=lambda x, p, first, m: (x @ p["router"][first : first + len(p["experts"])].T).softmax(-1)
         ),
-        "capacity by local tokens": experts(admit=lambda chosen, m: chosen & (chosen.cumsum(0) <= 1)),
     },
     # statistics and losses on data ranks
     ("data", "not averaged", "data"): {
         "batch statistics aren't synced": normalized(lambda x, m: (x.mean(0), x.var(0, unbiased=False))),
-        "perplexity": metric(lambda e, m: fs.pmean(e.mean().exp(), m)),
         "a balance loss": metric(lambda e, m: fs.pmean(((e > 1).double().mean(0) * e.mean(0)).sum(), m)),
         "advantages by local moments": Program(
             loss=lambda o, y, m: (lambda a: (o * (a - a.mean()) / a.std(unbiased=False)).mean())(y.sum(-1, keepdim=True))
-        ),
-        "a generator that isn't reduced": two_models(
-            lambda d, g, x, y, m: {
-                "d": fs.pmean(of(hinge(d, x, (y @ g).detach()), d), m),
-                "g": of((y @ g @ d.detach().T).mean(), g),
-            }
         ),
     },
     ("data", "scale", "data"): {
         "divided twice": Program(
             loss=lambda o, y, m: (o - y).square().sum() / fs.psum(torch.tensor(float(o.numel())), m),
             report=lambda v, m: fs.psum(v, m),
-        ),
-        "validation on rank 0 is averaged": metric(
-            lambda e, m: fs.pmean((X[:ROWS] - Y[:ROWS]).abs().mean() * (m.rank == 0), m)
         ),
         "micro-batches aren't divided by ranks": accumulated(
             lambda sums, counts, m: fs.psum(sum(s.mean() for s in sums), m) / len(sums)
@@ -325,9 +285,6 @@ HELD_OUT: dict[tuple[str, str, str], dict[str, Any]] = {
         ),
     },
     ("data", "randomness", "data"): {
-        "noise of one seed for fakes": two_models(
-            lambda d, g, x, y, m: fs.pmean(of(hinge(d, x, mask(3, *x.shape) @ g), d), m)
-        ),
         "mixup inside of a rank": Program(
             batch=both(lambda x, r, n, m: rows(m, x) + rows(m, x)[torch.randperm(ROWS // n, generator=seed(1))])
         ),
@@ -350,9 +307,6 @@ HELD_OUT: dict[tuple[str, str, str], dict[str, Any]] = {
                 )
             }
         ),
-        "labels of the next rank": Program(
-            batch=lambda m: (rows(m, X), X[:ROWS].chunk(index(m)[1])[(index(m)[0] + 1) % index(m)[1]])
-        ),
         "predictions in another order": (
             lambda m: {"out": gathered(X[:ROWS][index(m)[0] :: index(m)[1]].tanh(), m, tuple(m.shape))}
         ),
@@ -360,7 +314,6 @@ HELD_OUT: dict[tuple[str, str, str], dict[str, Any]] = {
     ("data", LINE, ""): {
         "negatives of one rank": Program(loss=lambda o, y, m: -(o @ y.T).log_softmax(-1).diag().mean()),
         "an EMA by the ranks": after_steps(lambda s, g, m, i: 0.9**m.world_size * s + (1 - 0.9**m.world_size) * g),
-        "bias correction by ranks": after_steps(lambda s, g, m, i: s - g / (1 - 0.9 ** ((i + 1) * m.world_size))),
     },
     # optimizers on shards
     ("shard", "norm", "shard"): {
@@ -446,10 +399,6 @@ RIGHT: dict[str, tuple[str, Any]] = {
     "synced statistics": (
         ("data", normalized(lambda x, m: (mu := fs.pmean(x.mean(0), m), fs.pmean((x - mu).square().mean(0), m))))
     ),
-    "GAN": (
-        ("data", two_models(lambda d, g, x, y, m: {"d": fs.pmean(of(hinge(d, x, (y @ g).detach()), d), m),
-            "g": fs.pmean(of((y @ g @ d.detach().T).mean(), g), m)}))
-    ),
     "EMA": ("data", after_steps(lambda s, g, m, i: 0.9 * s + 0.1 * g)),
     "loader": ("data", loader(lambda x, i, r, n, m: x[i * ROWS :][:ROWS].chunk(n)[r])),
     "token mean": (
@@ -476,7 +425,7 @@ CASES = {
 }
 
 UNNAMED = {
-    "classes by the world's rank", "capacity by local tokens", "scattered without a sum", "rows by the tensor index",
+    "classes by the world's rank", "scattered without a sum", "rows by the tensor index",
     "unbiased variance by local counts", "chosen and rejected are cut by rank", "predictions in another order",
     "a mean of medians", "the best of local classes",
 }  # fmt: skip

@@ -18,6 +18,7 @@ import funcshard as fs
 from funcshard._utils import tree
 from funcshard._utils.torch_groups import default_store
 from funcshard.comm import Op
+from tests.core.units import of_module
 from tests.ranks import run_ranks, run_simulated
 
 WIDTH = 260  # a buffer is then large enough for an all-reduce of two phases
@@ -70,9 +71,7 @@ def train(
     mesh = fs.init_mesh(shape, device="cpu", shared_memory=shared_memory)
     torch.manual_seed(0)
     trouble = Trouble()
-    apply, params, buffers = fs.make_functional(nn.Sequential(*(Block(i, trouble) for i in range(3))))
-    plan = fs.make_plan(params, mesh, units=["*"], **options)
-    sharded = fs.fully_shard(apply, plan, mesh)
+    plan, sharded, shards = of_module(mesh, nn.Sequential(*(Block(i, trouble) for i in range(3))), ["*"], **options)
 
     def loss_fn(shards: Any, buffers: Any, batch: torch.Tensor) -> torch.Tensor:
         trouble.at("data")
@@ -90,7 +89,7 @@ def train(
         trouble.at("end")
         return result
 
-    state, losses, failures = step.init(fs.shard(params, plan, mesh), buffers), [], []
+    state, losses, failures = step.init(shards, {}), [], []
     torch.manual_seed(mesh.rank)
     for number, places in enumerate(failing):
         batch = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * number + mesh.rank))
@@ -217,16 +216,14 @@ def test_no_step_in_an_attempt_donates_its_state(name: str) -> None:
     def main(mesh: fs.Mesh) -> None:
         net = nn.Linear(6, 4)
         net.bias.requires_grad_(False)
-        apply, params, buffers = fs.make_functional(net)
-        plan = fs.make_plan(params, mesh)
+        plan, sharded, shards = of_module(mesh, net)
         loss_fn = lambda shards, _, batch: sharded(shards, {}, batch).square().mean()  # noqa: E731
-        sharded = fs.fully_shard(apply, plan, mesh)
         optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
         if name == "muon":
             optimizer = fs.muon(plan, mesh, lr=0.1)
         step = fs.make_train_step(loss_fn, optimizer, plan, mesh)
         batch = torch.ones(2, 6)
-        state = start = step.init(fs.shard(params, plan, mesh), buffers)
+        state = start = step.init(shards, {})
         traced, _ = fs.attempt(fs.trace, step, fs.copy(state), batch, mesh=mesh)
         assert traced is not None
         for _ in range(3):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import funcshard as fs
+from tests.core.units import by_hand, of_module
 from tests.pairwise import crossed
 from tests.ranks import on_ranks
 from tests.storages import Alive, Log
@@ -46,11 +47,9 @@ def data(n=8):
 
 def setup(mesh, strategy="full_shard"):
     """Return ``(loss of one sample, shards, plan)``."""
-    apply, params, _ = fs.make_functional(build())
-    plan = fs.make_plan(params, mesh, units=["head"], strategy=strategy)
-    run = fs.fully_shard(apply, plan, mesh)
+    plan, run, shards = of_module(mesh, build(), ["head"], strategy=strategy)
     loss = lambda shards, sample: (run(shards, {}, sample["x"]) - sample["y"]).square().sum()  # noqa: E731
-    return loss, fs.shard(params, plan, mesh), plan
+    return loss, shards, plan
 
 
 def reference(batch, max_norm=None, batch_size=None):
@@ -123,9 +122,8 @@ def product(leaves, x):
 
 def one_unit(mesh, params, apply=product, **options):
     """Return ``(function of shards, shards, plan)`` of a model of one unit."""
-    plan = fs.make_plan(params, mesh, **options)
-    f = fs.reshard(fs.unshard(apply, plan.units[""], mesh))
-    return (lambda shards, x: f(shards[""], x)), fs.shard(params, plan, mesh), plan
+    plan, f, shards = by_hand(mesh, params, apply, how=fs.reshard, **options)
+    return (lambda shards, x: f(shards[""], x)), shards, plan
 
 
 @pytest.mark.parametrize("numbers", [(5, 0, 2, 1), (0, 0, 0, 0)], ids=ids)
@@ -292,10 +290,8 @@ def test_a_loss_whose_gradients_go_another_way_or_nowhere_is_an_error(mesh, loss
 def most_gradients_of_a_layer(layers):
     """Return the most gradients of eight samples by one layer's weight that exist at a time."""
     torch.manual_seed(0)
-    apply, params, _ = fs.make_functional(nn.Sequential(*(nn.Linear(20, 20) for _ in range(layers))))
-    plan, mesh = fs.make_plan(params, 1, units=["*"]), fs.Mesh()
-    run, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
-    evaluate = fs.per_sample_norms(lambda shards, x: run(shards, {}, x).sin().sum(), plan, mesh)
+    plan, run, shards = of_module(fs.Mesh(), nn.Sequential(*(nn.Linear(20, 20) for _ in range(layers))), ["*"])
+    evaluate = fs.per_sample_norms(lambda shards, x: run(shards, {}, x).sin().sum(), plan, fs.Mesh())
     size = 8 * 20 * 20 * 4
     with Alive(lambda nbytes: nbytes == size) as alive:
         evaluate(shards, torch.ones(8, 20))

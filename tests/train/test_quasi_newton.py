@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import funcshard as fs
+from tests.core.units import of_module
 from tests.models import SUBJECTS, cast, part
 from tests.ranks import run_ranks, run_simulated
 
@@ -35,11 +36,8 @@ def model():
 
 
 def on_shards(mesh, plan_options, options):
-    apply, params, _ = fs.make_functional(model())
-    plan = fs.make_plan(params, mesh, **{"units": ["layers.0", "layers.3"], **plan_options})
-    run, own = fs.fully_shard(apply, plan, mesh), part(BATCH, mesh.rank, mesh.world_size)
-    shards = fs.shard(params, plan, mesh)
-    before = fs.gather(shards, plan, mesh)
+    plan, run, shards = of_module(mesh, model(), **{"units": ["layers.0", "layers.3"], **plan_options})
+    before, own = fs.gather(shards, plan, mesh), part(BATCH, mesh.rank, mesh.world_size)
     loss_fn = lambda s: SUBJECTS["mlp"].loss(run(s, {}, **own["inputs"]), own)  # noqa: E731
     best, info = fs.lbfgs(loss_fn, shards, plan, mesh, **options)
     torch.testing.assert_close(fs.gather(shards, plan, mesh), before, rtol=0, atol=0)

@@ -11,6 +11,7 @@ from torch import nn
 
 import funcshard as fs
 from funcshard._utils import tree
+from tests.core.units import of_module
 from tests.ranks import on_ranks
 
 INF = float("inf")
@@ -38,15 +39,14 @@ def scaled(
     mesh: fs.Mesh, net: nn.Module, loss_fn: Any = loss_of, scaler: Any = SCALER, plan: Any = None, **options: Any
 ) -> tuple[Any, fs.TrainState]:
     """Return a training step of a module, and its first state."""
-    apply, params, buffers = fs.make_functional(net, mutable=options.get("mutable", False))
-    planned = fs.make_plan(params, mesh, **plan or {})
-    sharded = fs.fully_shard(apply, planned, mesh)
+    functional = fs.make_functional(net, mutable=options.get("mutable", False))
+    planned, sharded, shards = of_module(mesh, functional, **plan or {})
     optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
     step = fs.make_train_step(
         lambda shards, buffers, rows: loss_fn(sharded(shards, buffers, rows["x"]), rows),
         optimizer, planned, mesh, scaler=scaler, **options,
     )  # fmt: skip
-    return step, step.init(fs.shard(params, planned, mesh), buffers)
+    return step, step.init(shards, functional[2])
 
 
 @on_ranks(2)

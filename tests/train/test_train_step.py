@@ -12,7 +12,7 @@ from torch import nn
 
 import funcshard as fs
 from funcshard._utils import tree
-from tests.core.units import same_bits
+from tests.core.units import of_module, same_bits
 from tests.ranks import on_ranks, run_simulated
 
 ADAMW = fs.torch_optimizer(torch.optim.AdamW, lr=0.05, fused=True)
@@ -31,10 +31,9 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
 
 
-def setup(mesh: fs.Mesh, net: nn.Module, mutable: bool = False) -> Any:
-    apply, params, buffers = fs.make_functional(net, mutable=mutable)
-    plan = fs.make_plan(params, mesh, units=fs.wrap.by_class(nn.Linear)(net))
-    return fs.fully_shard(apply, plan, mesh), plan, fs.shard(params, plan, mesh), buffers
+def setup(mesh: fs.Mesh, net: nn.Module) -> Any:
+    plan, sharded, shards = of_module(mesh, net, fs.wrap.by_class(nn.Linear)(net))
+    return sharded, plan, shards, {}
 
 
 def mean_square(sharded: Any) -> Any:

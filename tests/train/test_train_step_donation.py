@@ -9,7 +9,7 @@ from torch import nn
 
 import funcshard as fs
 from funcshard._utils import tree
-from tests.core.units import same_bits
+from tests.core.units import of_module, same_bits
 from tests.ranks import on_ranks
 
 X = torch.linspace(-1, 1, 24).reshape(8, 3)
@@ -44,13 +44,11 @@ OPTIMIZERS = {
 def make(mesh: fs.Mesh, name: str = "adamw", folder: Any = None, **options: Any) -> Case:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    apply, params, buffers = fs.make_functional(net)
-    plan = fs.make_plan(params, mesh, units=["0", "2"])
-    sharded = fs.fully_shard(apply, plan, mesh)
+    plan, sharded, shards = of_module(mesh, net, ["0", "2"])
     optimizer = OPTIMIZERS[name](plan, mesh)
     loss_fn = lambda shards, buffers, x: sharded(shards, buffers, x).square().mean()  # noqa: E731
     step = fs.make_train_step(loss_fn, optimizer, plan, mesh, **options)
-    return Case(step.init(fs.shard(params, plan, mesh), buffers), step, sharded, plan, mesh, optimizer, folder)
+    return Case(step.init(shards, {}), step, sharded, plan, mesh, optimizer, folder)
 
 
 USES = {
