@@ -28,8 +28,6 @@ class Subject:
             tensor or None}``.
         loss: ``loss(output, batch)`` returns the mean over the batch.
         units: globs of the units.
-        float32_inside: whether parts of the model compute in float32 even if its parameters have
-            another dtype.
         batch_statistics: whether the output for a sample depends on the rest of the batch.
     """
 
@@ -37,7 +35,6 @@ class Subject:
     make_batch: Callable[[int, int], Batch]
     loss: Callable[[Any, Batch], torch.Tensor]
     units: tuple[str, ...]
-    float32_inside: bool = False
     batch_statistics: bool = False
 
 
@@ -81,15 +78,6 @@ class MLP(nn.Module):
         return self.head(self.layers(x))
 
 
-class DroppedGPT(GPT):
-    """The demo's GPT, which has no dropout, with dropout on the MLP output of each block."""
-
-    def __init__(self, config: GPTConfig, dropout: float) -> None:
-        super().__init__(config)
-        for block in self.blocks:
-            block.mlp = nn.Sequential(block.mlp, nn.Dropout(dropout))
-
-
 def seeded(build: Callable[[float], nn.Module]) -> Callable[..., nn.Module]:
     def seeded(dropout: float = 0.0) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
@@ -100,8 +88,8 @@ def seeded(build: Callable[[float], nn.Module]) -> Callable[..., nn.Module]:
 
 
 def _gpt(dropout: float) -> nn.Module:
-    config = GPTConfig(width=12, layers=2, heads=2, context=9, vocabulary=19)
-    return DroppedGPT(config, dropout) if dropout else GPT(config)
+    assert not dropout, "the demo's GPT has none"
+    return GPT(GPTConfig(width=12, layers=2, heads=2, context=9, vocabulary=19))
 
 
 def hugging_face(config: str, model: str, **options: Any) -> Callable[[float], nn.Module]:
@@ -171,11 +159,11 @@ SUBJECTS: dict[str, Subject] = {
     "convnet": Subject(seeded(ConvNet), _images, cross_entropy, ("first", "second"), batch_statistics=True),
     "bert": Subject(seeded(_bert), _tokens("input_ids"), _cross_entropy_of_logits, ("bert.encoder.layer.*",)),
     "llama": Subject(
-        seeded(_llama), _tokens("input_ids"), _cross_entropy_of_logits, ("model.layers.*",), float32_inside=True
+        seeded(_llama), _tokens("input_ids"), _cross_entropy_of_logits, ("model.layers.*",)
     ),
     "t5": Subject(
         seeded(_t5), _tokens("input_ids", decoder="decoder_input_ids"), _cross_entropy_of_logits,
-        ("encoder.block.*", "decoder.block.*"), float32_inside=True,
+        ("encoder.block.*", "decoder.block.*"),
     ),
     "gpt2": Subject(seeded(_gpt2), _tokens("input_ids"), _cross_entropy_of_logits, ("transformer.h.*",)),
 }  # fmt: skip

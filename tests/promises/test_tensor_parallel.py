@@ -25,7 +25,7 @@ import funcshard as fs
 from tests.ranks import close_pool, run_ranks
 
 VOCABULARY, WIDTH, LENGTH, STEPS, SAMPLES = 16, 8, 6, 2, 4  # in the second step the optimizer has state
-ADAMW = {"lr": 3e-3, "eps": 1e-3, "weight_decay": 0.1}  # see test_parity for the large eps
+ADAMW = {"lr": 3e-3, "eps": 1e-3, "weight_decay": 0.1}  # see OPTIMIZERS in tests/jobs.py for the large eps
 
 
 class Block(nn.Module):
