@@ -1,4 +1,4 @@
-"""Sharded transformers have the derivatives of the whole ones, and torch's kernels elsewhere."""
+"""Sharded transformers have the derivatives of the whole ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, grad, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import funcshard as fs
@@ -107,16 +107,6 @@ def test_derivatives_of_shards_are_those_of_the_model(name: str, training: bool,
         close(twice[path] / 2, expected[2][path])
 
 
-@pytest.mark.slow
-def test_vmap_over_stacked_models() -> None:
-    model, _, x = case("TransformerEncoder")
-    apply, params, _ = fs.make_functional(model.eval())
-    stack = {path: torch.stack([p, 0.5 * p]) for path, p in params.items()}
-    each = vmap(grad(lambda p: apply(p, {}, x).square().sum()))(stack)
-    for path, p in grad(lambda p: apply(p, {}, x).square().sum())(params).items():
-        torch.testing.assert_close(each[path][0], p)
-
-
 PENALTY = "run the forward inside `with fs.any_order\\(\\):`"
 
 
@@ -175,18 +165,3 @@ def test_a_chosen_kernel_is_obeyed() -> None:
     apply, params, _ = fs.make_functional(model)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match="if all of them are enabled"):
         jvp(lambda p: apply(p, {}, x), (params,), (params,))
-
-
-def test_elsewhere_torch_computes() -> None:
-    model, _, x = case("TransformerEncoder")
-    apply, params, _ = fs.make_functional(model.eval())
-    with torch.no_grad():
-        plain, out = functional_call(model, params, (x,)), apply(params, {}, x)
-
-    def main(mesh: fs.Mesh) -> Any:
-        plan = fs.make_plan(params, mesh)
-        with torch.no_grad():
-            return fs.fully_shard(apply, plan, mesh)(fs.shard(params, plan, mesh), {}, x)
-
-    # The same bits, on simulated ranks too, which share an open dual level.
-    assert all(torch.equal(out, plain) for out in (out, *run_simulated(main, 2)))

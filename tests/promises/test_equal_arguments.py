@@ -24,18 +24,22 @@ class Setup:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         self.apply, self.params, self.buffers = fs.make_functional(net)
-        self.plan = fs.make_plan(self.params, mesh, units=["*"])
+        self.plan, self.precise = (
+            fs.make_plan(self.params, mesh, units=["*"], precision=precision)
+            for precision in (None, fs.MixedPrecision(torch.bfloat16))
+        )
 
-    def sharded(self, **options: Any) -> object:
-        return fs.fully_shard(self.apply, self.plan, self.mesh, **options)
+    def sharded(self, precise: bool = False, **options: Any) -> object:
+        return fs.fully_shard(self.apply, self.precise if precise else self.plan, self.mesh, **options)
 
-    def step(self, cls: Any = SGD, plan: Any = None, **options: Any) -> object:
+    def step(self, cls: Any = SGD, precise: bool = False, **options: Any) -> object:
         names = ("lr", "momentum", "weight_decay", "groups")
         inner = {"lr": 0.1} | {name: options.pop(name) for name in names if name in options}
         if "groups" in inner:
             inner |= {"plan": self.plan, "mesh": self.mesh}
         optimizer = fs.torch_optimizer(cls, **inner)
-        return fs.make_train_step(lambda shards, buffers, batch: 0.0, optimizer, plan or self.plan, self.mesh, **options)
+        plan = self.precise if precise else self.plan
+        return fs.make_train_step(lambda shards, buffers, batch: 0.0, optimizer, plan, self.mesh, **options)
 
     def muon(self, **options: Any) -> object:
         optimizer = fs.muon(self.plan, self.mesh, **{"lr": 0.1, **options})
@@ -65,88 +69,58 @@ def unchanged(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def schedule(s: Setup) -> fs.Schedule:
-    return fs.make_schedule(s.plan, order=["0", "1"])
+STATIC, DYNAMIC = functools.partial(torch.compile, dynamic=False), functools.partial(torch.compile, dynamic=True)
+BIASES, ONE_BIAS = [{"paths": ["**.bias"], "weight_decay": 0.0}], [{"paths": ["0.bias"], "weight_decay": 0.0}]
+STRONGER = [{"paths": ["**.bias"], "weight_decay": 0.1}]
+FORWARD = {"0": ["forward"]}
+# What all ranks call, the options of rank 0 and of rank 1, and what each of them reads: the argument and its two values.
+DIFFERENCES: list[tuple[str, dict[str, Any], dict[str, Any], str, str, str]] = [
+    ("sharded", {}, {"remat": ["0"]}, "remat", "[]", "['0']"),
+    ("sharded", {}, {"schedule": fs.Schedule(("0", "1"), True, "pre", 1)}, "the schedule", "None", "Schedule"),
+    ("sharded", {}, {"compiler": torch.compile}, "compiler", "None", "torch.compile"),
+    ("sharded", {"compiler": STATIC}, {"compiler": DYNAMIC}, "compiler",
+     "torch.compile(dynamic=False)", "torch.compile(dynamic=True)"),
+    ("sharded", {}, {"cast": no_cast}, "cast", "None", "tests.promises.test_equal_arguments.no_cast"),
+    ("sharded", {"methods": FORWARD}, {}, "methods", str(FORWARD), "{}"),
+    ("sharded", {}, {"precise": True}, "the plan", "", ""),
+    ("step", {}, {"precise": True}, "the plan", "", ""),
+    ("step", {"cls": SGD}, {"cls": ADAMW}, "the optimizer", "torch.optim.sgd.SGD", "torch.optim.adamw"),
+    ("step", {"lr": 0.1}, {"lr": 0.2}, "lr of the optimizer", "0.1", "0.2"),
+    ("step", {"lr": decay}, {"lr": 0.1}, "lr of the optimizer", "tests.promises.test_equal_arguments.decay", "0.1"),
+    ("step", {}, {"momentum": 0.9}, "momentum of the optimizer", "nothing", "0.9"),
+    ("step", {"groups": BIASES}, {"groups": STRONGER}, "weight_decay of group 1 of the optimizer", "0.0", "0.1"),
+    ("step", {"groups": BIASES}, {"groups": ONE_BIAS}, "the group of leaf '1.bias'", "1", "0"),
+    ("muon", {}, {"matrices": ["0"]}, "the optimizer of matrix '1.weight'", "muon", "nothing"),
+    ("muon", {"momentum": 0.9}, {"momentum": 0.8}, "momentum of muon", "0.9", "0.8"),
+    ("per_matrix", {}, {"matrices": ["0"]}, "the optimizer of matrix '1.weight'", "per_matrix", "nothing"),
+    ("per_matrix", {}, {"lr": 0.2}, "lr of the optimizer, for other leaves", "0.1", "0.2"),
+    ("step", {}, {"accumulate": 2}, "accumulate", "1", "2"),
+    ("step", {}, {"donate": False}, "donate", "True", "False"),
+    ("step", {}, {"has_aux": True}, "has_aux", "False", "True"),
+    ("step", {}, {"mutable": True}, "mutable", "False", "True"),
+    ("step", {}, {"weighted": True}, "weighted", "False", "True"),
+    ("step", {}, {"max_norm": 1.0}, "max_norm", "None", "1.0"),
+    ("step", {}, {"divisor": 1}, "divisor", "None", "1"),
+    ("step", {}, {"reduce": {"0": "once"}}, "reduce", "'each'", "{'0':"),
+    ("step", {}, {"scaler": fs.GradScaler(8.0)}, "scaler", "None", "Grad"),
+    ("grad", {}, {"divisor": 1}, "divisor", "None", "1.0"),
+    ("accumulate", {"micro_batches": 2}, {"micro_batches": 4}, "micro_batches", "2", "4"),
+]  # fmt: skip
 
 
-def precise(s: Setup) -> fs.Plan:
-    return fs.make_plan(s.params, s.mesh, units=["*"], precision=fs.MixedPrecision(torch.bfloat16))
-
-
-# What a rank calls with equal arguments, what rank 1 calls in its place, and words of the error.
-DIFFERENCES: dict[str, tuple[Callable[[Setup], object], Callable[[Setup], object], str]] = {
-    "remat": (lambda s: s.sharded(), lambda s: s.sharded(remat=["0"]),
-     "remat must be the same on every rank; rank 0 has [] and rank 1 has ['0']"),
-    "schedule": (lambda s: s.sharded(), lambda s: s.sharded(schedule=schedule(s)),
-     "the schedule must be the same on every rank; rank 0 has None and rank 1 has Schedule"),
-    "compiler": (lambda s: s.sharded(), lambda s: s.sharded(compiler=torch.compile),
-     "compiler must be the same on every rank; rank 0 has None and rank 1 has torch.compile"),
-    "options of the compiler": (lambda s: s.sharded(compiler=functools.partial(torch.compile, dynamic=False)),
-     lambda s: s.sharded(compiler=functools.partial(torch.compile, dynamic=True)),
-     "rank 0 has torch.compile(dynamic=False) and rank 1 has torch.compile(dynamic=True)"),
-    "cast": (lambda s: s.sharded(), lambda s: s.sharded(cast=lambda unit, buffer: None),
-     "cast must be the same on every rank; rank 0 has None and rank 1 has a function"),
-    "methods": (lambda s: s.sharded(methods={"0": ["forward"]}), lambda s: s.sharded(),
-     "methods must be the same on every rank; rank 0 has {'0': ['forward']} and rank 1 has {}"),
-    "precision": (lambda s: s.sharded(), lambda s: fs.fully_shard(s.apply, precise(s), s.mesh),
-     "the plan must be the same on every rank; rank 0 has"),
-    "plan of a step": (lambda s: s.step(), lambda s: s.step(plan=precise(s)),
-     "the plan must be the same on every rank; rank 0 has"),
-    "optimizer": (lambda s: s.step(SGD), lambda s: s.step(ADAMW),
-     "the optimizer must be the same on every rank; rank 0 has torch.optim.sgd.SGD and rank 1 has torch.optim.adamw"),
-    "learning rate": (lambda s: s.step(lr=0.1), lambda s: s.step(lr=0.2),
-     "lr of the optimizer must be the same on every rank; rank 0 has 0.1 and rank 1 has 0.2"),
-    "a schedule on one rank": (lambda s: s.step(lr=decay), lambda s: s.step(lr=0.1),
-     "lr of the optimizer must be the same on every rank; rank 0 has tests.promises.test_equal_arguments.decay and"),
-    "momentum on one rank": (lambda s: s.step(), lambda s: s.step(momentum=0.9),
-     "momentum of the optimizer must be the same on every rank; rank 0 has nothing and rank 1 has 0.9"),
-    "options of a group": (lambda s: s.step(groups=[{"paths": ["**.bias"], "weight_decay": 0.0}]),
-     lambda s: s.step(groups=[{"paths": ["**.bias"], "weight_decay": 0.1}]),
-     "weight_decay of group 1 of the optimizer must be the same on every rank; rank 0 has 0.0 and rank 1 has 0.1"),
-    "leaves of a group": (lambda s: s.step(groups=[{"paths": ["**.bias"], "weight_decay": 0.0}]),
-     lambda s: s.step(groups=[{"paths": ["0.bias"], "weight_decay": 0.0}]),
-     "the group of leaf '1.bias' must be the same on every rank; rank 0 has 1 and rank 1 has 0"),
-    "matrices of muon": (lambda s: s.muon(), lambda s: s.muon(matrices=["0"]),
-     "the optimizer of matrix '1.weight' must be the same on every rank; rank 0 has muon and rank 1 has nothing"),
-    "matrices of per_matrix": (lambda s: s.per_matrix(), lambda s: s.per_matrix(matrices=["0"]),
-     "the optimizer of matrix '1.weight' must be the same on every rank; rank 0 has per_matrix and rank 1 has nothing"),
-    "others of per_matrix": (lambda s: s.per_matrix(), lambda s: s.per_matrix(lr=0.2),
-     "lr of the optimizer, for other leaves must be the same on every rank; rank 0 has 0.1 and rank 1 has 0.2"),
-    "options of muon": (lambda s: s.muon(momentum=0.9), lambda s: s.muon(momentum=0.8),
-     "momentum of muon must be the same on every rank; rank 0 has 0.9 and rank 1 has 0.8"),
-    **{
-        name: (lambda s: s.step(), lambda s, name=name, value=value: s.step(**{name: value}), words)
-        for name, value, words in (
-            ("accumulate", 2, "accumulate must be the same on every rank; rank 0 has 1 and rank 1 has 2"),
-            ("donate", False, "donate must be the same on every rank; rank 0 has True and rank 1 has False"),
-            ("has_aux", True, "has_aux must be the same on every rank; rank 0 has False and rank 1 has True"),
-            ("mutable", True, "mutable must be the same on every rank; rank 0 has False and rank 1 has True"),
-            ("weighted", True, "weighted must be the same on every rank; rank 0 has False and rank 1 has True"),
-            ("max_norm", 1.0, "max_norm must be the same on every rank; rank 0 has None and rank 1 has 1.0"),
-            ("divisor", 1, "divisor must be the same on every rank; rank 0 has None and rank 1 has 1"),
-            ("reduce", {"0": "once"}, "reduce must be the same on every rank; rank 0 has 'each' and rank 1 has {'0':"),
-            ("scaler", fs.GradScaler(8.0), "scaler must be the same on every rank; rank 0 has None and rank 1 has Grad"),
-        )
-    },
-    "divisor of value_and_grad": (lambda s: s.grad(), lambda s: s.grad(divisor=1),
-     "divisor must be the same on every rank; rank 0 has None and rank 1 has 1.0"),
-    "micro-batches": (lambda s: s.accumulate(2), lambda s: s.accumulate(4),
-     "micro_batches must be the same on every rank; rank 0 has 2 and rank 1 has 4"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", DIFFERENCES)
-def test_every_rank_raises_the_first_difference(case: str) -> None:
-    usual, odd, words = DIFFERENCES[case]
-
+@pytest.mark.parametrize(("name", "usual", "odd", "argument", "first", "second"), DIFFERENCES)
+def test_every_rank_raises_the_first_difference(
+    name: str, usual: dict[str, Any], odd: dict[str, Any], argument: str, first: str, second: str
+) -> None:
     def main(mesh: fs.Mesh) -> str:
-        setup = Setup(mesh)
+        call = getattr(Setup(mesh), name)
         with pytest.raises(ValueError, match="must be the same on every rank") as raised:
-            (odd if mesh.rank == 1 else usual)(setup)
+            call(**(odd if mesh.rank == 1 else usual))
         return str(raised.value)
 
     for message in fs.simulate(main, 2):
-        assert words in message
+        assert message.startswith(f"{argument} must be the same on every rank; rank 0 has {first}")
+        assert f"and rank 1 has {second}" in message
         assert message.endswith(": build it from the same arguments everywhere")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from tests.ranks import run_ranks, run_simulated
 from tests.storages import Alive
 
 PAIR = fs.Storage(lambda x: (x.bfloat16(), x[:, :1] * 0), lambda low, zero: low.double() + zero, name="pair")
-SMALL: Mapping[str, fs.Storage] = {"nf4": fs.nf4(), "int8": fs.int8(32), "fp8": fs.fp8(), "pair": PAIR}
-STORAGES = {**SMALL, "as it is": fs.Storage(torch.clone, torch.clone, name="as it is")}
+AS_IT_IS = fs.Storage(torch.clone, torch.clone, name="as it is")
+STORAGES = {"nf4": fs.nf4(), "int8": fs.int8(32), "fp8": fs.fp8(), "pair": PAIR, "as it is": AS_IT_IS}
 UNITS, X, Y = ["0", "2", "4"], torch.linspace(-1, 1, 8 * 32).view(8, 32).sin(), torch.linspace(0, 1, 8).view(8, 1)
 
 
@@ -51,55 +50,10 @@ def loss_of(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (out - target).square().mean()
 
 
-def train(mesh: fs.Mesh, model: nn.Module, name: str) -> Any:
-    """Train for three steps; return losses, parameters, and whether the collectives were those predicted."""
-    apply, params, buffers = fs.make_functional(model)
-    plan = fs.make_plan(params, mesh, units=UNITS, bucket_bytes=0, storage={"*.base.weight": STORAGES[name]})
-    sharded = fs.fully_shard(apply, plan, mesh)
-    step = fs.make_train_step(
-        lambda shards, buffers, batch: loss_of(sharded(shards, buffers, batch[0]), batch[1]),
-        fs.torch_optimizer(torch.optim.AdamW, lr=1e-2), plan, mesh,
-    )  # fmt: skip
-    state, mine, losses = step.init(fs.shard(params, plan, mesh), buffers), slice(mesh.rank, None, mesh.world_size), []
-    for _ in range(3):
-        with fs.record_events() as events:
-            state, metrics = step(state, (X[mine], Y[mine]))
-        losses.append(metrics["loss"].item())
-    predicted = fs.predict_events(plan, sharded.schedule)
-    of_units = tuple(event for event in events if event.unit is not None)
-    return losses, fs.to_state_dict(state.shards, plan, mesh), of_units == predicted
-
-
-def unsharded(model: nn.Module, ranks: int) -> Any:
-    """Train the plain module on the batches of all ranks, one after another."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        rank_losses = [loss_of(model(X[rank::ranks]), Y[rank::ranks]) for rank in range(ranks)]
-        for loss in rank_losses:
-            loss.backward()
-        for parameter in optimizer.param_groups[0]["params"]:
-            parameter.grad /= ranks
-        optimizer.step()
-        losses.append((sum(rank_losses) / ranks).item())
-    return losses, {name: value.detach() for name, value in model.state_dict().items()}
-
-
-@pytest.mark.nightly(one_in=2)
-@pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize(("ranks", "runner"), [(4, run_simulated), (2, run_ranks)])
-def test_a_job_has_the_bits_of_the_unsharded_module_with_the_decoded_weights(ranks: int, runner: Any, name: str) -> None:
-    losses, params = unsharded(net(SMALL[name]), ranks)
-    for found in runner(train, ranks, net(), name):
-        same_bits(found, (losses, params, True))
-
-
-def transformed(mesh: fs.Mesh, packed: bool) -> Any:
+def transformed(mesh: fs.Mesh, name: str, packed: bool) -> Any:
     """Return what transforms and derivatives give, for a plan and for one with the decoded weights."""
-    name = "nf4" if packed else "as it is"
-    apply, params, _ = fs.make_functional(net(None if packed else fs.nf4()))
-    plan = fs.make_plan(params, mesh, units=UNITS, storage={"*.base.weight": STORAGES[name]})
+    apply, params, _ = fs.make_functional(net(None if packed else STORAGES[name]))
+    plan = fs.make_plan(params, mesh, units=UNITS, storage={"*.base.weight": STORAGES[name if packed else "as it is"]})
     sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
 
     def loss(shards: Any, _: Any, batch: Any) -> torch.Tensor:
@@ -115,8 +69,9 @@ def transformed(mesh: fs.Mesh, packed: bool) -> Any:
 
 
 @forward_mode
-def test_transforms_see_the_decoded_weights() -> None:
-    same_bits(run_simulated(transformed, 2, True), run_simulated(transformed, 2, False))
+@pytest.mark.parametrize("name", ["nf4", "pair"])
+def test_transforms_see_the_decoded_weights(name: str) -> None:
+    same_bits(run_simulated(transformed, 2, name, True), run_simulated(transformed, 2, name, False))
 
 
 # --- files and state dicts --------------------------------------------------------------------------
@@ -127,10 +82,10 @@ def planned(ranks: Any, storage: fs.Storage | None = STORAGES["nf4"], units: Any
     return fs.make_plan(fs.make_functional(net())[1], ranks, units=units, storage=chosen)
 
 
-def written(mesh: fs.Mesh, folder: Path) -> Any:
+def written(mesh: fs.Mesh, folder: Path, name: str = "nf4") -> Any:
     """Write shards, read each file again, and return the shards."""
-    plan, params = planned(mesh), fs.make_functional(net())[1]
-    shards, values = fs.shard(params, plan, mesh), dict(net(fs.nf4()).named_parameters())
+    plan, params = planned(mesh, STORAGES[name]), fs.make_functional(net())[1]
+    shards, values = fs.shard(params, plan, mesh), dict(net(STORAGES[name]).named_parameters())
     state_dict = fs.to_state_dict(shards, plan, mesh)
     same_bits(dict(fs.iter_params(shards, plan, mesh)), values)
     same_bits(fs.gather(shards, plan, mesh), values)
@@ -145,19 +100,22 @@ def written(mesh: fs.Mesh, folder: Path) -> Any:
     }
     for way in ways.values():
         same_bits(way, shards)
+    sharded = fs.fully_shard(fs.make_functional(net())[0], plan, mesh)
+    same_bits(sharded(shards, {}, X), net(STORAGES[name])(X))
     fs.save(folder / "checkpoint", {"shards": shards}, plan, mesh)
     return shards
 
 
-def test_whatever_leaves_the_shards_is_decoded_and_checkpoints_keep_the_bytes(tmp_path: Path) -> None:
-    shards, other = run_simulated(written, 4, tmp_path), {"replicate": 2, "shard": 2}
-    new = planned(other, units=["0"])
+@pytest.mark.parametrize("name", ["nf4", "int8", "fp8"])
+def test_whatever_leaves_the_shards_is_decoded_and_checkpoints_keep_the_bytes(tmp_path: Path, name: str) -> None:
+    shards, other = run_simulated(written, 4, tmp_path, name), {"replicate": 2, "shard": 2}
+    new = planned(other, STORAGES[name], units=["0"])
     cut = run_simulated(lambda mesh: fs.shard(fs.make_functional(net())[1], new, mesh), 4, shape=other)
-    same_bits(fs.replan(shards, planned(4), new), cut)
+    same_bits(fs.replan(shards, planned(4, STORAGES[name]), new), cut)
     restored = run_simulated(lambda mesh: fs.restore(tmp_path / "checkpoint", new, mesh), 4, shape=other)
     same_bits([state["shards"] for state in restored], cut)
     export_parameters(tmp_path / "checkpoint", tmp_path / "of_it.safetensors")
-    same_bits(load_file(tmp_path / "of_it.safetensors"), dict(net(fs.nf4()).named_parameters()))
+    same_bits(load_file(tmp_path / "of_it.safetensors"), dict(net(STORAGES[name]).named_parameters()))
 
 
 def test_other_storage_is_refused_and_not_encoded_again(tmp_path: Path) -> None:

@@ -50,14 +50,3 @@ def test_frozen_leaves_have_no_gradient_no_reduction_and_no_optimizer_state() ->
 
     torch.manual_seed(5)
     fs.simulate(main, 2)
-
-
-def test_the_printed_plan_tells_frozen_from_trainable_buffers() -> None:
-    _, _, plan = planned(2)
-    rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in str(plan).splitlines()]
-    named = {(row[0], row[1]): row for row in rows if len(row) > 2}
-    trained, frozen = plan.units["1.0"].buffers
-    for buffer in (trained, frozen):
-        assert named["2 × 1.*", buffer.key][2:4] == [str(len(buffer.leaves)), f"{buffer.numel:,}"]
-    assert (trained.key, frozen.key) == ("float32", "float32.frozen")
-    assert {leaf.path.rsplit(".", 2)[1] for leaf in trained.leaves} == {"a", "b"}
