@@ -108,14 +108,6 @@ def gradients_of(mesh: fs.Mesh) -> Callable[[], Any]:
     return lambda: fs.value_and_grad(lambda s: sharded(s, buffers, x).square().mean())(shards)
 
 
-def test_the_host_waits_for_nothing() -> None:
-    run = gradients_of(fs.Mesh(device=CUDA))
-    for _ in range(2):
-        run()
-    with no_waiting_host():
-        run()
-
-
 def test_shards_of_an_offloaded_unit_and_their_gradients_are_pinned_and_finished() -> None:
     mesh = fs.Mesh(device=CUDA)
     apply, params, buffers = fs.make_functional(made())

@@ -135,20 +135,13 @@ def vjp(w):
     close(w.gathered(by_shards), expected)
 
 
-def jvp_of_parameters(w):
-    """The derivative of this rank's output along the whole tangent, of which each rank holds a shard."""
-    found = torch.func.jvp(lambda s: w.out(s, w.x), (w.shards,), (w.v,))
-    close(found, torch.func.jvp(lambda p: w.whole(p, w.x), (w.params,), (w.tangents,)))
-
-
-def jvp_of_inputs(w):
-    found = torch.func.jvp(lambda x: w.out(w.shards, x), (w.x,), (w.dx,))
-    close(found, torch.func.jvp(lambda x: w.whole(w.params, x), (w.x,), (w.dx,)))
-
-
-def jvp_of_both(w):
-    found = torch.func.jvp(w.out, (w.shards, w.x), (w.v, w.dx))
-    close(found, torch.func.jvp(w.whole, (w.params, w.x), (w.tangents, w.dx)))
+def jvp(w):
+    """The derivative of this rank's output along its own inputs' tangent, and the whole one, of which it holds a shard."""
+    of_parameters = lambda f, p, v: torch.func.jvp(lambda p: f(p, w.x), (p,), (v,))  # noqa: E731
+    of_inputs = lambda f, p, v: torch.func.jvp(lambda x: f(p, x), (w.x,), (w.dx,))  # noqa: E731
+    of_both = lambda f, p, v: torch.func.jvp(f, (p, w.x), (v, w.dx))  # noqa: E731
+    for along in (of_parameters, of_inputs, of_both):
+        close(along(w.out, w.shards, w.v), along(w.whole, w.params, w.tangents))
 
 
 def jvp_of_jvp(w):
@@ -205,22 +198,13 @@ def hvp(w):
     )
 
 
-def hvp_forward_over_reverse(w):
+def hvp_in_every_order(w):
     """The sum of the ranks' Hessians times the vector whose shards the ranks hold."""
-    close(w.gathered(torch.func.jvp(torch.func.grad(w.loss), (w.shards,), (w.v,))[1]), hvp(w))
-
-
-def hvp_reverse_over_reverse(w):
-    close(w.gathered(torch.func.grad(lambda s: dot(torch.func.grad(w.loss)(s), w.v))(w.shards)), hvp(w))
-
-
-def hvp_reverse_over_forward(w):
-    """The sum over ranks of the gradient of a directional derivative, which is the same product."""
-
-    def directional(s):
-        return torch.func.jvp(w.loss, (s,), (w.v,))[1]
-
-    close(w.gathered(torch.func.grad(directional)(w.shards)), hvp(w))
+    forward_over_reverse = torch.func.jvp(torch.func.grad(w.loss), (w.shards,), (w.v,))[1]
+    reverse_over_reverse = torch.func.grad(lambda s: dot(torch.func.grad(w.loss)(s), w.v))(w.shards)
+    reverse_over_forward = torch.func.grad(lambda s: torch.func.jvp(w.loss, (s,), (w.v,))[1])(w.shards)
+    for product in (forward_over_reverse, reverse_over_reverse, reverse_over_forward):
+        close(w.gathered(product), hvp(w))
 
 
 def hessian(w):
@@ -335,10 +319,9 @@ def linearize(w):
 
 
 TRANSFORMS = (
-    grad, value_and_grad, vjp, jvp_of_parameters, jvp_of_inputs, jvp_of_both, jvp_of_jvp, jacrev, jacfwd,
-    jacfwd_along_the_worlds_basis, jacobians_of_inputs, hvp_forward_over_reverse, hvp_reverse_over_reverse,
-    hvp_reverse_over_forward, hessian, hessian_by_torch, functional_hessian, functional_hvp, psum_of_inputs,
-    vmap_over_inputs, vmap_of_grad, double_backward,
+    grad, value_and_grad, vjp, jvp, jvp_of_jvp, jacrev, jacfwd, jacfwd_along_the_worlds_basis, jacobians_of_inputs,
+    hvp_in_every_order, hessian, hessian_by_torch, functional_hessian, functional_hvp, psum_of_inputs, vmap_over_inputs,
+    vmap_of_grad, double_backward,
 )  # fmt: skip
 
 

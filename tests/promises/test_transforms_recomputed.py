@@ -4,6 +4,8 @@ A loss such as that of a physics-informed network or of MeanFlow differentiates 
 differentiates the loss by the parameters. Backward then computes units again inside transforms of its own.
 """
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -145,38 +147,26 @@ def test_the_gradient_of_a_loss_with_a_transform_is_right_however_it_is_asked_fo
 # --- checkpoints of torch, which know no transform ------------------------------------------------
 
 
-def checkpointed(f, x):
-    return checkpoint(f, x, use_reentrant=False)
+again = functools.partial(checkpoint, use_reentrant=False)
+CAUSES = {
+    "in a unit": (again, lambda f: f, of_both,
+        r"'1.up.weight' was read .* of unit '1', in backward: torch.utils.checkpoint .*remat"),
+    "around a call": (None, lambda f: functools.partial(again, f), of_parameters,
+        r"belongs to a torch.func transform that has ended: .*torch.utils.checkpoint.*fs.remat"),
+}  # fmt: skip
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="torch's own checkpoint has no derivative along directions")
-def test_a_checkpoint_of_torch_in_a_unit_under_a_transform_is_named_as_the_cause():
-    apply, params, _ = fs.make_functional(build(checkpointed))
+@pytest.mark.parametrize(("inside", "around", "loss", "words"), CAUSES.values(), ids=CAUSES)
+def test_a_checkpoint_of_torch_under_a_transform_is_named_as_the_cause(inside, around, loss, words):
+    apply, params, _ = fs.make_functional(build(inside))
 
     def main(mesh):
         plan = fs.make_plan(params, mesh, units=["0", "1"])
         sharded = fs.fully_shard(apply, plan, mesh)
-        fs.value_and_grad(lambda shards: of_both(lambda p, x: sharded(p, {}, x), shards, None, X, DX))(
-            fs.shard(params, plan, mesh)
-        )
-
-    with pytest.raises(
-        ValueError, match=r"'1.up.weight' was read .* of unit '1', in backward: torch.utils.checkpoint .*remat"
-    ):
-        fs.simulate(main, 2)
-
-
-def test_a_checkpoint_of_torch_around_a_call_under_a_transform_is_named_as_the_cause():
-    apply, params, _ = fs.make_functional(build())
-
-    def main(mesh):
-        plan = fs.make_plan(params, mesh, units=["0", "1"])
-        sharded = fs.fully_shard(apply, plan, mesh)
-        f = lambda shards, x: checkpoint(lambda s, x: sharded(s, {}, x), shards, x, use_reentrant=False)  # noqa: E731
+        f = around(lambda shards, x: sharded(shards, {}, x))
         v = fs.shard(TANGENTS, plan, mesh)
-        fs.value_and_grad(lambda shards: of_parameters(f, shards, v, X, DX))(fs.shard(params, plan, mesh))
+        fs.value_and_grad(lambda shards: loss(f, shards, v, X, DX))(fs.shard(params, plan, mesh))
 
-    with pytest.raises(
-        ValueError, match=r"belongs to a torch.func transform that has ended: .*torch.utils.checkpoint.*fs.remat"
-    ):
+    with pytest.raises(ValueError, match=words):
         fs.simulate(main, 2)

@@ -17,7 +17,7 @@ from torch import nn
 import funcshard as fs
 from funcshard._utils import tree
 from tests.ranks import run_ranks, run_simulated
-from tests.storages import Log
+from tests.storages import Log, LoggedBlock
 
 STEPS = 2
 WIDTH = 5  # a weight of 25 elements, so that two ranks need padding
@@ -236,16 +236,6 @@ def test_ranks_that_simulate_more_add_up_in_their_order():
 # --- memory between forward and backward, and gradients in low precision ---------------------------------------------------
 
 
-class Logged(nn.Linear):
-    def __init__(self, log: Log) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.log = log
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.log(self.weight)
-        return super().forward(x).tanh()
-
-
 # The number of units whose cast copies are in memory between forward and backward. The root, whose
 # copy is kept until its backward, is not counted.
 KEPT = {"full_shard": 0, "shard_grad_op": 2, "no_shard": 2}
@@ -256,7 +246,7 @@ KEPT = {"full_shard": 0, "shard_grad_op": 2, "no_shard": 2}
 def test_a_cast_copy_lives_as_long_as_a_gathered_one(strategy, world_size):
     def main(mesh: fs.Mesh) -> None:
         log = Log()
-        apply, params, buffers = fs.make_functional(nn.Sequential(*(Logged(log) for _ in range(3))))
+        apply, params, buffers = fs.make_functional(nn.Sequential(*(LoggedBlock(WIDTH, log) for _ in range(3))))
         plan = fs.make_plan(params, mesh, units=["0", "1"], strategy=strategy, precision=fs.MixedPrecision(FP16))
         sharded = fs.fully_shard(apply, plan, mesh)
         alive = []
