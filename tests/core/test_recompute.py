@@ -308,7 +308,7 @@ def test_a_function_may_turn_exceptions_into_its_own():
         except Exception as error:
             raise ValueError("my operation failed") from error
 
-    w = made((4, 4), 0).requires_grad_()
+    w = random(0, 4, 4).requires_grad_()
     grads = [torch.autograd.grad(run(X[:4, :4], w).sum(), w)[0] for run in (f, fs.remat(f))]
     assert torch.equal(*grads)
 
