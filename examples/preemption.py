@@ -98,6 +98,8 @@ def train(mesh: fs.Mesh, steps: int, folder: Path, stop: threading.Event) -> lis
             print(f"step {state.step}: loss {losses[-1]:.4f}", flush=True)
         if state.step % SAVE_EVERY == 0:
             saving = save()
+    if saving is not None:
+        saving.wait(timeout=LIMIT)
     save().wait(timeout=LIMIT)
     if mesh.rank == 0 and state.step < steps:
         print(f"saved step {state.step} after a signal", flush=True)
