@@ -139,14 +139,11 @@ def optimizer_to_state_dict(
 def flatten_optimizer_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Put an optimizer's state dict under one level of names.
 
-    ``optimizer_from_state_dict`` takes the result too.
-
     Arguments:
-        state_dict: what ``optimizer_to_state_dict`` returned; empty with ``rank0_only`` on other
-            ranks than 0.
+        state_dict: what ``optimizer_to_state_dict`` returned.
 
     Returns:
-        ``{"state.0.weight.exp_avg": tensor, "param_groups.0.weight.lr": 0.1, ...}``.
+        ``{"state.0.weight.exp_avg": tensor, ...}``, which ``optimizer_from_state_dict`` takes too.
 
     Raises:
         TypeError: ``state_dict`` isn't an optimizer's state dict, or is flat already.

@@ -309,8 +309,8 @@ def save_pretrained(
     Arguments:
         path: the folder to write.
         apply: the function that you got from ``from_pretrained`` or ``make_functional``.
-        state: your ``TrainState``, whose parameters and persistent buffers are written. Or this
-            rank's shards, for the parameters alone.
+        state: your ``TrainState``, for parameters and persistent buffers; or shards, for parameters
+            alone.
         plan: the plan of your shards.
         mesh: the ranks.
         max_shard_size: as in ``export_safetensors``.
