@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["CountingStore", "FailingStore", "SuspendedStore", "until"]
+__all__ = ["FailingStore", "SuspendedStore", "until"]
 
 
 def until(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
@@ -49,30 +49,18 @@ class SuspendedStore:
 
 
 class FailingStore:
-    """A store whose next ``failures`` calls fail, as when a connection is cut."""
+    """A store that counts the requests of each kind, and whose next ``failures`` calls fail, as when a connection is cut."""
 
     def __init__(self, failures: float = 0) -> None:
-        self.inner, self.failures = dist.HashStore(), failures
+        self.inner, self.failures, self.requests = dist.HashStore(), failures, Counter[str]()
 
     def clone(self) -> FailingStore:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        if self.failures and name != "path":  # which only a file has
-            self.failures -= 1
-            raise dist.DistNetworkError("Connection reset by peer")
-        return getattr(self.inner, name)
-
-
-class CountingStore:
-    """A store that counts the requests of each kind in ``requests``."""
-
-    def __init__(self) -> None:
-        self.inner, self.requests = dist.HashStore(), Counter[str]()
-
-    def clone(self) -> CountingStore:
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        self.requests[name] += name != "path"  # which is no request
+        if name != "path":  # which only a file has
+            self.requests[name] += 1
+            if self.failures:
+                self.failures -= 1
+                raise dist.DistNetworkError("Connection reset by peer")
         return getattr(self.inner, name)

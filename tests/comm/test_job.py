@@ -24,7 +24,7 @@ import funcshard as fs
 from funcshard._utils.torch_groups import group_timeout
 from funcshard.comm.job import meet
 from funcshard.comm.watch import Limits, LostError, Wait, Watch, name_of, watched
-from tests.comm.stores import CountingStore, SuspendedStore
+from tests.comm.stores import FailingStore, SuspendedStore
 from tests.commands import Command
 from tests.hostile.nursery import needs_linux
 from tests.ranks import run_ranks
@@ -56,17 +56,17 @@ def test_a_wrong_environment_is_an_error_before_anything_is_connected(case: str,
     assert not dist.is_initialized()
 
 
-def test_a_process_without_a_gpu_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "words"),
+    [
+        (1, r"found process number 1 \(LOCAL_RANK\) and 1 GPUs: start torchrun"),
+        (0, r"needs a GPU, and torch finds none here: see nvidia-smi .* or pass init_mesh"),
+    ],
+)
+def test_a_process_without_a_gpu_of_its_own_is_refused(gpus: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launch(monkeypatch, LOCAL_RANK="1")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match=r"found process number 1 \(LOCAL_RANK\) and 1 GPUs: start torchrun"):
-        fs.init_mesh(device="cuda")
-    assert not dist.is_initialized()
-
-
-def test_a_machine_without_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ValueError, match=r"needs a GPU, and torch finds none here: see nvidia-smi .* or pass init_mesh"):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(ValueError, match=words):
         fs.init_mesh(device="cuda")
     assert not dist.is_initialized()
 
@@ -144,7 +144,7 @@ def test_a_store_that_has_ended_is_an_error_of_ours() -> None:
 
 
 def test_of_a_thousand_ranks_all_but_the_first_ask_the_store_a_few_times_only() -> None:
-    ranks, store = range(1000), CountingStore()
+    ranks, store = range(1000), FailingStore()
     name = name_of("meeting", ranks)
     store.inner.set(f"funcshard/{name}/1/answer", "")
     watch = Watch(5, store)

@@ -8,7 +8,7 @@ import torch
 
 import funcshard as fs
 from funcshard.comm.user_collectives import Collectives
-from tests.core.units import forward_mode, mlp, of_precision_page
+from tests.core.units import forward_mode, mlp, of_module, of_precision_page, recorded, same_bits
 from tests.ranks import on_ranks, run_ranks, run_simulated
 
 pytestmark = forward_mode
@@ -59,51 +59,39 @@ OWN: dict[str, dict[str, Any]] = {
         "replicate": {"all_reduce": add},
     },
 }
-OPTIONS: dict[str, dict[str, Any]] = {
-    "full_shard": {},
-    "shard_grad_op": {"strategy": "shard_grad_op"},
-    "no_shard": {"strategy": "no_shard"},
-    "bfloat16": {"precision": fs.MixedPrecision(torch.bfloat16, torch.float32)},
-}
-
-
-def with_own(mesh: fs.Mesh, own: dict[str, dict[str, Any]]) -> fs.Mesh:
-    for axis, functions in own.items():
-        mesh = fs.with_collectives(mesh, axis, **functions)
-    return mesh
 
 
 def gradient(mesh: fs.Mesh, options: dict[str, Any]) -> Any:
-    """Return the loss, the gradient as a whole tree, and the events, which must be predicted."""
-    plan = fs.make_plan(PARAMS, mesh, units=NAMES, **options)
-    sharded = fs.fully_shard(APPLY, plan, mesh)
-    shards = fs.shard(PARAMS, plan, mesh)
+    """Return the loss and the gradient as a whole tree; the events must be predicted."""
+    plan, sharded, shards = of_module(mesh, (APPLY, PARAMS, BUFFERS), NAMES, **options)
     evaluate = fs.value_and_grad(lambda s: sharded(s, BUFFERS, inputs(mesh.rank)).square().mean())
     evaluate(shards)
-    with fs.record_events() as events:
-        loss, grads = evaluate(shards)
-    assert tuple(events) == fs.predict_events(plan, sharded.schedule)
-    return loss, fs.gather(grads, plan, mesh)
+    (loss, grads), events = recorded(evaluate, shards)
+    assert events == fs.predict_events(plan, sharded.schedule)
+    return loss, dict(fs.gather(grads, plan, mesh))
+
+
+LOW = {"precision": fs.MixedPrecision(torch.bfloat16, torch.float32)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "options", "world"),
     [
-        ("rows and backwards", "full_shard", GRID),
-        ("rows and backwards", "shard_grad_op", GRID),
-        ("rows and backwards", "full_shard", 3),
-        ("on both axes", "no_shard", GRID),
-        ("on both axes", "bfloat16", GRID),
+        ("rows and backwards", {}, GRID),
+        ("rows and backwards", {"strategy": "shard_grad_op"}, GRID),
+        ("rows and backwards", {}, 3),
+        ("on both axes", {"strategy": "no_shard"}, GRID),
+        ("on both axes", LOW, GRID),
     ],
     ids=str,
 )
 @on_ranks()
-def test_functions_that_only_move_data_change_no_bit_and_no_event(mesh: fs.Mesh, own: str, options: str, world: Any) -> None:
-    loss, grads = gradient(with_own(mesh, OWN[own]), OPTIONS[options])
-    plain, wanted = gradient(mesh, OPTIONS[options])
-    assert torch.equal(loss, plain)
-    assert all(torch.equal(grads[name], value) for name, value in wanted.items())
+def test_functions_that_only_move_data_change_no_bit_and_no_event(mesh: fs.Mesh, own: str, options: Any, world: Any) -> None:
+    on = mesh
+    for axis, functions in OWN[own].items():
+        on = fs.with_collectives(on, axis, **functions)
+    same_bits(gradient(on, options), gradient(mesh, options))
 
 
 PAGE = of_precision_page("BLOCK = 64\n", "def gather_eight_bits")
@@ -145,9 +133,7 @@ def eight_bits_on(mesh: fs.Mesh) -> Any:
 
 @pytest.mark.slow
 def test_processes_give_the_bits_of_simulated_ranks() -> None:
-    for ours, theirs in zip(run_ranks(eight_bits_on, 2), run_simulated(eight_bits_on, 2), strict=True):
-        assert torch.equal(ours[0], theirs[0])
-        assert all(torch.equal(ours[1][name], value) for name, value in theirs[1].items())
+    same_bits(run_ranks(eight_bits_on, 2), run_simulated(eight_bits_on, 2))
 
 
 def zeros(tensor: torch.Tensor, collectives: Collectives) -> Callable[[], torch.Tensor]:

@@ -43,15 +43,20 @@ def logits_of(output):
     return getattr(output, "logits", output)
 
 
-def setup(name, mesh, strategy):
+def setup(name, mesh, how=None, dtype=torch.float64, **options):
     """Return plan, shards, this rank's function of shards, its loss of outputs, and its part of the batch."""
-    subject = subject_of(name)
-    index, number = fs.axis_index(mesh), mesh.shape["replicate"] * mesh.shape["shard"]
-    plan = fs.make_plan(subject.params, mesh, units=subject.units, strategy=strategy)
-    shards = fs.shard(subject.params, plan, mesh)
-    run = fs.fully_shard(subject.apply, plan, mesh)
-    out = lambda s: logits_of(run(s, subject.buffers, **subject.inputs(index, number)))  # noqa: E731
-    return plan, shards, out, lambda y: subject.loss(y, index, number), (index, number)
+    subject, at = subject_of(name), (fs.axis_index(mesh), mesh.shape["replicate"] * mesh.shape["shard"])
+    params, inputs = cast(subject.params, dtype), cast(subject.inputs(*at), dtype)
+    plan = fs.make_plan(params, mesh, **{"units": subject.units, **options})
+    run = fs.fully_shard(subject.apply, plan, mesh, **(how or {}))
+    out = lambda s: logits_of(run(s, subject.buffers, **inputs))  # noqa: E731
+    return plan, fs.shard(params, plan, mesh), out, lambda y: subject.loss(y, *at), at
+
+
+def mlp(mesh, **options):
+    """Return plan, shards, random shards, and outputs and loss of a small model on this rank's part of the batch."""
+    plan, shards, out, loss_of, _ = setup("mlp", mesh, **options)
+    return plan, shards, fs.randn_like(shards, plan, mesh), out, lambda s: loss_of(out(s))
 
 
 def operators(ops, out, loss_of, p, v, product, mean):
@@ -99,7 +104,7 @@ PLAIN = SimpleNamespace(
 def expected(name):
     """Return what ``operators`` returns for one rank that has the whole batch; and the vector."""
     subject = subject_of(name)
-    plan, shards, _, loss_of, _ = setup(name, fs.Mesh(), "full_shard")
+    plan, shards, _, loss_of, _ = setup(name, fs.Mesh())
     drawn = fs.randn_like(shards, plan, fs.Mesh(), generator=torch.Generator().manual_seed(3))
     drawn = whole(drawn, plan, fs.Mesh())
     v = {path: drawn[path] for path in subject.params if path in drawn}
@@ -117,7 +122,7 @@ def whole(vector, plan, mesh):
 
 
 def found(mesh, name, strategy):
-    plan, shards, out, loss_of, at = setup(name, mesh, strategy)
+    plan, shards, out, loss_of, at = setup(name, mesh, strategy=strategy)
     v = fs.randn_like(shards, plan, mesh, generator=torch.Generator().manual_seed(3))
     product = lambda a, b: fs.vdot(a, b, plan, mesh)  # noqa: E731
     with sdpa_kernel(SDPBackend.MATH):
@@ -154,19 +159,6 @@ def found_on_gloo(mesh):
 @pytest.mark.slow
 def test_operators_on_gloo_processes():
     check(run_ranks(found_on_gloo, 2), "mlp")
-
-
-def mlp(mesh, units=("layers.0", "layers.3"), how=None, dtype=torch.float64, **options):
-    """Return plan, shards, random shards, and outputs and loss of the model on this rank's part of the batch."""
-    subject = subject_of("mlp")
-    params = cast(subject.params, dtype)
-    plan = fs.make_plan(params, mesh, units=units, **options)
-    shards = fs.shard(params, plan, mesh)
-    at = fs.axis_index(mesh), mesh.shape["replicate"] * mesh.shape["shard"]
-    run = fs.fully_shard(subject.apply, plan, mesh, **(how or {}))
-    out = lambda s: run(s, {}, **cast(subject.inputs(*at), dtype))  # noqa: E731
-    loss = lambda s: subject.loss(out(s), *at)  # noqa: E731
-    return plan, shards, fs.randn_like(shards, plan, mesh), out, loss
 
 
 SETTINGS = {

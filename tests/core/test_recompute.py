@@ -342,19 +342,19 @@ def test_an_argument_that_changes_between_forward_and_backward_is_an_error(place
         loss.backward()
 
 
-@pytest.mark.parametrize("transform", ["jvp", "hvp", "grad of jvp", "jvp by another argument"])
-def test_dropout_draws_what_it_draws_without_remat_and_goes_on(transform):
-    drop = lambda how: how(lambda x: F.dropout(x, 0.5).sin())  # noqa: E731
+DRAWING = {
+    "jvp": lambda f: jvp(f, (X,), (X,)),
+    "hvp": lambda f: jvp(grad(f), (X,), (X,)),
+    "grad of jvp": lambda f: grad(lambda x: jvp(f, (x,), (X,))[1])(X),
+    "jvp by another argument": lambda f: jvp(lambda scale: scale * f(X), (torch.ones(()),), (torch.ones(()),)),
+}
 
+
+@pytest.mark.parametrize("transform", DRAWING)
+def test_dropout_draws_what_it_draws_without_remat_and_goes_on(transform):
     def derivative(how):
-        f = lambda x: (drop(how)(x) * drop(how)(x)).sum()  # noqa: E731
         torch.manual_seed(1)
-        if transform == "jvp":
-            return jvp(f, (X,), (X,)), torch.rand(1)
-        if transform == "hvp":
-            return jvp(grad(f), (X,), (X,)), torch.rand(1)
-        if transform == "grad of jvp":
-            return grad(lambda x: jvp(f, (x,), (X,))[1])(X), torch.rand(1)
-        return jvp(lambda scale: scale * f(X), (torch.ones(()),), (torch.ones(()),)), torch.rand(1)
+        drop = how(lambda x: F.dropout(x, 0.5).sin())
+        return DRAWING[transform](lambda x: (drop(x) * drop(x)).sum()), torch.rand(1)
 
     same(derivative(fs.remat), derivative(lambda f: f))

@@ -20,6 +20,7 @@ from tests.core.units import (
     requiring_grad,
     same_bits,
 )
+from tests.module.law import Runs
 from tests.pairwise import crossed
 from tests.ranks import on_ranks
 from tests.slices import WHOLE, ranks, setup, whole
@@ -99,24 +100,18 @@ def test_random_vectors_are_standard_normal_and_independent():
     same_bits(draw(), x)
 
 
-class Tied(nn.Module):
-    """A tied weight, a frozen one, and one of integers."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.frozen = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 5)
-        self.second.weight = self.first.weight
-        self.frozen.requires_grad_(False)
-        self.count = nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
-
-    def forward(self, x):
-        return self.frozen(self.second(self.first(x)))
+def tied():
+    """Return a module with a tied weight, a frozen one, and one of integers."""
+    first, second, frozen = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 5).requires_grad_(False)
+    second.weight, count = first.weight, nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
+    run = lambda net, x: net.frozen(net.second(net.first(x)))  # noqa: E731
+    return Runs(run, first=first, second=second, frozen=frozen, count=count).double()
 
 
 @on_ranks(3)
 def test_ties_count_once_and_frozen_leaves_nothing(mesh):
     torch.manual_seed(0)
-    net = Tied().double()
+    net = tied()
     plan, _, shards = of_module(mesh, net, ["first", "second"])
     v = fs.randn_like(shards, plan, mesh)
     params = fs.gather(v, plan, mesh)
@@ -193,19 +188,14 @@ def whole_loss(params, x):
     return (hidden @ params["down"]["w"].T - x.prod(-1, keepdim=True)).square().mean()
 
 
-def each(f, *trees):
-    return {name: {key: f(*(tree[name][key] for tree in trees)) for key in trees[0][name]} for name in trees[0]}
-
-
 def inner_gradient(f, params):
-    leaves = [leaf for own in params.values() for leaf in own.values()]
-    found = iter(torch.autograd.grad(f(params), leaves, create_graph=True))
-    return each(lambda _: next(found), params)
+    found = iter(torch.autograd.grad(f(params), tree.leaves(params), create_graph=True))
+    return tree.map(lambda _: next(found), params)
 
 
 # What multiplies the inner gradient: a learned tensor or tree -> one factor for each leaf.
 LEARNED = {
-    "a rate": (NUMBER, lambda rate: each(lambda _: rate, PARAMS)),
+    "a rate": (NUMBER, lambda rate: tree.map(lambda _: rate, PARAMS)),
     "a scale for each leaf": (
         torch.tensor([0.3, 0.2, 0.1], dtype=torch.float64),
         lambda scales: {"up": {"w": scales[0], "b": scales[1]}, "down": {"w": scales[2]}},
@@ -219,7 +209,7 @@ def expected_objective(ranks, factors_of):
 
     def objective(params, learned):
         grads = inner_gradient(lambda p: sum(whole_loss(p, x) for x in SUPPORT[:ranks]) / ranks, params)
-        moved = each(lambda p, factor, grad: p - factor * grad, params, factors_of(learned), grads)
+        moved = tree.map(lambda p, factor, grad: p - factor * grad, params, factors_of(learned), grads)
         return sum(whole_loss(moved, x) for x in QUERY[:ranks]) / ranks
 
     return objective
@@ -244,7 +234,7 @@ def adapted_loss(mesh, strategy, factors_of):
         one = len({id(factor) for own in factors.values() for factor in own.values()}) == 1
         scales = fs.broadcast_to_shards(factors["up"]["w"] if one else factors, plan, mesh)
         grads = inner_gradient(lambda s: loss(s, SUPPORT[mesh.rank]) / mesh.world_size, shards)
-        moved = each(lambda p, scale, grad: p - scale * grad, shards, scales, grads)
+        moved = tree.map(lambda p, scale, grad: p - scale * grad, shards, scales, grads)
         return loss(moved, QUERY[mesh.rank])
 
     return plan, adapted, shards
@@ -255,23 +245,21 @@ def adapted_loss(mesh, strategy, factors_of):
 @on_ranks()
 def test_a_learned_value_that_multiplies_shards_gets_its_gradient_once(mesh, strategy, world, learned, other):
     value, factors_of = LEARNED[learned]
-    params, value = requiring_grad(each(torch.clone, PARAMS)), value.clone().requires_grad_()
+    params, value = requiring_grad(tree.map(torch.clone, PARAMS)), value.clone().requires_grad_()
     objective = expected_objective(mesh.world_size, factors_of)(params, value)
-    leaves = [value, *(leaf for own in params.values() for leaf in own.values())]
-    of_value, *of_params = torch.autograd.grad(objective, leaves)
+    of_value, *of_params = torch.autograd.grad(objective, [value, *tree.leaves(params)])
     value = value.detach()
     plan, adapted, shards = adapted_loss(mesh, strategy, factors_of)
 
     # A tensor beside the shards, whose gradients are added up.
-    tree = {"shards": shards, "learned": value}
-    _, grads = fs.value_and_grad(lambda tree: adapted(tree["shards"], tree["learned"]))(tree)
+    both = {"shards": shards, "learned": value}
+    _, grads = fs.value_and_grad(lambda both: adapted(both["shards"], both["learned"]))(both)
     close(fs.psum(grads["learned"], mesh, axis=tuple(mesh.shape)), of_value)
-    whole = fs.gather(grads["shards"], plan, mesh)
-    close([leaf for own in whole.values() for leaf in own.values()], of_params)
+    close(tree.leaves(fs.gather(grads["shards"], plan, mesh)), of_params)
 
     # A leaf of another plan.
     beside, unit, of_leaf = by_hand(mesh, {"learned": value}, lambda leaves: leaves["learned"].clone(), strategy=other)
-    _, grads = fs.value_and_grad(lambda tree: adapted(tree[0], unit(tree[1][""])))((shards, of_leaf))
+    _, grads = fs.value_and_grad(lambda both: adapted(both[0], unit(both[1][""])))((shards, of_leaf))
     close(fs.gather(grads[1], beside, mesh)["learned"], of_value)
 
     # Plain autograd, which adds over ranks.
@@ -287,7 +275,7 @@ def meta_loss_of_rate(mesh, strategy):
     def of_rate(rate):
         rates = fs.broadcast_to_shards(rate, plan, mesh)
         grads = torch.func.grad(loss)(shards, SUPPORT[mesh.rank])
-        moved = each(lambda p, r, grad: p - r * grad / mesh.world_size, shards, rates, grads)
+        moved = tree.map(lambda p, r, grad: p - r * grad / mesh.world_size, shards, rates, grads)
         return loss(moved, QUERY[mesh.rank])
 
     return of_rate
@@ -298,7 +286,7 @@ def meta_loss_of_rate(mesh, strategy):
 @on_ranks()
 def test_derivatives_of_every_order_by_a_learned_rate_are_right(mesh, strategy, world):
     objective = expected_objective(mesh.world_size, LEARNED["a rate"][1])
-    leaves = requiring_grad(each(torch.clone, PARAMS))
+    leaves = requiring_grad(tree.map(torch.clone, PARAMS))
     rate, orders = NUMBER.clone().requires_grad_(), []
     value = objective(leaves, rate)
     for _ in range(3):
@@ -322,7 +310,7 @@ def test_derivatives_of_every_order_by_a_learned_rate_are_right(mesh, strategy, 
 @on_ranks()
 def test_ranks_may_use_their_parts_of_a_gradient_differently(mesh, world):
     objective = expected_objective(mesh.world_size, LEARNED["a rate"][1])
-    params, rate = requiring_grad(each(torch.clone, PARAMS)), NUMBER.clone().requires_grad_()
+    params, rate = requiring_grad(tree.map(torch.clone, PARAMS)), NUMBER.clone().requires_grad_()
     (first,) = torch.autograd.grad(objective(params, rate), rate, create_graph=True)
     (second,) = torch.autograd.grad(first, rate)
     weight = float(mesh.rank + 1)

@@ -11,6 +11,7 @@ from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_po
 import funcshard as fs
 from funcshard.plan import wrap
 from tests.core.units import of_module
+from tests.module.law import Runs
 from tests.pairwise import crossed
 
 
@@ -95,21 +96,15 @@ def test_a_policy_chooses_units_in_the_order_of_the_model(make: Any, policy: Any
     assert policy(make()) == units
 
 
-class ReadsItsChild(torch.nn.Module):
-    """A block that reads the weight of one child, and calls the other."""
-
-    def __init__(self, width=8):
-        super().__init__()
-        self.qkv, self.out = torch.nn.Linear(width, width), torch.nn.Linear(width, width)
-
-    def forward(self, x, *, scale=1.0):
-        assert self.qkv.weight.shape[0] == self.out.weight.shape[0]  # which reads no values
-        return self.out(torch.nn.functional.linear(x, self.qkv.weight, self.qkv.bias)) * scale
+def read_a_child(block: Any, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+    """Read the weight of one child, and call the other."""
+    assert block.qkv.weight.shape[0] == block.out.weight.shape[0]  # which reads no values
+    return block.out(torch.nn.functional.linear(x, block.qkv.weight, block.qkv.bias)) * scale
 
 
 @pytest.mark.parametrize("inputs", [torch.ones(2, 8), (torch.ones(2, 8),), {"x": torch.ones(2, 8), "scale": 2.0}])
 def test_by_size_with_inputs_keeps_a_module_and_the_child_that_it_reads_in_one_unit(inputs):
-    block = ReadsItsChild()
+    block = Runs(read_a_child, qkv=linear(8), out=linear(8))
     net = torch.nn.Sequential(block, torch.nn.Linear(8, 8))
     before = {name: value.clone() for name, value in net.state_dict().items()}
     assert fs.wrap.by_size(72)(net) == ["0.qkv", "0.out", "1"]
