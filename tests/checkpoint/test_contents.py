@@ -168,9 +168,7 @@ def test_your_files_in_a_checkpoint_that_is_replaced_stay(folder: Path) -> None:
     assert len(list(path.glob("*-*"))) == 2, "files of the checkpoint before"
 
 
-def test_what_another_program_writes_to_the_path_while_a_save_runs_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_another_program_writes_to_the_path_while_a_save_runs_stays(tmp_path: Path, monkeypatch) -> None:
     wait = writer.Writer.wait_for_all
     copied = lambda path: shutil.copytree(DATA / "fsdp2", path, dirs_exist_ok=True)  # noqa: E731
     monkeypatch.setattr(writer.Writer, "wait_for_all", lambda work: (copied(work.path), wait(work)))

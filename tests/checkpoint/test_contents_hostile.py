@@ -85,6 +85,7 @@ def replaced(name: str, make: Callable[[Path], Any]) -> Harm:
     return change
 
 
+ECHO = [["value", "echo called"]]
 LINK = lambda path: path.symlink_to("/dev/zero")  # noqa: E731
 OF_THREE_RANKS = json.loads(fs.make_plan({"w": torch.zeros(3)}, 3).to_json())
 
@@ -123,12 +124,8 @@ CASES: dict[str, tuple[Harm, str]] = {
     "a plan of no entry": (planned(lambda plan: {"missing": plan}), NOT_OURS),
     "plans of two meshes": (planned(lambda plan: {"shards": plan, "step": OF_THREE_RANKS}), NOT_OURS),
     "a mesh of 2^60 ranks": (put(INDEX, "plan", "mesh_shape", value=[1, 2**60]), "must be those of make_plan"),
-    "a container that is a program": (
-        outline("namedtuple", ["command"], "os:system", [["value", "echo called"]]), "top level of the loaded module 'os'",
-    ),
-    "a custom node of a class that is no container": (
-        outline("custom", None, ["subprocess:Popen", None], [["value", "echo called"]]), "isn't a registered container",
-    ),
+    "a container that is a program": (outline("namedtuple", ["a"], "os:system", ECHO), "top level of the loaded module 'os"),
+    "a custom node that is no container": (outline("custom", None, ["subprocess:Popen", None], ECHO), "isn't a registered"),
     "a list with data that are an object": (outline("list", None, {"a": 1}, [["value", 1]]), NOT_OURS),
     "a tensor that is not there": (outline("tensor", "nothing"), NOT_OURS),
     "a buffer that is not there": (outline("shards", "every unit", [["nothing", "float32", ["tensor", "whole"]]]), NOT_OURS),
@@ -185,9 +182,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_a_hostile_checkpoint_is_refused_with_words_and_passed_over(
-    case: str, folder: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hostile_checkpoint_is_refused_with_words_and_passed_over(case: str, folder: Path, caplog, capfd) -> None:
     harm, words = CASES[case]
     path = folder / "step-2"
     harm(path)

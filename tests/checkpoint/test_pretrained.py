@@ -254,9 +254,8 @@ def test_a_module_on_meta_of_any_kind_is_filled(tmp_path: Path) -> None:
     def main(mesh: fs.Mesh) -> Any:
         apply, shards, buffers, plan = fs.from_pretrained(tmp_path, mesh, model=meta, strategy="shard_grad_op")
         assert list(plan.units) == ["", "layers.0", "layers.1"]
-        assert [leaf.path for u in plan.unit_list for b in u.buffers if not b.trainable for leaf in b.leaves] == [
-            "norm.weight"
-        ]
+        frozen = [buffer for unit in plan.unit_list for buffer in unit.buffers if not buffer.trainable]
+        assert [leaf.path for buffer in frozen for leaf in buffer.leaves] == ["norm.weight"]
         assert {unit.strategy for unit in plan.unit_list} == {"shard_grad_op"}
         return fs.fully_shard(apply.eval(), plan, mesh)(shards, buffers, torch.ones(2, 3))
 
@@ -394,9 +393,8 @@ def changed_config(**changes: Any) -> Callable[[Path], None]:
 
 def another_tie(folder: Path) -> None:
     tensors = tensors_in(folder)
-    safetensors.torch.save_file(
-        {**tensors, "lm_head.weight": tensors["transformer.wte.weight"] + 1}, folder / "model.safetensors", {"format": "pt"}
-    )
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"] + 1
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def of_files(*names: str, rest: Callable[[Path], Any] = lambda path: None) -> Callable[[Path], None]:

@@ -104,9 +104,8 @@ def of_hugging_face(folder: Path) -> set[float]:
     if not (folder / names[0]).exists():
         index = json.loads((folder / "model.safetensors.index.json").read_text())
         names = sorted(set(index["weight_map"].values()))
-    return {
-        value for name in names for leaf in safetensors.torch.load_file(folder / name).values() for value in leaf.tolist()
-    }
+    leaves = [leaf for name in names for leaf in safetensors.torch.load_file(folder / name).values()]
+    return {value for leaf in leaves for value in leaf.tolist()}
 
 
 @pytest.mark.nightly(one_in=3)
@@ -116,9 +115,7 @@ def test_an_export_that_is_killed_leaves_one_export_or_says_that_none_is_whole(b
     params, mesh = {name: torch.zeros(10) for name in "abcd"}, fs.Mesh()
     plan = fs.make_plan(params, mesh, units=list("abc"))
     filled = lambda value: fs.shard({name: leaf + value for name, leaf in params.items()}, plan, mesh)  # noqa: E731
-    export = lambda value, size: fs.export_safetensors(  # noqa: E731
-        tmp_path, filled(value), plan, mesh, max_shard_size=size
-    )
+    export = lambda value, size: fs.export_safetensors(tmp_path, filled(value), plan, mesh, max_shard_size=size)  # noqa: E731
     for moment in range(20):
         export(1.0, before)
         killed = killed_at(moment, lambda: export(2.0, after))

@@ -69,22 +69,20 @@ PAIR = {"w": torch.zeros(3), "v": torch.zeros(3)}
 HALF_FROZEN = fs.make_plan({"w": PAIR["w"].requires_grad_(), "v": PAIR["v"]}, 2)
 TRAINED = fs.make_plan({name: leaf.clone().requires_grad_() for name, leaf in PAIR.items()}, 2)
 
+
+def root(numel: int) -> list[Any]:
+    """Return states of two ranks with shards of the root alone."""
+    return [{"": {"float32": torch.zeros(numel)}}] * 2
+
+
 BAD: dict[str, tuple[list[Any], fs.Plan, fs.Plan, str]] = {
-    "shards of another plan": (
-        [{"": {"float32": torch.zeros(3)}}] * 2, WIDE, WIDE,
-        r"shard 'float32' of unit '\(root\)' at '' .* must have the shape \(2,\); found \(3,\): pass the plan that",
-    ),
-    "a leaf that was frozen then": (
-        [{"": {"float32": torch.zeros(2)}}] * 2, HALF_FROZEN, TRAINED,
-        r"leaves '\w' and '\w' into one buffer, and a tree of shards in the state holds the first but not the second",
-    ),
+    "shards of another plan": (root(3), WIDE, WIDE, r"'float32' of unit '\(root\)' at '' .* \(2,\); found \(3,\): pass"),
+    "a leaf that was frozen then": (root(2), HALF_FROZEN, TRAINED, "into one buffer, .* holds the first but not the second"),
     "a model without a unit": (
-        [{"": {"float32": torch.zeros(1)}, "v": {"float32": torch.zeros(1)}}] * 2, TWO,
-        fs.make_plan({"w": torch.zeros(1)}, 2), "leaf 'v' of the state is not in the plan",
+        [{**root(1)[0], "v": {"float32": torch.zeros(1)}}] * 2, TWO, fs.make_plan({"w": torch.zeros(1)}, 2),
+        "leaf 'v' of the state is not in the plan",
     ),
-    "a model with one more leaf": (
-        [{"": {"float32": torch.zeros(2)}}] * 2, WIDE, TRAINED, "leaf 'v' of the plan is not in the state",
-    ),
+    "a model with one more leaf": (root(2), WIDE, TRAINED, "leaf 'v' of the plan is not in the state"),
     "another structure": ([{}, {}, {}, {"x": None}], OLD, NEW, r"structure of the state must be .* and rank 3 has"),
     "what a buffer has once": ([BESIDE] * 4, OLD, NEW, r"buffer is .*'value', 1\].* for the first and .*'value', 2\]"),
     **{

@@ -111,9 +111,7 @@ def test_one_rank_runs_in_this_process(tmp_path: Path, text: Path, capsys: pytes
 
 
 @pytest.mark.slow
-def test_it_goes_on_from_its_checkpoint_on_another_number_of_ranks(
-    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_goes_on_from_its_checkpoint_on_another_number_of_ranks(tmp_path: Path, text: Path, capsys) -> None:
     settings = Settings(
         config=TINY, units=("blocks.*",), strategy="full_shard", replicate=1, steps=5, batch=4, lr=5e-3, seed=0,
         text=str(text), out=str(tmp_path), save_every=2, resume=True,
@@ -140,9 +138,7 @@ SIGNALS = {
 
 @pytest.mark.nightly(one_in=3)
 @pytest.mark.parametrize(("ranks", "mesh", "number", "everyone"), SIGNALS.values(), ids=SIGNALS)
-def test_a_signal_ends_it_after_the_step_and_saves(
-    ranks: list[str], mesh: tuple[int, int], number: signal.Signals, everyone: bool, tmp_path: Path, text: Path
-) -> None:
+def test_a_signal_ends_it_after_the_step_and_saves(ranks, mesh, number, everyone: bool, tmp_path: Path, text: Path) -> None:
     words = [*TRAIN, *ranks, "--text", str(text), "--steps", "1000000", "--save-every", "1", "--out", str(tmp_path)]
     process = start(*words)
     before = wait_for(process, "Validation before")

@@ -82,9 +82,7 @@ UNITS = {
 
 
 @pytest.mark.parametrize(("units", "expected"), UNITS.values(), ids=UNITS)
-def test_plan_takes_a_model_of_ones_own_on_the_meta_device(
-    units: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_takes_a_model_of_ones_own_on_the_meta_device(units: list[str], expected: list[str], capsys) -> None:
     assert main(["plan", "--model", f"{__name__}:Deep", "--json", *units]) == 0
     plan = fs.Plan.from_json(capsys.readouterr().out)
     assert list(plan.units) == expected
@@ -181,9 +179,7 @@ def test_the_readme_has_two_set_up_and_go_commands() -> None:
     assert commands[1].endswith("-m pytest -n 2 --dist worksteal")
 
 
-def test_inspect_prints_what_is_in_a_checkpoint_and_which_a_folder_holds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_prints_what_is_in_a_checkpoint_and_which_a_folder_holds(tmp_path: Path, capsys) -> None:
     plan, mesh = fs.make_plan({"w": torch.zeros(4, 2)}, 1), fs.Mesh()
     for step in (1, 2, 10):
         shards = fs.shard({"w": torch.zeros(4, 2)}, plan, mesh)

@@ -93,9 +93,7 @@ def test_a_function_of_a_file_is_planned_as_a_whole_run(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("budget", "code", "first"), [("1MB", 0, "Best of "), ("10KB", 1, "None of ")], ids=["it fits", "nothing fits"]
 )
-def test_the_best_plan_is_found_or_why_there_is_none(
-    budget: str, code: int, first: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_best_plan_is_found_or_why_there_is_none(budget: str, code: int, first: str, capsys) -> None:
     out = printed([*ESTIMATE, "--auto", "--budget", budget], capsys, code)
     assert out.startswith(first)
     assert ("\nReport of plan " in out) == (code == 0)

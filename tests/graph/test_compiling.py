@@ -141,9 +141,8 @@ def test_equal_blocks_are_compiled_once_and_later_recordings_too(mesh: fs.Mesh) 
 @on_ranks(1)
 def test_gathered_and_temporary_tensors_are_freed_at_their_last_use(mesh: fs.Mesh) -> None:
     traced, state = compiled(mesh, "eager")
-    regions = [
-        node for node in schedule(traced, state, batch_of(mesh, 0)) if getattr(node.target, "__name__", "") == "region"
-    ]
+    nodes = schedule(traced, state, batch_of(mesh, 0))
+    regions = [node for node in nodes if getattr(node.target, "__name__", "") == "region"]
     assert regions
     for node in regions:
         (box,) = node.args

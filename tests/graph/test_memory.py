@@ -14,17 +14,13 @@ from benchmarks.fake_ranks import fake_mesh
 from benchmarks.storages import GATHERED, Storages
 from tests.module.law import Runs
 
-SHARD = {"shard": 4}
-
 
 def residual(*blocks: nn.Module) -> nn.Module:
     return Runs(lambda net, x: functools.reduce(lambda x, block: x + block(x), net.blocks, x), blocks=nn.ModuleList(blocks))
 
 
-def made(
-    *, shape: dict[str, int] = SHARD, step_options: dict[str, Any] | None = None, **options: Any
-) -> tuple[Any, fs.TrainState]:
-    mesh = fake_mesh(shape)
+def made(*, step_options: dict[str, Any] | None = None, **options: Any) -> tuple[Any, fs.TrainState]:
+    mesh = fake_mesh({"shard": 4})
     blocks = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
     apply, params, buffers = fs.make_functional(residual(*blocks))
     plan = fs.make_plan(params, mesh, units=["blocks.*"], **options)

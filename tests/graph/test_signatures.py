@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,16 +38,10 @@ def in_autocast(take: Any, state: Any) -> None:
 
 AGAIN: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "another shape": (lambda t, s: t(s, BATCH[:1]), "leaf `batch`: recorded float32[2, 3], found float32[1, 3]"),
-    "another tree": (lambda t, s: t.graph_for(s, {"x": BATCH}), "the tree has the new leaf `batch['x']`"),
+    "another tree": (lambda t, s: t.graph_for(s, {"x": BATCH}), "the new leaf `batch['x']`"),
     "autocast": (in_autocast, "autocast on the CPU: recorded off with bfloat16, found on with bfloat16"),
-    "a number of the batch": (
-        lambda t, s: (t.graph_for(s, (BATCH, 3)), t.graph_for(s, (BATCH, 4))),
-        "leaf `batch[1]`: recorded int 3, found int 4",
-    ),
-    "a new buffer": (
-        lambda t, s: t.graph_for(s._replace(buffers={"scale": BATCH}), BATCH),
-        "the tree has the new leaf `state.buffers['scale']`",
-    ),
+    "a number": (lambda t, s: [t.graph_for(s, (BATCH, n)) for n in (3, 4)], "leaf `batch[1]`: recorded int 3, found int 4"),
+    "a buffer": (lambda t, s: t.graph_for(s._replace(buffers={"a": BATCH}), BATCH), "the new leaf `state.buffers['a']`"),
 }
 
 
@@ -63,7 +58,7 @@ def test_a_new_recording_says_what_differs_from_the_nearest_one(case: str) -> No
     traced = fs.trace(step, state, BATCH)
     with messages() as found:
         call(traced, state)
-    assert [text for text in found if f"trace records a step again: {words}" in text], found
+    assert [text for text in found if re.search(f"trace records a step again: .*{re.escape(words)}", text)], found
 
 
 @pytest.mark.slow

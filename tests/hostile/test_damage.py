@@ -117,9 +117,8 @@ def read_plan(folder: Path, what: str) -> dict[str, int]:
     text = file.read_bytes().decode(errors="replace")
     found = outcome_of(lambda: fs.Plan.from_json(text), what, (ValueError, TypeError))
     if isinstance(found, fs.Plan):
-        outcome_of(
-            lambda: fs.gather(fs.shard(PARAMS, found, fs.Mesh()), found, fs.Mesh()), f"{what}; shard and gather", READS
-        )
+        mesh = fs.Mesh()
+        outcome_of(lambda: fs.gather(fs.shard(PARAMS, found, mesh), found, mesh), f"{what}; shard and gather", READS)
         outcome_of(lambda: str(found), f"{what}; print", READS)
     return {"rejected": int(isinstance(found, Exception))}
 

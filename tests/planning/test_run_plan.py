@@ -161,9 +161,7 @@ def test_the_command_prints_the_figures_of_plan_run_and_one_screen(config: Any, 
         assert words in screen
 
 
-def test_the_command_answers_again_from_its_cache_unless_something_changed(
-    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_answers_again_from_its_cache_unless_something_changed(config, tmp_path, monkeypatch, capsys) -> None:
     path, runs = config(), []
 
     class Run:

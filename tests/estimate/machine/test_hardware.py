@@ -56,9 +56,7 @@ def test_a_description_does_not_change_with_the_callers_dictionary():
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(
-        ValueError, match=r"must be one of a100, a100-40gb.*h200-8x400gbps.*found 'h10': did you mean 'h100'\?"
-    ):
+    with pytest.raises(ValueError, match=r"must be one of a100, .*h200-8x400gbps.*found 'h10': did you mean 'h100'\?"):
         load_hardware("h10")
     with pytest.raises(ValueError, match=r"found 'no/such\.json': python -m funcshard calibrate writes such a file"):
         load_hardware("no/such.json")

@@ -127,9 +127,7 @@ def test_a_score_is_the_estimate_of_its_plan(mesh: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("runtime", [Runtime.fsdp1(), Runtime.fsdp2(), Runtime.on("cuda")])
 @pytest.mark.parametrize("hardware", ["h100-8x100gbps", "h100-8x400gbps"])
-def test_all_reduces_beside_the_lane_count_beside_it_in_bounds(
-    runtime: Runtime, hardware: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_reduces_beside_the_lane_count_beside_it_in_bounds(runtime: Runtime, hardware: str, monkeypatch) -> None:
     scored: list[tuple[Score, Score]] = []
     score = Scorer.score
 

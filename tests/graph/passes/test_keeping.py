@@ -25,9 +25,7 @@ def gathers(traced: Any) -> list[str]:
         pytest.param("1GiB", [], id="all"),
     ],
 )
-def test_the_units_that_forward_ends_with_stay_as_far_as_the_budget_reaches(
-    full_shard: Any, budget: Any, again: list[int]
-) -> None:
+def test_the_units_that_forward_ends_with_stay_as_far_as_the_budget_reaches(full_shard, budget, again) -> None:
     kept = fs.passes.keep_gathered(full_shard, budget=budget)
     blocks = [f"blocks.{number}" for number in (*range(4), *again)]
     assert gathers(kept) == blocks
