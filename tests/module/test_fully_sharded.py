@@ -1,17 +1,24 @@
 """``fully_shard``: a module runs unit by unit, and calls do not affect each other."""
 
+from __future__ import annotations
+
+import contextlib
+import copy
 import functools
+import pickle
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from tests.core.units import of_module
-from tests.module.law import Runs, Watch, calls_on, check_equal, outputs_on, plain_call, sharded_call
-from tests.ranks import on_ranks
+from tests.module.law import Runs, Watch, calls_on, check_equal, outputs_on, plain_call, same_bits, sharded_call
+from tests.ranks import on_ranks, run_ranks, run_simulated
 from tests.storages import Log
 
 WIDTH, WORDS = 8, 11
@@ -259,3 +266,236 @@ def test_backward_begins_at_the_output_that_was_computed_last(mesh):
         with fs.record_events() as events:
             fs.value_and_grad(lambda s: sharded(s, {}, torch.ones(2, 4))[1].sum())(shards)
     assert started[-1] == ["first", "last", "last"]
+
+
+# --- a plan that trains what a module froze, and copies -------------------------------------------
+
+
+def net_of(frozen: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    net.requires_grad_(frozen == "none")
+    if frozen == "first layer":
+        net[2].requires_grad_()
+    return net
+
+
+# name -> (what is frozen, change of the params, how many frozen ones the plan trains unasked)
+CASTS: dict[str, tuple[str, Any, int]] = {
+    "unchanged": ("all", lambda p: p, 0),
+    "cast, all frozen": ("all", lambda p: p.to(torch.float64), 4),
+    "cast, some frozen": ("first layer", lambda p: p.to(torch.float64), 0),  # .to keeps requires_grad of the others
+    "detached, some frozen": ("first layer", torch.Tensor.detach, 2),
+    "detached, none frozen": ("none", torch.Tensor.detach, 0),
+}
+
+
+@pytest.mark.parametrize(("frozen", "change", "lost"), CASTS.values(), ids=CASTS)
+def test_fully_shard_warns_if_the_plan_trains_everything_although_the_module_was_frozen(frozen, change, lost) -> None:
+    apply, params, _ = fs.make_functional(net_of(frozen))
+    plan = fs.make_plan({name: change(value) for name, value in params.items()}, fs.Mesh())
+    words = (
+        f"the plan trains every parameter, but {lost} of them, such as '0.bias', required no gradient.*cast the module "
+        r"before make_functional, or call module.requires_grad_\(\)"
+    )
+    with pytest.warns(UserWarning, match=words) if lost else contextlib.nullcontext([]) as said:
+        fs.fully_shard(apply, plan, fs.Mesh())  # warnings are errors here
+    assert [warning.filename for warning in said] == [__file__] * bool(lost)
+
+
+def test_a_plan_that_trains_some_of_what_was_frozen_is_a_choice() -> None:
+    apply, params, _ = fs.make_functional(net_of("all"))
+    params["2.weight"].requires_grad_()
+    fs.fully_shard(apply, fs.make_plan(params, fs.Mesh()), fs.Mesh())  # warnings are errors here
+
+
+def test_copies_of_a_sharded_function_are_the_function_itself_and_a_pickle_says_what_can_be_pickled() -> None:
+    apply, params, _ = fs.make_functional(net_of("none"))
+    f = fs.fully_shard(apply, fs.make_plan(params, fs.Mesh()), fs.Mesh())
+    assert copy.copy(f) is copy.deepcopy({"f": [f]})["f"][0] is f
+    words = "it holds the connections of its mesh: .* with fs.save, or pickle the function of make_func"
+    with pytest.raises(TypeError, match=words):
+        pickle.dumps(f)
+
+
+# --- parameters outside the plan: each rank has its own number of experts -------------------------
+
+OWN = ["blocks.*.experts.**"]
+UNITS = {"blocks": ["blocks.*"], "the root alone": [], "a unit inside": ["blocks.*", "blocks.0.dense"]}
+EXPERTS = {0: 1, 1: 3, 2: 0, 3: 2}  # of each rank
+
+
+def experts(number):
+    def forward(m, x):
+        y = m.scale * torch.tanh(m.dense(x))
+        return x + sum((torch.tanh(expert(y)) for expert in m.experts), y)
+
+    several = nn.ModuleList(nn.Linear(4, 4) for _ in range(number))
+    return Runs(forward, dense=nn.Linear(4, 4), experts=several, scale=torch.full((4,), 0.5))
+
+
+def model_of(rank):
+    """Return the model of one rank: all ranks share everything but the experts."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        net = nn.ModuleDict({"blocks": nn.Sequential(experts(0), experts(0)), "head": nn.Linear(4, 1)})
+        torch.manual_seed(10 + rank)
+        for block in net["blocks"]:
+            block.experts.extend(nn.Linear(4, 4) for _ in range(EXPERTS[rank]))
+    return Runs(lambda m, x: m.head(m.blocks(x)), **net).double()
+
+
+def parts_of(rank):
+    """Return the function of a rank, the parameters that all ranks share, its own ones, and the buffers."""
+    apply, params, buffers = fs.make_functional(model_of(rank))
+    own = {name: value for name, value in params.items() if ".experts." in name}
+    return apply, {name: value for name, value in params.items() if name not in own}, own, buffers
+
+
+def rows_of(rank):
+    return torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+
+
+def step_with_own(mesh, units, strategy="full_shard"):
+    """Return the gradients of the plan's leaves by name, and those of this rank's own experts."""
+    apply, shared, own, buffers = parts_of(mesh.rank)
+    plan = fs.make_plan(shared, mesh, units=units, strategy=strategy)
+    sharded = fs.fully_shard(apply, plan, mesh, ignored_params=OWN)
+
+    def loss_fn(trained, x):
+        shards, own = trained
+        return sharded(shards, {**buffers, **own}, x).square().mean()
+
+    for _ in range(2):
+        with fs.record_events() as events:
+            trained = fs.shard(shared, plan, mesh), own
+            _, (grads, own_grads) = fs.value_and_grad(loss_fn, mesh=mesh)(trained, rows_of(mesh.rank))
+    assert tuple(events) == fs.predict_events(plan, sharded.schedule)
+    return fs.gather(grads, plan, mesh), own_grads
+
+
+def check_own(results):
+    """Check the gradients of the mean over ranks of the losses."""
+    world = len(results)
+    alone = [plain_call(model_of(rank), rows_of(rank))[1] for rank in range(world)]
+    for mine, (grads, own_grads) in zip(alone, results, strict=True):
+        torch.testing.assert_close(grads, {name: sum(each[name] for each in alone) / world for name in grads})
+        torch.testing.assert_close(own_grads, {name: mine[name] / world for name in own_grads})
+        assert {*grads, *own_grads} == mine.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("units", "strategy"), [("blocks", "no_shard"), ("the root alone", "shard_grad_op"), ("a unit inside", "full_shard")]
+)
+def test_ranks_train_experts_of_another_number_outside_the_plan(units, strategy):
+    check_own(run_simulated(lambda mesh: step_with_own(mesh, UNITS[units], strategy), 4))
+
+
+@pytest.mark.slow
+def test_processes_train_experts_of_another_number_outside_the_plan():
+    check_own(run_ranks(step_with_own, 2, UNITS["blocks"]))
+
+
+@on_ranks(4)
+def test_a_checkpoint_keeps_the_ignored_parameters_of_each_rank(mesh, tmp_path):
+    _, shared, own, _ = parts_of(mesh.rank)
+    plan = fs.make_plan(shared, mesh, units=["blocks.*"])
+    state = {"shards": fs.shard(shared, plan, mesh), "own": fs.PerRank(own)}
+    fs.save(tmp_path, state, plan, mesh)
+    back = fs.restore(tmp_path, plan, mesh)["own"].value
+    same_bits(back, own)
+
+
+WRONG = [
+    (["blocks.*.expert.**"], (), ValueError, r"missing: \['blocks.0.experts.*, or name parameters that it should lack"),
+    ([1], (), TypeError, r"expected string or bytes-like object, got 'int'"),
+    (OWN, {}, ValueError, r"hold a tensor of shape \(4, 4\) for 'blocks.0.experts.0.weight', .* found nothing: pass"),
+    (OWN, torch.zeros(2), ValueError, r"shape \(4, 4\) for .*found a tensor of shape \(2,\): pass \{\*\*buffers"),
+]
+
+
+@pytest.mark.parametrize(("ignored", "given", "error", "words"), WRONG)
+def test_mistakes_with_ignored_parameters_are_errors(ignored, given, error, words):
+    apply, shared, own, buffers = parts_of(1)
+    plan, mesh = fs.make_plan(shared, 1, units=["blocks.*"]), fs.Mesh()
+    with pytest.raises(error, match=words):
+        fs.fully_shard(apply, plan, mesh, ignored_params=ignored)(
+            fs.shard(shared, plan, mesh), {**buffers, **(dict.fromkeys(own, given) if len(given) else {})}, rows_of(0)
+        )
+
+
+# --- shards that change between forward and backward ----------------------------------------------
+
+
+def two(again):
+    """Return two layers, large enough that ranks of one machine share their gathered memory."""
+    around = (lambda f, x: checkpoint(f, x, use_reentrant=False)) if again else lambda f, x: f(x)
+    forward = lambda m, x: around(m.b, around(m.a, x).tanh()).square().sum()  # noqa: E731
+    return Runs(forward, a=nn.Linear(160, 160), b=nn.Linear(160, 160))
+
+
+def write(shard):
+    with torch.no_grad():
+        shard.mul_(2)
+
+
+def assign_data(shard):
+    shard.data = shard.data * 2
+
+
+def write_through_data(shard):
+    shard.data.mul_(2)
+
+
+CHANGES = {"write": write, "assign .data": assign_data, "write through .data": write_through_data}
+OLD, OTHER = "the gradient at the old values", "another gradient"
+RESHARDED = "a shard of unit 'b' was modified in place between forward and backward, which would gather other values"
+TORCHS = "is a view and its base or another view"
+AGAIN, REMAT = (
+    "a shard of unit 'b' was modified in place, or got other data",
+    "in the arguments of a function under fs.remat",
+)
+# How backward gets the leaves: what becomes of each change. A write through .data leaves no trace, as in torch.
+PROMISED = {
+    ("full_shard", "nothing again"): (RESHARDED, OLD, OTHER),
+    ("full_shard", "checkpoint"): (RESHARDED, OLD, OTHER),
+    ("full_shard", "remat"): (RESHARDED, REMAT, OTHER),
+    ("shard_grad_op", "nothing again"): (OLD, OLD, OLD),
+    ("shard_grad_op", "checkpoint"): (AGAIN, AGAIN, OTHER),
+    ("shard_grad_op", "remat"): (REMAT, REMAT, OTHER),
+    ("no_shard", "nothing again"): (TORCHS, OLD, OTHER),
+    ("no_shard", "checkpoint"): (AGAIN, AGAIN, OTHER),
+    ("no_shard", "remat"): (REMAT, REMAT, OTHER),
+}
+
+
+def outcome(mesh, strategy, how, change):
+    torch.manual_seed(0)
+    apply, params, buffers = fs.make_functional(two(how == "checkpoint"))
+    plan = fs.make_plan(params, mesh, units=["a", "b"], strategy=strategy)
+    sharded = fs.fully_shard(apply, plan, mesh, remat=["a", "b"] if how == "remat" else ())
+    shards = fs.shard(params, plan, mesh)
+    leaves = [shards[unit]["float32"].requires_grad_() for unit in plan.units]
+    x = torch.linspace(-1, 1, 320).view(2, 160)
+    wanted = torch.autograd.grad(sharded(shards, buffers, x), leaves)
+    loss = sharded(shards, buffers, x)
+    for leaf in leaves:
+        CHANGES[change](leaf)
+    try:
+        found = torch.autograd.grad(loss, leaves)
+    except RuntimeError as error:
+        return str(error)
+    return OLD if all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)) else OTHER
+
+
+# Processes share gathered memory.
+CASES = [*((run_simulated, *case) for case in PROMISED), (run_ranks, "shard_grad_op", "nothing again")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("run", "strategy", "how"), CASES)
+def test_what_becomes_of_a_change_between_forward_and_backward(run, strategy, how):
+    for change, promised in zip(CHANGES, PROMISED[strategy, how], strict=True):
+        for found in run(outcome, 2, strategy, how, change):
+            assert promised in found, change

@@ -1,9 +1,12 @@
 """Training steps equal a plain loop on the whole model and the whole batch."""
 
+from __future__ import annotations
+
 import copy
 import math
+import operator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -233,3 +236,214 @@ def test_a_step_takes_the_mean_over_its_own_mesh(mesh: fs.Mesh) -> None:
     step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.SGD, lr=1.0), plan, mesh)
     state, _ = step(step.init(fs.shard(params, plan, mesh), {}), None)
     assert state.shards[""]["float32"].tolist() == [-0.5]
+
+
+# --- a step donates its state ---------------------------------------------------------------------
+
+X = torch.linspace(-1, 1, 24).reshape(8, 3)
+
+
+class Case(NamedTuple):
+    """What a use of an old state may need."""
+
+    state: fs.TrainState
+    step: Any
+    sharded: Any
+    plan: fs.Plan
+    mesh: fs.Mesh
+    optimizer: Any
+    folder: Any
+
+    @property
+    def loss(self) -> Any:
+        return lambda shards: self.sharded(shards, {}, X).square().mean()
+
+
+NO_DECAY = {"paths": ["**.bias"], "weight_decay": 0.0}
+OPTIMIZERS = {
+    "adamw": lambda plan, mesh: fs.torch_optimizer(torch.optim.AdamW, lr=0.1),
+    "adamw with groups": lambda plan, mesh: fs.torch_optimizer(
+        torch.optim.AdamW, lr=0.1, groups=[NO_DECAY], plan=plan, mesh=mesh
+    ),
+    "muon": lambda plan, mesh: fs.muon(plan, mesh, lr=0.1),
+}
+
+
+def make(mesh: fs.Mesh, name: str = "adamw", folder: Any = None, **options: Any) -> Case:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    plan, sharded, shards = of_module(mesh, net, ["0", "2"])
+    optimizer = OPTIMIZERS[name](plan, mesh)
+    loss_fn = lambda shards, buffers, x: sharded(shards, buffers, x).square().mean()  # noqa: E731
+    step = fs.make_train_step(loss_fn, optimizer, plan, mesh, **options)
+    return Case(step.init(shards, {}), step, sharded, plan, mesh, optimizer, folder)
+
+
+USES = {
+    "step": lambda c: c.step(c.state, X),
+    "init of another run": lambda c: c.step.init(c.state.shards, {}) and c.step(c.step.init(c.state.shards, {}), X),
+    "forward": lambda c: c.sharded(c.state.shards, {}, X),
+    "value_and_grad": lambda c: fs.value_and_grad(c.loss)(c.state.shards),
+    "torch.func.grad": lambda c: torch.func.grad(c.loss)(c.state.shards),
+    "gather": lambda c: fs.gather(c.state.shards, c.plan, c.mesh),
+    "to_state_dict": lambda c: fs.to_state_dict(c.state.shards, c.plan, c.mesh),
+    "global_norm": lambda c: fs.global_norm(c.state.shards, c.plan, c.mesh),
+    "save": lambda c: fs.save(c.folder / "x", c.state, c.plan, c.mesh),
+    "save of the optimizer's state": lambda c: fs.save(c.folder / "y", c.state.opt_state, c.plan, c.mesh),
+    "optimizer_to_state_dict": lambda c: fs.optimizer_to_state_dict(c.state.opt_state, c.optimizer, c.plan, c.mesh),
+    "fs.copy": lambda c: fs.copy(c.state),
+    "fs.copy of the optimizer's state": lambda c: fs.copy(c.state.opt_state),
+    "deepcopy": lambda c: copy.deepcopy(c.state.shards),
+    "an average": lambda c: tree.map(lambda x: 0.9 * x, c.state.shards),
+    "a shape": lambda c: c.state.shards["0"]["float32"].shape,
+    "numpy": lambda c: c.state.shards["0"]["float32"].numpy(),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@on_ranks(2)
+def test_every_use_of_a_donated_state_is_an_error_that_names_the_remedies(
+    mesh: fs.Mesh, optimizer: str, tmp_path: Any
+) -> None:
+    case = make(mesh, optimizer, tmp_path)
+    new, _ = case.step(case.state, X)
+    for name, use in USES.items():
+        with pytest.raises((RuntimeError, ValueError), match=r"donated") as error:
+            use(case)
+        if isinstance(error.value, RuntimeError):
+            assert "fs.copy(state)" in str(error.value), name
+            assert "donate=False" in str(error.value), name
+    case.step(new, X)  # the new state is good
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@on_ranks(2)
+def test_an_optimizer_state_that_was_not_taken_back_is_noticed_in_the_next_step(mesh: fs.Mesh, optimizer: str) -> None:
+    case = make(mesh, optimizer)
+    params, opt_state = case.state.shards, case.state.opt_state
+    grads = tree.map(torch.ones_like, params)
+    params, _ = case.optimizer.step(grads, opt_state, params)
+    with pytest.raises(RuntimeError, match="this optimizer state was donated"):
+        case.optimizer.step(grads, opt_state, params)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("keep", ["fs.copy", "donate=False"])
+@on_ranks(2)
+def test_a_state_that_was_kept_has_its_old_values_and_runs_again_to_the_bit(
+    mesh: fs.Mesh, keep: str, optimizer: str
+) -> None:
+    case = make(mesh, optimizer, donate=keep != "donate=False")
+    state = case.step(case.state, X)[0]  # so that the optimizer's state holds tensors
+    before = copy.deepcopy(state)
+    kept = fs.copy(state) if keep == "fs.copy" else state
+    first = case.step(state, X)[0]
+    same_bits(kept, before)
+    assert not torch.equal(first.shards["0"]["float32"], before.shards["0"]["float32"])
+    same_bits(case.step(kept, X)[0], first)
+
+
+def test_a_copy_is_of_the_same_dtypes_and_has_memory_of_its_own() -> None:
+    state = {"a": torch.ones(2, dtype=torch.bfloat16, requires_grad=True), "b": [torch.arange(3), 1.5, None, "x"]}
+    new = fs.copy(state)
+    assert new["b"][1:] == [1.5, None, "x"]
+    for old, own in ((state["a"], new["a"]), (state["b"][0], new["b"][0])):
+        assert torch.equal(old, own)
+        assert (old.dtype, old.requires_grad) == (own.dtype, own.requires_grad)
+        assert old.data_ptr() != own.data_ptr()
+    assert (new["a"] * 2).grad_fn is not None
+    assert fs.copy(new["a"] * 2).grad_fn is None
+
+
+def test_a_step_that_is_skipped_donates_nothing() -> None:
+    case = make(fs.Mesh(), scaler=fs.GradScaler())
+    state, metrics = case.step(case.state, X * float("inf"))
+    assert metrics["found_inf"]
+    assert torch.equal(case.state.shards["0"]["float32"], state.shards["0"]["float32"])
+
+
+def test_a_donated_tensor_can_be_printed() -> None:
+    case = make(fs.Mesh())
+    case.step(case.state, X)
+    assert "<tensor that was donated to a training step>" in repr(case.state)
+    assert "<optimizer state that was donated to a step>" in repr(case.state)
+
+
+def test_a_tensor_that_a_tree_holds_twice_is_donated_once() -> None:
+    shared = torch.ones(2)
+    optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.5)
+    params = {"a": shared, "b": shared}
+    new, _ = optimizer.step({"a": torch.ones(2), "b": torch.zeros(2)}, optimizer.init(params), params)
+    assert new["a"].tolist() == [0.5, 0.5]
+
+
+# --- metrics["local_loss"], without a collective more ---------------------------------------------
+
+NAN = float("nan")
+PARAMS = {"w": torch.ones(3)}
+
+
+def losses(mesh: fs.Mesh, batch: Any, form: Any = lambda loss: loss, **options: Any) -> tuple[float, float]:
+    """Return the metrics ``local_loss`` and ``loss`` of one step, on a batch of losses, and of weights."""
+    plan = fs.make_plan(PARAMS, mesh)
+    f = fs.unshard(lambda leaves, x: (leaves["w"] * 0).sum() + x, plan.units[""], mesh)
+
+    def loss_fn(shards: Any, buffers: Any, batch: Any) -> Any:
+        if not options.get("weighted"):
+            return form(f(shards[""], batch.mean()))
+        values, weights = batch
+        total = weights.sum()
+        return form(f(shards[""], (values * weights).sum() / total)), total
+
+    step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.SGD, lr=0.1), plan, mesh, **options)
+    _, metrics = step(step.init(fs.shard(PARAMS, plan, mesh), {}), batch)
+    return metrics["local_loss"].item(), metrics["loss"].item()
+
+
+OPTIONS: dict[str, Any] = {"plain": {}, "accumulate": {"accumulate": 2}, "scaler": {"scaler": fs.GradScaler(init_scale=8.0)}}
+
+
+@pytest.mark.parametrize("options", [*OPTIONS.values(), {"divisor": 7}], ids=[*OPTIONS, "divisor"])
+@on_ranks(2)
+def test_it_is_the_mean_over_this_ranks_batch_and_the_loss_is_the_mean_of_all(mesh: fs.Mesh, options: Any) -> None:
+    batch = torch.tensor([1.0, 3.0]) + 7 * mesh.rank
+    assert losses(mesh, batch, **options) == (2.0 + 7 * mesh.rank, 5.5)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@on_ranks(3)
+def test_with_weights_it_is_the_weighted_mean_of_this_rank_and_zero_without_data(mesh: fs.Mesh, options: Any) -> None:
+    batch = torch.tensor([1.0, 4.0]) + 10 * mesh.rank, torch.tensor([1.0, 3.0]) * (1 + mesh.rank)
+    nothing = torch.tensor([NAN, NAN]), torch.tensor([0.0, 0.0])
+    local, loss = losses(mesh, nothing if mesh.rank == 2 else batch, weighted=True, **options)
+    assert local == pytest.approx([3.25, 13.25, 0.0][mesh.rank])
+    assert loss == pytest.approx((4 * 3.25 + 8 * 13.25) / 12)
+
+
+@on_ranks(2)
+def test_a_micro_batch_of_weight_zero_does_not_count(mesh: fs.Mesh) -> None:
+    batch = torch.tensor([NAN, 5.0]), torch.tensor([0.0, 2.0])
+    assert losses(mesh, batch, weighted=True, accumulate=2) == (5.0, 5.0)
+
+
+LOW = [2.984375, 3.015625, 3.0, 2.984375, 3.015625, 3.0, 3.03125, 2.96875]  # numbers of bfloat16, which their sum is not
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("weights", [None, [513.0, 513.0, 7.0, 1.0, 1.0, 1.0, 2.0, 2.0]], ids=["mean", "weighted"])
+@on_ranks(2)
+def test_losses_of_low_precision_or_of_one_element_are_averaged_in_float32(mesh: fs.Mesh, weights: Any, dtype: Any) -> None:
+    batch = torch.tensor(LOW) if weights is None else (torch.tensor(LOW), torch.tensor(weights))
+    expected = sum(map(operator.mul, LOW, weights or [1.0] * 8)) / sum(weights or [1.0] * 8)
+    one_element = lambda loss: loss.to(dtype).view(1, 1)  # noqa: E731
+    metrics = losses(mesh, batch, one_element, accumulate=8, weighted=weights is not None)
+    assert metrics == (pytest.approx(expected, rel=2e-7, abs=0),) * 2
+
+
+@on_ranks(2)
+def test_it_costs_no_collective(mesh: fs.Mesh) -> None:
+    with fs.record_events() as events:
+        losses(mesh, torch.ones(2))
+    # The last one is of the mean loss.
+    assert [event.kind for event in events] == ["all_gather", "reduce_scatter", "all_reduce"]

@@ -1,9 +1,10 @@
-"""Mixed precision of a call: buffers, evaluation, and modules that stay in full precision."""
+"""What a unit takes out of its module: precisions, sparse gradients, the fast path of transformer layers."""
 
 from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import funcshard as fs
-from tests.module.law import Runs, outputs_on, same_bits
+from tests.core.units import forward_mode, of_module
+from tests.module.law import Runs, calls_on, outputs_on, plain_call, same_bits
 from tests.pairwise import crossed
 from tests.promises.test_upstream_precision import WIDTH, Noted, build
 from tests.ranks import on_ranks
@@ -206,3 +208,102 @@ def test_units_inside_a_module_of_an_ignored_class_are_in_full_precision_too(own
     expected = half[2](net[1](half[0](x.half()).double()).half())
     for out in outputs_on(2, fs.make_functional(net), x, fs.wrap.by_class(nn.Linear)(net), precision=precision):
         assert torch.equal(out, expected)
+
+
+# --- embeddings that ask torch for sparse gradients, and get dense ones ---------------------------
+
+word_ids = torch.tensor([[1, 2, 2], [4, 0, 1]])
+EMBEDDINGS: dict[str, tuple[Callable[..., nn.Module], list[str]]] = {
+    "a unit": (nn.Embedding, ["table"]),
+    "in the root": (nn.Embedding, []),
+    "a bag": (lambda *sizes, sparse: nn.EmbeddingBag(*sizes, mode="sum", sparse=sparse), ["table"]),
+}
+
+
+def embedding_model(make: Callable[..., nn.Module], *, sparse: bool) -> nn.Module:
+    torch.manual_seed(0)
+    table = make(5, 4, sparse=sparse)
+    return Runs(lambda m, x: m.head(torch.tanh(m.table(x))), table=table, head=nn.Linear(4, 2)).double()
+
+
+@pytest.mark.parametrize(("make", "units"), EMBEDDINGS.values(), ids=EMBEDDINGS)
+def test_a_sparse_embedding_has_the_gradients_of_a_dense_one(make: Any, units: Any) -> None:
+    losses, grads = plain_call(embedding_model(make, sparse=False), word_ids, 2)
+    for call in calls_on(2, fs.make_functional(embedding_model(make, sparse=True)), word_ids, units):
+        torch.testing.assert_close([call.loss, call.grads], [losses[0], grads])
+
+
+@forward_mode
+def test_a_sparse_embedding_has_products_with_the_hessian() -> None:
+    def product(mesh: fs.Mesh, sparse: bool) -> Any:
+        plan, sharded, shards = of_module(mesh, embedding_model(nn.Embedding, sparse=sparse), ["table"])
+        loss_fn = lambda shards: sharded(shards, {}, word_ids).square().mean()  # noqa: E731
+        return fs.gather(fs.hvp(loss_fn, (shards,), (shards,)), plan, mesh)
+
+    for found in fs.simulate(lambda mesh: (product(mesh, sparse=True), product(mesh, sparse=False)), 2):
+        torch.testing.assert_close(*found)
+
+
+def test_an_ignored_embedding_keeps_its_sparse_gradient() -> None:
+    apply, params, _ = fs.make_functional(embedding_model(nn.Embedding, sparse=True))
+    own = {"table.weight": params.pop("table.weight")}
+
+    def main(mesh: fs.Mesh) -> bool:
+        plan = fs.make_plan(params, mesh)
+        sharded = fs.fully_shard(apply, plan, mesh, ignored_params=["table.weight"])
+        weight = own["table.weight"].detach().requires_grad_()
+        loss = sharded(fs.shard(params, plan, mesh), {"table.weight": weight}, word_ids).sum()
+        return torch.autograd.grad(loss, weight)[0].is_sparse
+
+    assert fs.simulate(main, 1) == [True]
+
+
+# --- the fast path of a `TransformerEncoderLayer` with units inside -------------------------------
+
+sequence = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
+padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
+
+
+def encoder_layer(**options: Any) -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, **options)
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoder(encoder_layer(), 2)
+
+
+def hooked() -> nn.Module:
+    net = encoder_layer()
+    net.register_forward_hook(lambda module, args, out: out * 2)
+    return net
+
+
+# name -> (module, units)
+MODELS: dict[str, tuple[Any, list[str]]] = {
+    "attention and a linear encoder_layer": (encoder_layer, ["self_attn", "linear1"]),
+    "norms first": (lambda: encoder_layer(norm_first=True), ["norm1"]),
+    "all of a encoder_layer but its norms": (encoder_layer, ["self_attn", "linear1", "linear2"]),
+    "a encoder_layer with a hook": (hooked, ["self_attn"]),
+    "layers": (encoder, ["layers.*"]),
+    "attention of the second encoder_layer": (encoder, ["layers.1.self_attn"]),
+    "layers and their attention": (encoder, ["layers.*", "layers.*.self_attn"]),
+}
+
+
+@pytest.mark.nightly(one_in=3)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@crossed(model=MODELS, padded={"": False, "padded": True}, how=["no_grad", "inference_mode", "frozen"])
+def test_evaluation_gives_the_numbers_of_the_unsharded_model(model, padded, how) -> None:
+    torch.manual_seed(0)
+    make, units = model
+    net = make().eval().requires_grad_(how != "frozen")
+    kwargs = {"src_key_padding_mask": padding} if padded else {}
+    context = torch.enable_grad if how == "frozen" else getattr(torch, how)
+    with context():
+        wanted = net(sequence, **kwargs)
+    program = lambda model, x: model(x, **kwargs)  # noqa: E731
+    with context():
+        for found in outputs_on(1, fs.make_functional(net), sequence, units, program=program):
+            torch.testing.assert_close(found, wanted)
+    if padded and make is encoder:  # torch computes with nested tensors, and fills what is padded with zeros
+        assert not wanted[1, 4:].any()
