@@ -1,5 +1,8 @@
 """``make_functional``: a function that equals the module, is pure, and names wrong arguments."""
 
+from __future__ import annotations
+
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -7,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from funcshard._utils import tree
-from tests.module.law import Runs, same_bits
+from tests.module.law import Runs, check_equal, same_bits
 from tests.ranks import run_ranks
 
 
@@ -333,3 +336,178 @@ def test_what_runs_in_no_transform_gets_an_error_that_says_what_to_do(make: Any,
     apply, params, buffers = fs.make_functional(make())
     with pytest.raises(RuntimeError, match=advice):
         torch.func.grad(lambda params: apply(params, buffers, torch.ones(2, 3)).sum())(params)
+
+
+# --- modules that torch.fx and torch.export made --------------------------------------------------
+
+of_torch = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.norm = nn.Linear(3, 3), nn.LayerNorm(3)
+        self.register_buffer("scale", torch.full((3,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.lin(x)).tanh() * self.scale
+
+
+def traced(module: nn.Module) -> nn.Module:
+    return fx.symbolic_trace(module)
+
+
+def exported(module: nn.Module) -> nn.Module:
+    return torch.export.export(module, (x,)).module()
+
+
+def two_blocks() -> nn.Module:
+    return nn.Sequential(Block(), nn.Linear(3, 3))
+
+
+# name -> (module, units)
+GRAPHS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "fx, whole": (lambda: traced(two_blocks()), []),
+    "fx, with a unit inside": (lambda: traced(two_blocks()), ["0.lin", "1"]),
+    "fx, as a unit": (lambda: nn.Sequential(traced(Block()), nn.Linear(3, 3)), ["0", "1"]),
+    "fx, inside another": (lambda: nn.Sequential(nn.Sequential(traced(Block())), nn.Linear(3, 3)), ["0", "0.0"]),
+    "export, whole": (lambda: exported(two_blocks()), []),
+    "export, as a unit": (lambda: nn.Sequential(exported(Block()), nn.Linear(3, 3)), ["0", "1"]),
+}
+
+
+def off_zero(model: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = (model(x) + 1).square().mean()
+    return loss
+
+
+@of_torch
+@pytest.mark.nightly(one_in=2)
+@pytest.mark.parametrize(("make", "units"), GRAPHS.values(), ids=GRAPHS)
+def test_gradients_are_those_of_the_module(make, units) -> None:
+    check_equal(make(), x, units, bits=True, program=off_zero, how={"remat": bool(units)})
+
+
+@of_torch
+@pytest.mark.parametrize("make", [traced, exported])
+def test_calls_and_later_edits_of_the_graph_do_not_meet(make) -> None:
+    module = make(two_blocks())
+    apply, params, buffers = fs.make_functional(module)
+    before = apply(params, buffers, x)
+    assert torch.equal(before, module(x))
+    zeros = {name: torch.zeros_like(value) for name, value in params.items()}
+    assert torch.equal(apply(zeros, buffers, x), torch.zeros(4, 3))
+    (output,) = (node for node in module.graph.nodes if node.op == "output")
+    with module.graph.inserting_before(output):
+        (result,) = output.all_input_nodes
+        output.replace_input_with(result, module.graph.call_function(torch.neg, (result,)))
+    module.recompile()
+    assert torch.equal(apply(params, buffers, x), before)
+
+
+@of_torch
+def test_no_call_copies_the_graph() -> None:
+    for module in (traced(two_blocks()), exported(two_blocks())):
+        apply, _, _ = fs.make_functional(module)
+        assert {key for _, key in apply.skeleton.copied_attributes} <= {"train", "eval"}
+
+
+@of_torch
+def test_containers_of_a_graph_are_no_units() -> None:
+    apply, params, _ = fs.make_functional(exported(two_blocks()))
+    words = (
+        "unit '0' is a Module, which has no forward of its own; .* choose the modules that are called, such as its children"
+    )
+    with pytest.raises(ValueError, match=words):
+        fs.fully_shard(apply, fs.make_plan(params, fs.Mesh(), units=["0"]), fs.Mesh())
+
+
+@of_torch
+def test_the_mode_of_an_exported_module_is_that_of_its_export() -> None:
+    apply, _, _ = fs.make_functional(nn.Sequential(exported(nn.Dropout(0.5))))
+    with pytest.raises(TypeError, match=r"made by torch\.export, .*: export the module in the other mode too"):
+        apply.eval()
+    fs.make_functional(traced(two_blocks()))[0].eval()
+
+
+@of_torch
+def test_modules_of_unflatten_are_refused_as_they_cannot_be_copied() -> None:
+    module = torch.export.unflatten(torch.export.export(two_blocks(), (x,)))
+    with pytest.raises(TypeError, match=r"'\(root\)' was made by torch\.export\.unflatten, .*: use the \.module\(\) of"):
+        fs.make_functional(module)
+
+
+# --- parametrize.cached, whose table belongs to the whole program ---------------------------------
+
+x64 = torch.randn(2, 3, dtype=torch.float64)
+
+
+class Symmetric(nn.Module):
+    def forward(self, w):
+        return w.triu() + w.triu(1).T
+
+
+class View(nn.Module):
+    def forward(self, w):
+        return w.view(w.shape)
+
+
+def parametrized(parametrization=Symmetric, *, cached):
+    """Return a network that calls its parametrized layer twice."""
+
+    def run(net, x):
+        assert parametrize.type_before_parametrizations(net.a) is nn.Linear  # the class that torch made stays
+        with parametrize.cached() if cached else contextlib.nullcontext():
+            return net.a(net.b(net.a(x)))
+
+    torch.manual_seed(0)
+    a, b = (nn.Linear(3, 3, dtype=torch.float64) for _ in range(2))
+    return Runs(run, a=parametrize.register_parametrization(a, "weight", parametrization()), b=b)
+
+
+def test_calls_of_two_trees_inside_cached_do_not_share_tensors():
+    net = parametrized(cached=False)
+    apply, params, buffers = fs.make_functional(net)
+    other = {name: value * 2 for name, value in params.items()}
+    alone = [apply(each, buffers, x64) for each in (params, other)]
+    with parametrize.cached():
+        together = [apply(each, buffers, x64) for each in (params, other)]
+        assert torch.equal(net(x64), together[0])
+    assert all(map(torch.equal, together, alone))
+
+
+def test_a_call_inside_cached_computes_a_tensor_once():
+    seen = []
+
+    class Counts(Symmetric):
+        def forward(self, w):
+            seen.append(w)
+            return super().forward(w)
+
+    for cached, times in ((True, 1), (False, 2)):
+        apply, params, buffers = fs.make_functional(parametrized(Counts, cached=cached))
+        seen.clear()
+        apply(params, buffers, x64)
+        assert len(seen) == times
+
+
+def cached_calls(loss_fn):
+    evaluate = fs.value_and_grad(loss_fn)
+
+    def call(*args):
+        with parametrize.cached():
+            return evaluate(*args)
+
+    return call
+
+
+UNITS = [([], []), (["a", "b"], []), (["a", "b"], ["a"]), (["a.parametrizations.weight"], [])]
+
+
+@pytest.mark.nightly(one_in=3)
+@pytest.mark.parametrize("parametrization", [Symmetric, View])
+@pytest.mark.parametrize(("units", "remat"), UNITS)
+@pytest.mark.parametrize("evaluate", [fs.value_and_grad, cached_calls])
+def test_sharded_gradients_inside_cached_are_the_modules(parametrization, units, remat, evaluate):
+    net = parametrized(parametrization, cached=evaluate is not cached_calls)
+    check_equal(net, x64, units, how={"remat": remat}, evaluate=evaluate)

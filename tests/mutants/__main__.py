@@ -21,10 +21,9 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from pathlib import Path
 
-from tests.mutants.covering import Covering, cover, present_tests
+from tests.mutants.covering import Covering, cover, present_tests, unreached
 from tests.mutants.faults import Fault, load, planted, save
 from tests.mutants.planting import draw, redraw
-from tests.mutants.raises import unreached
 from tests.mutants.running import Copy, Result
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,19 +1,20 @@
-"""Which tests run which lines: the suite runs once under ``coverage``, with a context for each test."""
+"""Which tests run which lines, and which errors none raises: the suite runs once under ``coverage``."""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 
 from tests.mutants.faults import Fault
 
-__all__ = ["DATA", "Covering", "cover", "present_tests"]
+__all__ = ["Covering", "cover", "present_tests", "unreached"]
 
-DATA, _SECONDS = "coverage.sqlite", "seconds.json"
+_DATA, _SECONDS = "coverage.sqlite", "seconds.json"
 
 
 def cover(root: Path, folder: Path, arguments: Iterable[str]) -> int:
@@ -27,7 +28,7 @@ def cover(root: Path, folder: Path, arguments: Iterable[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "coveragerc").write_text("[run]\nbranch = true\nsource = funcshard\nconcurrency = thread\n")
     environment = os.environ | {
-        "COVERAGE_FILE": str(folder / DATA),
+        "COVERAGE_FILE": str(folder / _DATA),
         "FUNCSHARD_TEST_SECONDS": str(folder / _SECONDS),
     }
     coverage = ["--cov=funcshard", f"--cov-config={folder / 'coveragerc'}", "--cov-context=test", "--cov-report=term"]
@@ -57,7 +58,7 @@ class Covering:
     def __init__(self, root: Path, folder: Path, present: Set[str]) -> None:
         import coverage
 
-        self._root, self._data = root, coverage.CoverageData(basename=str(folder / DATA))
+        self._root, self._data = root, coverage.CoverageData(basename=str(folder / _DATA))
         self._data.read()
         measured = json.loads((folder / _SECONDS).read_text())
         self.seconds: dict[str, float] = dict.fromkeys(present, 1.0) | measured["seconds"]
@@ -92,3 +93,24 @@ class Covering:
                 break
             chosen.append(test)
         return chosen
+
+
+def unreached(root: Path, folder: Path) -> Iterator[str]:
+    """Yield each ``raise`` of an error with a text that no test runs: file, line and statement.
+
+    Lines that run in other processes leave no trace, so a few of these have a test after all.
+
+    Arguments:
+        root: the root of the repository.
+        folder: the folder that ``cover`` wrote to.
+    """
+    import coverage
+
+    data = coverage.CoverageData(basename=str(folder / _DATA))
+    data.read()
+    for path in sorted((root / "funcshard").rglob("*.py")):
+        reached = set(data.lines(str(path)) or ())
+        for node in ast.walk(ast.parse(path.read_text())):
+            has_text = isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args
+            if has_text and reached.isdisjoint(range(node.lineno, (node.end_lineno or node.lineno) + 1)):
+                yield f"{path.relative_to(root)}:{node.lineno}: {ast.unparse(node)}"

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.__main__ import FAULTS, REVERTS, ROOT, has_gone
+from tests.mutants.covering import unreached
 from tests.mutants.faults import Fault, load, places, planted, with_fault
 from tests.mutants.planting import draw, redraw
-from tests.mutants.raises import unreached
 from tests.mutants.running import Copy, Result
 
 _CODE = """class A:
