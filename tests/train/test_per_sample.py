@@ -328,14 +328,20 @@ def test_norms_gather_each_unit_once_and_reduce_nothing_and_give_the_clipped_gra
 # --- leaves that are cut along model axes ---------------------------------------------------------
 
 
+def sliced(mesh: fs.Mesh, strategy: str = "full_shard") -> Any:
+    """Return ``(loss of one sample, shards, plan)`` of the model in slices."""
+    plan, shards, loss_fn = slices.setup(mesh, strategy)
+    return (lambda shards, x: loss_fn(shards, x.unsqueeze(0))), shards, plan
+
+
 def one_by_one(max_norm: float | None) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Return losses, norms and the mean of clipped gradients from a loop over all samples of the whole model."""
 
     def main(mesh: fs.Mesh) -> Any:
-        plan, shards, loss_fn = slices.setup(mesh)
+        loss_fn, shards, plan = sliced(mesh)
         losses, norms, total = [], [], None
         for sample in slices.batch({}, {}):
-            loss, grads = fs.value_and_grad(loss_fn)(shards, sample.unsqueeze(0))
+            loss, grads = fs.value_and_grad(loss_fn)(shards, sample)
             norm = fs.global_norm(grads, plan, mesh)
             scale = min(1.0, (max_norm or float("inf")) / norm.item())
             clipped = tree.map(lambda grad, scale=scale: grad * scale, grads)
@@ -359,18 +365,15 @@ def test_samples_are_clipped_as_by_the_whole_model(
     assert (norms < max_norm).any()
 
     def main(mesh: fs.Mesh) -> None:
-        plan, shards, loss_fn = slices.setup(mesh, strategy)
-        seen = []
-        run = fs.per_sample_grad(
-            lambda shards, sample: loss_fn(shards, sample.unsqueeze(0)), plan, mesh, max_norm=max_norm,
-            chunk_size=chunk_size, on_grads=lambda unit, grads: seen.append(unit),
-        )  # fmt: skip
+        loss_fn, shards, plan = sliced(mesh, strategy)
+        seen, options = [], {"max_norm": max_norm, "chunk_size": chunk_size}
+        run = fs.per_sample_grad(loss_fn, plan, mesh, on_grads=lambda unit, grads: seen.append(unit), **options)
         x = slices.batch(mesh.position, mesh.shape)
         (own_losses, own_norms), grads = run(shards, x)
         mine = slice(len(x) * (data_rank(mesh)), len(x) * (data_rank(mesh) + 1))
         torch.testing.assert_close(own_losses, losses[mine])
         torch.testing.assert_close(own_norms, norms[mine])
-        without = fs.per_sample_norms(lambda shards, x: loss_fn(shards, x.unsqueeze(0)), plan, mesh, chunk_size=chunk_size)
+        without = fs.per_sample_norms(loss_fn, plan, mesh, chunk_size=chunk_size)
         torch.testing.assert_close(without(shards, x), (own_losses, own_norms))
         torch.testing.assert_close(slices.whole(grads, plan, mesh), mean)
         assert seen
@@ -385,9 +388,9 @@ def data_rank(mesh: fs.Mesh) -> int:
 @pytest.mark.slow
 def test_noise_is_one_draw_for_each_element_whatever_the_degree() -> None:
     def main(mesh: fs.Mesh) -> Any:
-        plan, shards, loss_fn = slices.setup(mesh)
+        loss_fn, shards, plan = sliced(mesh)
         options = {"max_norm": 0.3, "noise_multiplier": 500.0, "generator": torch.Generator().manual_seed(4)}
-        run = fs.per_sample_grad(lambda shards, x: 0 * loss_fn(shards, x.unsqueeze(0)), plan, mesh, **options)
+        run = fs.per_sample_grad(lambda shards, x: 0 * loss_fn(shards, x), plan, mesh, **options)
         return slices.whole(run(shards, slices.batch(mesh.position, mesh.shape))[1], plan, mesh)
 
     noise, *others = (
@@ -408,35 +411,30 @@ def test_noise_is_one_draw_for_each_element_whatever_the_degree() -> None:
 def test_leaves_of_a_ranks_own_along_a_model_axis_count_on_every_rank(mesh: fs.Mesh) -> None:
     """Experts of a rank's own: their gradients count in the norm on every rank, and have noise of their own."""
     params = {"own": torch.full((3,), 1.0 + mesh.position["expert"], dtype=torch.float64)}
-    plan = fs.make_plan(params, mesh, local={"own": "expert"})
-    shards = fs.shard(params, plan, mesh)
-    f = fs.unshard(lambda leaves, x: leaves["own"] @ x, plan.units[""], mesh)
-    run = fs.per_sample_grad(lambda shards, x: 2 * f(shards[""], x), plan, mesh, max_norm=1.0)
+    f, shards, plan = one_unit(mesh, params, lambda leaves, x: leaves["own"] @ x, local={"own": "expert"})
+    twice = lambda shards, x: 2 * f(shards, x)  # noqa: E731
+    run = fs.per_sample_grad(twice, plan, mesh, max_norm=1.0)
     x = torch.tensor([[3.0, 0.0, 4.0]], dtype=torch.float64)
     (_, norms), grads = run(shards, x)
     # The sample's loss is the mean of two ranks' losses, of which each depends on its own leaf.
     torch.testing.assert_close(norms, torch.tensor([5.0 * 2**0.5], dtype=torch.float64))
-    without = fs.per_sample_norms(lambda shards, x: 2 * f(shards[""], x), plan, mesh)
+    without = fs.per_sample_norms(twice, plan, mesh)
     torch.testing.assert_close(without(shards, x)[1], norms)
     torch.testing.assert_close(fs.gather(grads, plan, mesh)["own"], x[0] / norms)
-    noisy = fs.per_sample_grad(
-        lambda shards, x: f(shards[""], x), plan, mesh, max_norm=1.0, noise_multiplier=9.0, generator=torch.Generator()
-    )
+    noisy = fs.per_sample_grad(f, plan, mesh, max_norm=1.0, noise_multiplier=9.0, generator=torch.Generator())
     own = fs.gather(noisy(shards, x)[1], plan, mesh)["own"]
     assert not torch.isclose(own, fs.ppermute(own, mesh, [(0, 1), (1, 0)], axis="expert")).any()
 
 
 @on_ranks({"shard": 2, "tensor": 2})
 def test_per_sample_mistakes_along_model_axes_are_said(mesh: fs.Mesh) -> None:
-    plan, shards, loss_fn = slices.setup(mesh)
-    run = fs.per_sample_grad(lambda shards, x: loss_fn(shards, x.unsqueeze(0)), plan, mesh, max_norm=1.0)
+    loss_fn, shards, plan = sliced(mesh)
+    run = fs.per_sample_grad(loss_fn, plan, mesh, max_norm=1.0)
     x = slices.batch(mesh.position, mesh.shape)
     with pytest.raises(ValueError, match=r"ranks along 'tensor' must pass the same samples.*split the batch along the"):
         run(shards, x[: len(x) - mesh.position["tensor"]])
     with pytest.raises(ValueError, match="found 6 in chunks of 2 on rank 0 and 6 in chunks of 3 on rank 1"):
-        fs.per_sample_grad(
-            lambda shards, x: loss_fn(shards, x.unsqueeze(0)), plan, mesh, chunk_size=2 + mesh.position["tensor"]
-        )(shards, x)
+        fs.per_sample_grad(loss_fn, plan, mesh, chunk_size=2 + mesh.position["tensor"])(shards, x)
     own = fs.make_plan({"w": torch.zeros(4)}, mesh, local={"w": {"shard": 0}})
     words = r"has trainable leaves that are local to a rank, 'w' first.*or local along model axes only"
     with pytest.raises(ValueError, match=words):
@@ -445,10 +443,7 @@ def test_per_sample_mistakes_along_model_axes_are_said(mesh: fs.Mesh) -> None:
 
 @on_ranks({"shard": 1, "tensor": 2})
 def test_a_parameter_without_dimensions_has_a_gradient_along_a_model_axis(mesh: fs.Mesh) -> None:
-    params = {"scale": torch.tensor(2.0)}
-    plan = fs.make_plan(params, mesh)
-    scaled = fs.unshard(lambda leaves, x: leaves["scale"] * x, plan.units[""], mesh)
-    run = fs.per_sample_grad(lambda shards, x: scaled(shards[""], x), plan, mesh)
-    (_, norms), grads = run(fs.shard(params, plan, mesh), torch.tensor([1.0, 3.0]))
+    f, shards, plan = one_unit(mesh, {"scale": torch.tensor(2.0)}, lambda leaves, x: leaves["scale"] * x)
+    (_, norms), grads = fs.per_sample_grad(f, plan, mesh)(shards, torch.tensor([1.0, 3.0]))
     assert norms.tolist() == [1.0, 3.0]
     assert fs.gather(grads, plan, mesh)["scale"].item() == 2.0

@@ -15,7 +15,7 @@ from torch import nn
 
 import funcshard as fs
 from funcshard._utils import tree
-from tests.core.units import of_module, same_bits
+from tests.core.units import by_hand, of_module, same_bits
 from tests.ranks import on_ranks, run_simulated
 
 ADAMW = fs.torch_optimizer(torch.optim.AdamW, lr=0.05, fused=True)
@@ -122,6 +122,10 @@ def test_ranks_with_unequal_numbers_of_batches_end_together_and_equal_one_proces
         torch.testing.assert_close(result[2], params, rtol=1e-4, atol=1e-5)
 
 
+def sum_times_mean(leaves: Any, x: torch.Tensor) -> torch.Tensor:
+    return leaves["w"].sum() * x.mean()
+
+
 HYBRID, CUT = {"replicate": 2, "shard": 3}, {"shard": 2, "tensor": 2}
 
 
@@ -140,16 +144,15 @@ HYBRID, CUT = {"replicate": 2, "shard": 3}, {"shard": 2, "tensor": 2}
 def test_new_buffers_are_those_of_one_data_rank(
     mesh: fs.Mesh, world: Any, weights: Any, options: Any, expected: list[int]
 ) -> None:
-    params, weighted, buffers = {"w": torch.ones(3)}, weights is not None, {"n": torch.tensor(0)}
-    plan = fs.make_plan(params, mesh)
-    f = fs.unshard(lambda leaves, x: leaves["w"].sum() * x.mean(), plan.units[""], mesh)
+    plan, f, shards = by_hand(mesh, {"w": torch.ones(3)}, sum_times_mean)
+    weighted, buffers = weights is not None, {"n": torch.tensor(0)}
 
     def loss_fn(shards: Any, buffers: Any, x: torch.Tensor) -> Any:
         rest = {"n": buffers["n"] * 10 + mesh.rank}, len(x)
         return (f(shards[""], x), weights[mesh.rank], *rest) if weighted else (f(shards[""], x), *rest)
 
     train = fs.make_train_step(loss_fn, ADAMW, plan, mesh, has_aux=True, mutable=True, weighted=weighted, **options)
-    state, metrics = train(train.init(fs.shard(params, plan, mesh), buffers), torch.ones(2))
+    state, metrics = train(train.init(shards, buffers), torch.ones(2))
     assert metrics["aux"] == ([1, 1] if options else 2)
     assert buffers["n"] == 0
     assert world is CUT or metrics.get("weight", 0) == 2 * weighted * options.get("accumulate", 1)
@@ -159,9 +162,7 @@ def test_new_buffers_are_those_of_one_data_rank(
 @pytest.mark.parametrize("reduce", ["each", "once"])
 @on_ranks(2)
 def test_a_micro_batch_without_data_leaves_no_trace_in_buffers(mesh: fs.Mesh, reduce: str) -> None:
-    params = {"w": torch.ones(3)}
-    plan = fs.make_plan(params, mesh)
-    f = fs.unshard(lambda leaves, x: leaves["w"].sum() * x.mean(), plan.units[""], mesh)
+    plan, f, shards = by_hand(mesh, {"w": torch.ones(3)}, sum_times_mean)
 
     def loss_fn(shards: Any, buffers: Any, rows: Any) -> Any:
         x, weight = rows
@@ -169,7 +170,7 @@ def test_a_micro_batch_without_data_leaves_no_trace_in_buffers(mesh: fs.Mesh, re
 
     train = fs.make_train_step(loss_fn, ADAMW, plan, mesh, mutable=True, weighted=True, accumulate=3, reduce=reduce)
     rows = torch.tensor([1.0, math.nan, 2.0]), torch.tensor([1.0, 0.0, 1.0])
-    state, metrics = train(train.init(fs.shard(params, plan, mesh), {"mean": torch.tensor(0.0)}), rows)
+    state, metrics = train(train.init(shards, {"mean": torch.tensor(0.0)}), rows)
     assert metrics["loss"] == 4.5
     assert state.buffers["mean"] == 3.0
 
@@ -240,7 +241,7 @@ def test_a_step_takes_the_mean_over_its_own_mesh(mesh: fs.Mesh) -> None:
 
 # --- a step donates its state ---------------------------------------------------------------------
 
-X = torch.linspace(-1, 1, 24).reshape(8, 3)
+X = batch(0)
 
 
 class Case(NamedTuple):
@@ -270,13 +271,10 @@ OPTIMIZERS = {
 
 
 def make(mesh: fs.Mesh, name: str = "adamw", folder: Any = None, **options: Any) -> Case:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    plan, sharded, shards = of_module(mesh, net, ["0", "2"])
+    sharded, plan, shards, buffers = setup(mesh, model())
     optimizer = OPTIMIZERS[name](plan, mesh)
-    loss_fn = lambda shards, buffers, x: sharded(shards, buffers, x).square().mean()  # noqa: E731
-    step = fs.make_train_step(loss_fn, optimizer, plan, mesh, **options)
-    return Case(step.init(shards, {}), step, sharded, plan, mesh, optimizer, folder)
+    step = fs.make_train_step(mean_square(sharded), optimizer, plan, mesh, **options)
+    return Case(step.init(shards, buffers), step, sharded, plan, mesh, optimizer, folder)
 
 
 USES = {
@@ -381,13 +379,11 @@ def test_a_tensor_that_a_tree_holds_twice_is_donated_once() -> None:
 # --- metrics["local_loss"], without a collective more ---------------------------------------------
 
 NAN = float("nan")
-PARAMS = {"w": torch.ones(3)}
 
 
 def losses(mesh: fs.Mesh, batch: Any, form: Any = lambda loss: loss, **options: Any) -> tuple[float, float]:
     """Return the metrics ``local_loss`` and ``loss`` of one step, on a batch of losses, and of weights."""
-    plan = fs.make_plan(PARAMS, mesh)
-    f = fs.unshard(lambda leaves, x: (leaves["w"] * 0).sum() + x, plan.units[""], mesh)
+    plan, f, shards = by_hand(mesh, {"w": torch.ones(3)}, lambda leaves, x: (leaves["w"] * 0).sum() + x)
 
     def loss_fn(shards: Any, buffers: Any, batch: Any) -> Any:
         if not options.get("weighted"):
@@ -397,7 +393,7 @@ def losses(mesh: fs.Mesh, batch: Any, form: Any = lambda loss: loss, **options: 
         return form(f(shards[""], (values * weights).sum() / total)), total
 
     step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.SGD, lr=0.1), plan, mesh, **options)
-    _, metrics = step(step.init(fs.shard(PARAMS, plan, mesh), {}), batch)
+    _, metrics = step(step.init(shards, {}), batch)
     return metrics["local_loss"].item(), metrics["loss"].item()
 
 
