@@ -333,6 +333,12 @@ _current_node: Callable[[], Any] = torch._C._current_autograd_node
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Return the number of the backward that runs on this thread, or -1 if none does."""
 
+
+def in_grad() -> bool:
+    """Return whether ``torch.autograd.grad`` runs on this thread, and not ``loss.backward()``."""
+    return graph_task_id() != -1 and not torch.autograd._is_checkpoint_valid()
+
+
 runs_in_backward: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Return whether the backward that runs on this thread computes the gradient of a node."""
 

@@ -26,7 +26,9 @@ from funcshard._utils.torch_private import (
     address,
     graph_task_id,
     hooks_allowed,
+    in_grad,
     is_transformed,
+    outer_saved_tensors_hooks,
     sequence_number,
     transform_level,
     transforms_active,
@@ -318,6 +320,8 @@ class UnitCall:
         """Run one module of a unit as part of the call."""
         # Note: backward may enter too, from a checkpoint, after the call has returned.
         group, prefetcher = self.units[member.f.unit.name], self.prefetcher
+        if prefetcher is not None and prefetcher.returned and member.f.trainable and in_grad():
+            _check_second_run(member.f.unit)
         if prefetcher is not None and transforms_active() and not any_order_active():
             with any_order():  # as around a call inside a transform; this one is inside the model
                 return self.enter(member, module, forward, args, kwargs)
@@ -418,6 +422,9 @@ class UnitCall:
         self, member: UnitModule, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs
     ) -> Any:
         """Run one module of a unit as ``enter`` does, such that backward runs it again."""
+        prefetcher = self.prefetcher
+        if prefetcher is not None and prefetcher.returned and member.f.trainable and in_grad():
+            _check_second_run(member.f.unit)
         # Why buffers: under a transform the call's copies of buffers belong to the transform, so
         # they have to be arguments and results. Why by module: ``remat`` refuses a function that
         # captured tensors, as a list of tables does.
@@ -546,7 +553,7 @@ def through_unit(cls: type[nn.Module], name: str, compiled: Method | None = None
     """
 
     @functools.wraps(getattr(cls, name))
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         module: Any = self() if type(self) is weakref.ref else self
 
         # Why around the method: backward may run it again, without entering the unit here.
@@ -596,7 +603,24 @@ class _RecomputeParams(dict[str, Any]):
             return super().__getitem__(name)
         # Note: ``torch.utils.checkpoint`` inside the unit calls a part of its forward again, from
         # backward.
-        return self.gathered.leaves_again()[leaf_index]
+        leaf = self.gathered.leaves_again()[leaf_index]
+        if leaf.requires_grad:
+            _check_second_run(self.gathered.unit)
+        return leaf
+
+
+def _check_second_run(unit: UnitPlan) -> None:
+    """Raise if backward computes with gradients here, but a checkpoint doesn't compute again.
+
+    A checkpoint only needs values. Other code differentiates by the leaves that forward read, as
+    torchdiffeq's adjoint method does, and these aren't the leaves that it reads now.
+    """
+    if torch.is_grad_enabled() and hooks_allowed() and outer_saved_tensors_hooks() is None:
+        raise ValueError(
+            f"backward calls a part of unit {unit.title!r} again, in no torch.utils.checkpoint, "
+            "and its parameters would get no gradient: in place of odeint_adjoint use odeint or "
+            "docs/recipes.md, in place of reversible layers fully_shard(remat=True)"
+        )
 
 
 def forward_with_leaves(

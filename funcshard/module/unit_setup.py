@@ -144,7 +144,7 @@ def _compile_forward(forward: Method, compiler: Compiler) -> Method:
             f"{compiler!r} returned {type(compiled_forward).__name__}"
         )
 
-    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def run(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if transforms_active() or any_order_active() or recording_graph():
             # Why not compiled: a torch.func transform makes Dynamo give up the function's code, for
             # later calls too. A graph records the operations of the forward itself.

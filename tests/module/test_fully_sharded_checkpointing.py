@@ -298,3 +298,42 @@ def test_hugging_faces_switch_keeps_the_numbers_and_the_prediction():
     # The switch computes inside of units, which the first backward teaches.
     for call in check_equal(model, inputs, subject.units, program=program):
         assert call.events == call.predicted(recomputed=[unit for unit in call.plan.units if unit])
+
+
+class Adjoint(torch.autograd.Function):
+    """As torchdiffeq's adjoint method: run a module without a graph, and again in backward with one."""
+
+    @staticmethod
+    def forward(ctx, module, x, *params):
+        ctx.module = module
+        ctx.save_for_backward(x, *params)
+        return module(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, *params = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            out = ctx.module(x)
+        return None, *torch.autograd.grad(out, (x, *params), grad, allow_unused=True)
+
+
+class ByAdjoint(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.field = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return Adjoint.apply(self.field, self.first(x), *self.field.parameters())
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("units", [[], ["first"], ["field"]], ids=["root", "another unit", "its unit"])
+def test_a_module_that_backward_runs_again_by_itself_is_an_error(units, remat):
+    """Its parameters would get zeros."""
+    apply, params, _ = fs.make_functional(ByAdjoint())
+    mesh = fs.Mesh()
+    plan = fs.make_plan(params, mesh, units=units)
+    loss_fn = lambda shards: fs.fully_shard(apply, plan, mesh, remat=remat)(shards, {}, torch.ones(2, 3)).sum()  # noqa: E731
+    with pytest.raises(ValueError, match="its parameters would get no gradient"):
+        fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh))

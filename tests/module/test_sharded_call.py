@@ -488,3 +488,42 @@ WRONG = [
 def test_wrong_groups_are_errors_of_fully_shard(units, words):
     with pytest.raises(ValueError, match=words):
         calls_on(2, fs.make_functional(made()), tokens, [units])
+class AnyNames(nn.Module):
+    """A layer whose keyword arguments have names that the library may use, as torch_geometric's ``index``."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x, *, index, path, forward, module, region, call, args, kwargs):
+        return self.inner(x) * index
+
+    def other(self, x, *, module, args, name):
+        return self.inner(x) * name
+
+
+class CallsByAnyName(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([AnyNames(), AnyNames()])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x, index=2, path=0, forward=0, module=0, region=0, call=0, args=0, kwargs=0)
+            x = x + layer.other(x, module=0, args=0, name=3)
+        return x
+
+
+def test_keyword_arguments_may_have_any_name():
+    apply, params, _ = fs.make_functional(CallsByAnyName())
+    x = torch.ones(1, 2)
+    mesh = fs.Mesh()
+    plan = fs.make_plan(params, mesh, units=["layers.0", "layers.1"])
+    methods = {unit: ["other"] for unit in ("layers.0", "layers.1")}
+    for options in ({}, {"remat": True}, {"compiler": lambda f: f}):
+        sharded = fs.fully_shard(apply, plan, mesh, methods=methods, **options)
+        out = sharded(fs.shard(params, plan, mesh), {}, x)
+        assert torch.equal(out, apply(params, {}, x))
+    profile = fs.profile(apply, params, {}, x, loss=torch.sum)
+    for options in ({}, {"remat": True}):
+        assert fs.estimate(profile, plan, **options).peak > 0

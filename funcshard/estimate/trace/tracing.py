@@ -134,14 +134,14 @@ def leaf_dtypes(plan: Plan) -> dict[str, tuple[torch.dtype, bool]]:
     }
 
 
-def _forward(module: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
+def _forward(module: weakref.ref[nn.Module], /, *args: Any, **kwargs: Any) -> Any:
     call_module = module()
     assert call_module is not None, "a module lives while it runs"
     return type(call_module).forward(call_module, *args, **kwargs)
 
 
 def _recomputed(
-    module: weakref.ref[nn.Module], call: Callable[..., Any], *args: Any, **kwargs: Any
+    module: weakref.ref[nn.Module], call: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     call_module = module()  # a checkpoint holds the module until backward
 
@@ -404,7 +404,7 @@ class _Tracer:
             self.params[name] = param
         return self.params[name]
 
-    def _call(self, index: int, path: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, index: int, path: str, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run one module, or let a stub replace it."""
         recorder = self.recorder
         inputs = list(tensors_in((args, kwargs)))
@@ -733,7 +733,7 @@ def _new_tensors(out: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]
     return [tensor for tensor in tensors_in(out) if id(tensor) not in input_ids]
 
 
-def _in_region(region: Region, forward: Any, *args: Any, **kwargs: Any) -> Any:
+def _in_region(region: Region, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
     with region:
         return forward(*args, **kwargs)
 
