@@ -160,9 +160,9 @@ def flatten_optimizer_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any
 
     Source: ``flatten_optimizer_state_dict`` of torch's ``StateDictOptions``.
     """
-    if not state_dict:
+    if state_dict == {}:
         return {}
-    if not {"state", "param_groups"} <= {*state_dict}:
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise TypeError(
             "flatten_optimizer_state_dict takes a dictionary with 'state' and 'param_groups'; "
             f"found {outline(state_dict)}: pass what optimizer_to_state_dict returned"
