@@ -139,29 +139,27 @@ class _Place(NamedTuple):
     homes: list[_Home]
 
 
+@dataclass(eq=False)
 class _Unflattener:
     """A walk over one flattened state, which makes it under another plan."""
 
-    def __init__(
-        self,
-        saved: Saved,
-        plan: Plan,
-        old_plan: Plan,
-        rank: int,
-        device: torch.device,
-        cast: bool | None,
-    ) -> None:
-        self.saved, self.plan, self.old_plan = saved, plan, old_plan
-        self.rank, self.device, self.cast = rank, device, cast
-        self.axes, self.old_axes = plan.mesh_axes, old_plan.mesh_axes
-        self.position = position_of(rank, self.axes)
+    saved: Saved
+    plan: Plan
+    old_plan: Plan
+    rank: int
+    device: torch.device
+    cast: bool | None
+
+    def __post_init__(self) -> None:
+        self.axes, self.old_axes = self.plan.mesh_axes, self.old_plan.mesh_axes
+        self.position = position_of(self.rank, self.axes)
         self.places: dict[tuple[str, str], _Place] = {}
-        self.old_leaves, new_names = leaves_by_name(old_plan), leaves_by_name(plan).keys()
+        self.old_leaves, new_names = leaves_by_name(self.old_plan), leaves_by_name(self.plan).keys()
         # Note: state of a leaf that the new plan lacks would be lost without a word. A tied
         # parameter may have been stored under any of its names.
         self.unplanned = {
             (unit.name, buffer.key): old_leaf.path
-            for unit, buffer, old_leaf in each_leaf(old_plan)
+            for unit, buffer, old_leaf in each_leaf(self.old_plan)
             if name_in(new_names, old_leaf) is None
         }
 

@@ -30,7 +30,6 @@ from funcshard.comm.agreement import (
     around_difference,
     check_all_same,
     check_once,
-    check_same,
     first_difference,
     text_of,
 )
@@ -86,7 +85,6 @@ __all__ = [
     "at_own_rank",
     "check_all_same",
     "check_once",
-    "check_same",
     "concatenate",
     "find_lost_rank",
     "first_difference",

@@ -37,30 +37,18 @@ class Ranks(Protocol):
         """What the ranks have done together; here the texts that they have found to be equal."""
 
 
-def check_same(mesh: Ranks, text: str, what: str, *, remedy: str = _REMEDY) -> None:
-    """Raise ``ValueError`` on every rank unless all ranks of ``mesh`` pass the same ``text``.
+def check_all_same(
+    mesh: Ranks, texts: Mapping[str, str], label: str = "", *, remedy: str = _REMEDY
+) -> None:
+    """Raise ``ValueError`` on every rank unless all ranks of ``mesh`` pass the same ``texts``.
 
     Every rank has to call this.
 
     Arguments:
         mesh: the ranks.
-        text: the text to compare.
-        what: a name for the text, for the error.
-        remedy: what to do, for the error.
-    """
-    check_all_same(mesh, {what: text}, remedy=remedy)
-
-
-def check_all_same(
-    mesh: Ranks, texts: Mapping[str, str], label: str = "", *, remedy: str = _REMEDY
-) -> None:
-    """Do what ``check_same`` does for several texts, by name, in one exchange.
-
-    Arguments:
-        mesh: the ranks.
         texts: the texts to compare, in this order; those of functions come from ``text_of``.
         label: the purpose, for errors about a rank that calls something else; by default the names.
-        remedy: as in ``check_same``.
+        remedy: what to do, for the error.
     """
     # Why every rank first reads every text: a rank that raised before the last collective would
     # leave the ranks that wait in it.

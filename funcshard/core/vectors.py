@@ -22,7 +22,7 @@ from funcshard._utils import tree
 from funcshard._utils.options import outline
 from funcshard._utils.tensors import is_continuous
 from funcshard._utils.torch_private import signed, untraced
-from funcshard.comm import Mesh, Topology, check_same
+from funcshard.comm import Mesh, Topology, check_all_same
 from funcshard.core.checks import check_fits, other_leaves
 from funcshard.core.collectives import pmean, psum_world
 from funcshard.core.leaf_blocks import LeafBlocks, block_count
@@ -228,7 +228,7 @@ def randn_like(
     # Why torch's own by default: torch.manual_seed then decides on these draws too.
     device = "cpu" if generator is None else generator.device
     first_seed = int(torch.randint(2**62, (), generator=generator, device=device))
-    check_same(mesh, str(first_seed), "the state of the generator of randn_like")
+    check_all_same(mesh, {"the state of the generator of randn_like": str(first_seed)})
     # Why by index: the units of a plan come in another order, and the tree's is the same for all.
     first_blocks, total_blocks = {}, 0
     for leaf in sorted(plan.leaves, key=lambda leaf: leaf.index):

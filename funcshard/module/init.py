@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from funcshard._utils.options import check_choice, outline
-from funcshard.comm import Mesh, check_same
+from funcshard.comm import Mesh, check_all_same
 from funcshard.core import (
     LeafChecksums,
     Shards,
@@ -373,8 +373,9 @@ def _check_random_state(mesh: Mesh) -> None:
     state_digest = hashlib.sha256(
         b"".join(bytes(state.tolist()) for state in generator_states)
     ).hexdigest()[:16]
-    check_same(
+    check_all_same(
         mesh,
-        state_digest,
-        "the state of torch's random number generators, as after torch.manual_seed,",
+        {
+            "the state of torch's random number generators, as after torch.manual_seed,": state_digest
+        },
     )

@@ -37,7 +37,7 @@ from funcshard._utils.torch_private import (
     version,
 )
 from funcshard._utils.tree import tensors_in
-from funcshard.comm import Mesh, check_same
+from funcshard.comm import Mesh, check_all_same
 from funcshard.core import (
     Gathered,
     Prefetcher,
@@ -504,7 +504,8 @@ def check_order(mesh: Mesh, reached: str, prefetcher: Prefetcher) -> None:
         "and ask generate() for equally many tokens"
     )
     position = len(prefetcher.ran)
-    check_same(mesh, f"{reached} at position {position}", "the order of units", remedy=remedy)
+    order_text = f"{reached} at position {position}"
+    check_all_same(mesh, {"the order of units": order_text}, remedy=remedy)
 
 
 # --- entering a unit ------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import funcshard as fs
-from funcshard.comm import Op, check_same, desync, watch
+from funcshard.comm import Op, check_all_same, desync, watch
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.watch import Limits, Watch
 from funcshard.core import raise_on_every_rank
@@ -30,7 +30,7 @@ def gather(mesh: fs.Mesh) -> None:
 
 
 def exchange(mesh: fs.Mesh) -> None:
-    raise_on_every_rank(mesh, None) if mesh.rank else check_same(mesh, "text", "the plan")
+    raise_on_every_rank(mesh, None) if mesh.rank else check_all_same(mesh, {"the plan": "text"})
 
 
 LABELS = {

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import funcshard as fs
 from funcshard.comm import Op, Topology
-from funcshard.comm.agreement import check_same
+from funcshard.comm.agreement import check_all_same
 from funcshard.comm.group import LocalGroup
 from funcshard.comm.mesh import neighbours
 from funcshard.testing import DelayedGroup, delayed
@@ -177,7 +177,7 @@ def test_a_job_of_processes_has_named_axes_in_any_order_of_its_device_mesh() -> 
 def test_every_rank_raises_if_one_text_differs_and_none_waits(world: dict) -> None:
     def main(mesh: fs.Mesh, odd: int) -> str:
         try:
-            check_same(mesh, "odd" if mesh.rank == odd else "even", "the plan")
+            check_all_same(mesh, {"the plan": "odd" if mesh.rank == odd else "even"})
         except ValueError as error:
             return str(error)
         return "nothing noticed"

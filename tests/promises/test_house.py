@@ -73,7 +73,7 @@ PLANTED = {
         "train/scaler.py", "from funcshard.module import fully_shard", "funcshard.train.scaler -> funcshard.module",
     ),
     "an import past a front door": (
-        "core/unit.py", "from funcshard.comm.agreement import check_same", "funcshard.core.unit -> funcshard.comm.agreement",
+        "core/unit.py", "from funcshard.comm.agreement import text_of", "funcshard.core.unit -> funcshard.comm.agreement",
     ),
     "an import past an inner door": (
         "comm/mesh.py", "from funcshard.comm.shm.pool import fits", "funcshard.comm.mesh -> funcshard.comm.shm.pool",
