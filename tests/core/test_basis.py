@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.autograd.functional as functional
 from torch._functorch import eager_transforms
-from torch.func import grad, hessian, jacfwd, jacrev, jvp
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp
 
 import funcshard as fs
 from funcshard._utils import torch_private, tree
 from funcshard.core import basis, flat_buffer
 from tests.core.units import by_hand, forward_mode
-from tests.promises.test_transforms import World, close
+from tests.promises.test_transforms import World, close, hvp
 from tests.ranks import on_ranks, run_simulated
 
 pytestmark = forward_mode
@@ -87,6 +87,15 @@ def test_errors_say_what_would_have_come_out_and_what_to_do(mesh):
     ):
         with pytest.raises(RuntimeError, match=words):
             loop(at)
+
+
+@on_ranks(2)
+def test_vectors_of_ones_own_are_never_refused(mesh):
+    w = World(mesh, "full_shard")
+    _, pull = vjp(grad(w.loss), w.shards)
+    pulled = torch.vmap(pull)(tree.map(lambda part: torch.stack([part, 2 * part]), w.v))[0]
+    for row in (0, 1):
+        close(w.gathered(tree.map(lambda p, row=row: p[row] / (1 + row), pulled)), hvp(w))
 
 
 @pytest.mark.parametrize("name", ["torch.func", "torch.autograd.functional"])

@@ -63,6 +63,11 @@ def test_leaves_that_are_local_along_every_data_axis_are_neither_cut_nor_padded(
     assert "local to a rank" in str(plan)
 
 
+def test_an_axis_of_one_rank_makes_one_slice_of_the_whole():
+    plan = fs.make_plan(PARAMS, {"shard": 2, "tensor": 1}, local={"up": {"tensor": 0}})
+    assert leaf(plan, "up") == (("tensor",), (LeafCut("tensor", 0, 1),), (2, 6))
+
+
 # --- DTensors -------------------------------------------------------------------------------------
 
 
