@@ -13,6 +13,7 @@ import torch
 import funcshard as fs
 from funcshard.testing import same_on_every_mesh
 from tests import slices
+from tests.core.units import of_module
 
 ROWS, WIDTH, HIDDEN = 8, 4, 12
 
@@ -300,11 +301,10 @@ def sliced(mesh: fs.Mesh) -> Any:
 
 
 def stepped(mesh: fs.Mesh) -> Any:
-    apply, params, buffers = fs.make_functional(torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64))
-    plan, states = fs.make_plan(params, mesh), []
-    sharded, adamw = fs.fully_shard(apply, plan, mesh), fs.torch_optimizer(torch.optim.AdamW, lr=0.1)
+    plan, sharded, shards = of_module(mesh, torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64))
+    adamw, states = fs.torch_optimizer(torch.optim.AdamW, lr=0.1), []
     step = fs.make_train_step(lambda s, b, x: sharded(s, b, x).square().mean(), adamw, plan, mesh, max_norm=0.1)
-    state = step.init(fs.shard(params, plan, mesh), buffers)
+    state = step.init(shards, {})
     for _ in range(3):
         state, metrics = step(state, rows(mesh, X))
         states.append((fs.copy(state), metrics["loss"], metrics["grad_norm"], plan))

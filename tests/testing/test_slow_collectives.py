@@ -13,6 +13,7 @@ import funcshard as fs
 from funcshard._utils import tree
 from funcshard.comm import DONE, Op, Work, WrappedGroup
 from funcshard.testing import KINDS, delayed, slow_collectives
+from tests.core.units import of_module
 from tests.ranks import run_ranks, run_simulated
 
 SECONDS = 0.004
@@ -31,14 +32,12 @@ def train(mesh: fs.Mesh, kinds: tuple[str, ...], settings: dict, local: tuple[st
         mesh = delayed(mesh, kind, SECONDS)
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) for _ in range(3)]  # the last layer may be local
-    apply, params, buffers = fs.make_functional(nn.Sequential(nn.Linear(3, 5), *blocks, nn.Linear(5, 2)))
-    plan = fs.make_plan(params, mesh, units=["1", "2", "3"], local=local)
-    sharded = fs.fully_shard(apply, plan, mesh, schedule=fs.make_schedule(plan, **settings))
+    net = nn.Sequential(nn.Linear(3, 5), *blocks, nn.Linear(5, 2))
+    plan, sharded, shards = of_module(mesh, net, ["1", "2", "3"], schedule=settings, local=local)
     optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=0.1)
-    shards = fs.shard(params, plan, mesh)
     state = optimizer.init(shards)
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(mesh.rank))
-    grad = fs.value_and_grad(lambda shards: sharded(shards, buffers, x).square().mean())
+    grad = fs.value_and_grad(lambda shards: sharded(shards, {}, x).square().mean())
     losses = []
     for _ in range(3):
         loss, grads = grad(shards)
@@ -46,7 +45,7 @@ def train(mesh: fs.Mesh, kinds: tuple[str, ...], settings: dict, local: tuple[st
         shards, state = optimizer.step(grads, state, shards)
         losses.append(loss)
     with torch.no_grad():
-        losses.append(sharded(shards, buffers, x).square().mean())
+        losses.append(sharded(shards, {}, x).square().mean())
     return [*losses, *tree.leaves(shards), *tree.leaves(fs.gather(shards, plan, mesh)), fs.global_norm(grads, plan, mesh)]
 
 

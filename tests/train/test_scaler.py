@@ -11,7 +11,7 @@ from torch import nn
 
 import funcshard as fs
 from funcshard._utils import tree
-from tests.core.units import of_module
+from tests.core.units import by_hand, of_module
 from tests.ranks import on_ranks
 
 INF = float("inf")
@@ -53,13 +53,13 @@ def scaled(
 def test_an_infinity_in_one_ranks_own_leaves_stops_every_rank(mesh: fs.Mesh) -> None:
     """Gradients of local leaves are not reduced, so other ranks have to be told."""
     params = {"shared": torch.zeros(4), "expert": torch.full((4,), mesh.rank + 1.0)}
-    plan = fs.make_plan(params, mesh, local=["expert"])
     # The loss is linear, so that an infinite factor reaches the gradient of this rank's expert alone.
-    f = fs.unshard(lambda leaves, x, factor: leaves["shared"] @ x + leaves["expert"] @ x * factor, plan.units[""], mesh)
+    linear = lambda leaves, x, factor: leaves["shared"] @ x + leaves["expert"] @ x * factor  # noqa: E731
+    plan, f, shards = by_hand(mesh, params, linear, local=["expert"])
     loss_fn = lambda shards, buffers, rows: f(shards[""], rows["x"].mean(0), rows["factor"].mean())  # noqa: E731
     optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
     step = fs.make_train_step(loss_fn, optimizer, plan, mesh, scaler=SCALER, max_norm=1e6)
-    state, seen = step.init(fs.shard(params, plan, mesh), {}), []
+    state, seen = step.init(shards, {}), []
     for i in range(STEPS):
         state, metrics = step(state, batch(i, mesh.rank, 2))
         seen.append((not metrics["found_inf"], metrics["scale"].item()))
