@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import optree
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +9,7 @@ from torch import nn
 from torch.func import vmap
 
 import funcshard as fs
+from tests.core.units import same_bits
 from tests.ranks import run_ranks, run_simulated
 
 WIDTH = 6
@@ -23,10 +23,6 @@ class Block(nn.Module):
 
     def forward(self, x):
         return x + self.dropout(torch.tanh(self.linear(x)))
-
-
-def same_bits(found, expected):
-    optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0), found, expected)
 
 
 def train(mesh, each_its_own, remat):

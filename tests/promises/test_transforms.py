@@ -84,15 +84,9 @@ class World:
 
     def cut(self, stacked):
         """Return this rank's shards of trees like params that are stacked along dim 0."""
-        shards = {}
-        for unit in self.plan.unit_list:
-            shards[unit.name] = {}
-            for buffer in unit.buffers:
-                flat = torch.cat([stacked[leaf.path].flatten(1) for leaf in buffer.leaves], 1)
-                padded = nn.functional.pad(flat, (0, buffer.padded_numel - buffer.numel))
-                at = self.mesh.shard.rank if buffer.shards > 1 else 0
-                shards[unit.name][buffer.key] = padded.chunk(buffer.shards, 1)[at].contiguous()
-        return shards
+        rows = zip(*stacked.values(), strict=True)
+        shards = [fs.shard(dict(zip(stacked, row, strict=True)), self.plan, self.mesh) for row in rows]
+        return tree.map(lambda *parts: torch.stack(parts), *shards)
 
 
 def close(found, expected):
