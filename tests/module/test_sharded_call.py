@@ -488,6 +488,8 @@ WRONG = [
 def test_wrong_groups_are_errors_of_fully_shard(units, words):
     with pytest.raises(ValueError, match=words):
         calls_on(2, fs.make_functional(made()), tokens, [units])
+
+
 class AnyNames(nn.Module):
     """A layer whose keyword arguments have names that the library may use, as torch_geometric's ``index``."""
 
