@@ -67,10 +67,12 @@ class Entry(NamedTuple):
 
 
 def _form_of(data: Any) -> Any:
-    """Return a part of a collective with dtype and shape in the place of each tensor."""
+    """Return dtype and shape in the place of a tensor, or of parts as one; a text stays."""
+    if data is None or isinstance(data, str):
+        return data
     if isinstance(data, torch.Tensor):
         return {"dtype": dtype_name(data.dtype), "shape": [*data.shape]}
-    return [*map(_form_of, data)] if isinstance(data, list | tuple) else data
+    return [{**_form_of(data[0]), "shape": [sum(part.numel() for part in data)]}]
 
 
 def _zeros_of(form: Any, device: str) -> Any:
@@ -128,7 +130,8 @@ class AttemptLog:
     def _note(self, group: int, op: Op, call: Callable[[], Result]) -> Result:
         """Return ``call()``, which issues what ``op`` says."""
         # Why first: ``call`` may wait for the other ranks.
-        self.entries.append(Entry(group, Op(*map(_form_of, op))))
+        op = op._replace(out=_form_of(op.out), data=_form_of(op.data))
+        self.entries.append(Entry(group, op))
         self.inside = True
         try:
             return call()
