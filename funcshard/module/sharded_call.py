@@ -9,6 +9,7 @@ leaves into the parameter tables of the unit's modules.
 
 from __future__ import annotations
 
+import collections
 import functools
 import logging
 import types
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 
 from funcshard._utils import tree
-from funcshard._utils.torch_modules import forget_parametrized
+from funcshard._utils.torch_modules import forget_parametrized, late_copy
 from funcshard._utils.torch_private import (
     address,
     graph_task_id,
@@ -29,6 +30,7 @@ from funcshard._utils.torch_private import (
     in_grad,
     is_transformed,
     outer_saved_tensors_hooks,
+    recording_or_transforming,
     sequence_number,
     transform_level,
     transforms_active,
@@ -53,7 +55,7 @@ from funcshard.core import (
     start_unit,
 )
 from funcshard.core import remat as rematerialised
-from funcshard.module.copying import NamedTensors, Tensors
+from funcshard.module.copying import TORCH_ATTRIBUTES, NamedTensors, Tensors
 from funcshard.module.functional import Functional, absent_attribute
 from funcshard.module.unit_setup import (
     CallPrecision,
@@ -425,20 +427,28 @@ class UnitCall:
         prefetcher = self.prefetcher
         if prefetcher is not None and prefetcher.returned and member.f.trainable and in_grad():
             _check_second_run(member.f.unit)
-        # Why buffers: under a transform the call's copies of buffers belong to the transform, so
-        # they have to be arguments and results. Why by module: ``remat`` refuses a function that
-        # captured tensors, as a list of tables does.
-        owners = [] if hooks_allowed() else list(module.modules())
+        # Why buffers: backward needs those that forward began with. Under a transform the call's
+        # copies of buffers and of attributes belong to the transform, so they have to be arguments
+        # and results. Why by module: ``remat`` refuses a function that captured tensors, as a list
+        # of tables does.
+        in_transform, modules = bool(transforms_active()), list(module.modules())
+        # Note: under a transform, a tensor that forward adds has to be a result.
+        owners = modules if in_transform else [m for m in modules if any(_get_buffers([m]))]
+        copy = torch.clone if recording_or_transforming() else late_copy
+        # Why in an object: the modules' lists themselves have to be put back, not copies.
+        held = types.SimpleNamespace(attributes=_get_containers(modules))
 
-        def run(shards: dict[str, Any], buffers: Buffers, args: Args, kwargs: Kwargs) -> Any:
+        def run(
+            shards: dict[str, Any], buffers: Buffers, held: Any, args: Args, kwargs: Kwargs
+        ) -> Any:
             shards_before = self.shards
             self.shards = {**shards_before, **shards}
             try:
                 # Why by id: a tied buffer stays tied.
-                buffer_copies = {id(b): b.clone() for b in tree.leaves(buffers)}
+                buffer_copies = {id(b): copy(b) for b in tree.leaves(buffers)}
                 _set_buffers(owners, tree.map(lambda b: buffer_copies[id(b)], buffers))
                 out = self.enter(member, module, forward, args, kwargs)
-                return out, _get_buffers(owners)
+                return out, _get_buffers(owners) if in_transform else []
             finally:
                 self.shards = shards_before
                 # They have no graph in forward, and another one in backward.
@@ -449,8 +459,9 @@ class UnitCall:
             for name, shard in self.shards.items()
             if any(tree.is_under(inner.path, member.path) for inner in self.units[name])
         }
-        out, buffers = rematerialised(run)(shards_below, _get_buffers(owners), args, kwargs)
-        _set_buffers(owners, buffers)
+        out, buffers = rematerialised(run)(shards_below, _get_buffers(owners), held, args, kwargs)
+        if buffers:
+            _set_buffers(owners, buffers)
         return out
 
 
@@ -486,15 +497,36 @@ def _note_second_derivatives(out: Any, shard: NamedTensors) -> None:
 
 
 Buffers = list[Tensors]  # of modules, by key
+_HOLDERS = frozenset((list, dict, collections.OrderedDict, collections.defaultdict))
 
 
 def _get_buffers(owners: Sequence[nn.Module]) -> Buffers:
-    return [{k: b for k, b in m._buffers.items() if b is not None} for m in owners]
+    """Return the buffers of each module, and the tensors in its attributes."""
+    return [
+        {
+            name: value
+            for name, value in table.items()
+            if isinstance(value, torch.Tensor) and not hasattr(value, "funcshard_placeholder")
+        }
+        for module in owners
+        for table in (module._buffers, module.__dict__)
+    ]
+
+
+def _get_containers(owners: Sequence[nn.Module]) -> list[Any]:
+    """Return the lists and dictionaries in the modules' attributes."""
+    return [
+        value
+        for module in owners
+        for name, value in module.__dict__.items()
+        if type(value) in _HOLDERS and name not in TORCH_ATTRIBUTES and name != "_flat_weights"
+    ]
 
 
 def _set_buffers(owners: Sequence[nn.Module], buffers: Buffers) -> None:
-    for module, table in zip(owners, buffers, strict=True):
-        module._buffers.update(table)
+    tables = [table for module in owners for table in (module._buffers, module.__dict__)]
+    for table, tensors in zip(tables, buffers, strict=True):
+        table.update(tensors)
 
 
 def check_order(mesh: Mesh, reached: str, prefetcher: Prefetcher) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+import optree
 import pytest
 import torch
 from torch import nn
@@ -343,3 +344,59 @@ def test_a_module_that_backward_runs_again_by_itself_is_an_error(units, remat):
     loss_fn = lambda shards: fs.fully_shard(apply, plan, mesh, remat=remat)(shards, {}, torch.ones(2, 3)).sum()  # noqa: E731
     with pytest.raises(ValueError, match="its parameters would get no gradient"):
         fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh))
+
+
+class Stateful(nn.Module):
+    """A layer that reads what it wrote before: a buffer, an attribute or what one refers to."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.place, self.layer = place, nn.Linear(3, 3)
+        self.state, self.states, self.list = torch.zeros(2, 3), {"h": torch.zeros(2, 3)}, []
+        self.register_buffer("mean", torch.zeros(2, 3))
+
+    def forward(self, x):
+        if self.place == "buffer":
+            self.mean = torch.tanh(self.layer(x) + self.mean)
+            return self.mean
+        if self.place == "buffer in place":
+            self.mean.mul_(0.5).add_(self.layer(x).detach())
+            return self.layer(x) * self.mean.sin()
+        if self.place == "attribute":
+            self.state = torch.tanh(self.layer(x) + self.state)
+            return self.state
+        if self.place == "dictionary":
+            self.states["h"] = torch.tanh(self.layer(x) + self.states["h"])
+            return self.states["h"]
+        self.list.append(torch.tanh(self.layer(x)))
+        return torch.stack(self.list).sum(0)
+
+
+class CallsTwice(nn.Module):
+    def __init__(self, place):
+        super().__init__()
+        self.layer = Stateful(place)
+
+    def forward(self, x):
+        return self.layer(self.layer(x))
+
+
+@pytest.mark.parametrize("place", ["buffer", "buffer in place", "attribute", "dictionary", "list"])
+def test_a_unit_runs_again_with_the_state_that_forward_began_with(place):
+    """It ran with the state after forward, and had other gradients. Under torch.func a list would lose them."""
+    apply, params, buffers = fs.make_functional(CallsTwice(place), mutable=True)
+    mesh = fs.Mesh()
+    plan = fs.make_plan(params, mesh, units=["layer"])
+    shards = fs.shard(params, plan, mesh)
+
+    def loss_fn(shards, remat):
+        sharded = fs.fully_shard(apply, plan, mesh, remat=remat)
+        return sharded(shards, buffers, torch.ones(2, 3))[0].square().sum()
+
+    for derivative in (fs.value_and_grad, torch.func.grad_and_value):
+        plain = derivative(lambda shards: loss_fn(shards, False))(shards)
+        if derivative is torch.func.grad_and_value and place in ("dictionary", "list"):
+            with pytest.raises(ValueError, match=r"a function under fs\.remat"):
+                derivative(lambda shards: loss_fn(shards, True))(shards)
+        else:
+            optree.tree_map(torch.testing.assert_close, derivative(lambda shards: loss_fn(shards, True))(shards), plain)
