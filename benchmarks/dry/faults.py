@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.dry.stream_order import StreamOrder
-from funcshard.comm import DONE, process_groups
+from benchmarks.dry.stream_order import StreamOrder, _Work
+from funcshard.comm import DONE
 from funcshard.comm.torch_group import TorchGroup
 from funcshard.core import buffer_comm
 from funcshard.graph import tidying
@@ -55,9 +55,9 @@ def _over_the_cpu(clip: Any, order: StreamOrder) -> Any:
 
 
 def _wait_on_another_stream(wait: Any, order: StreamOrder) -> Any:
-    def changed(work: Any) -> None:
+    def changed(work: Any, timeout: Any = None) -> Any:
         with order.stream("side"):
-            wait(work)
+            return wait(work)
 
     return changed
 
@@ -77,7 +77,7 @@ def _read_on_another_stream(finish: Any, order: StreamOrder) -> Any:
     return changed
 
 
-_FINISH, _WAIT = (buffer_comm.AllGatherHandle, "finish"), (process_groups._StreamWork, "wait")
+_FINISH, _WAIT = (buffer_comm.AllGatherHandle, "finish"), (_Work, "wait")
 
 FAULTS: dict[str, Fault] = {
     "item() in forward": Fault("bfloat16", "item in core/", _patched(*_FINISH, _reads_a_value)),
@@ -93,7 +93,7 @@ FAULTS: dict[str, Fault] = {
         _patched(TorchGroup, "empty", lambda *_: lambda group, numel, like: torch.empty(numel, dtype=like.dtype)),
     ),
     "a missing wait": Fault(
-        "bfloat16", "is not ordered after allgather_base on", _patched(*_WAIT, lambda *_: lambda work: None)
+        "bfloat16", "is not ordered after allgather_base on", _patched(*_WAIT, lambda *_: lambda work, timeout=None: True)
     ),
     "a wait on another stream": Fault(
         "bfloat16", "is not ordered after allgather_base on", _patched(*_WAIT, _wait_on_another_stream)

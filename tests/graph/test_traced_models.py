@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from funcshard._utils.torch_private import recording_graph
-from tests.comm.test_user_collectives import EIGHT_BITS, add, with_own
+from tests.comm.test_user_collectives import EIGHT_BITS, add
 from tests.graph.test_traced import same, steps_on
 from tests.ranks import on_ranks
 
@@ -138,7 +138,8 @@ def made(
     **options: Any,
 ) -> tuple[Any, fs.TrainState]:
     """Return the step of a model, and its first state; ``options`` are those of the step."""
-    mesh = with_own(mesh, own or {})
+    for axis, functions in (own or {}).items():
+        mesh = fs.with_collectives(mesh, axis, **functions)
     torch.manual_seed(0)
     apply, params, buffers = fs.make_functional(model(mesh), mutable=mutable)
     buffers |= {name: params.pop(name) + mesh.rank for name in ignored}
