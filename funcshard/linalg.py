@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 
 from funcshard._utils import tree
-from funcshard._utils.options import check_choice, check_count, check_flag, check_number
+from funcshard._utils.options import check_choice, check_count, check_flag, check_number, outline
 from funcshard.comm import Mesh
 from funcshard.core import axpy, randn_like, vdot
 from funcshard.plan import Plan
@@ -97,7 +97,7 @@ def cg(
     check_number("rtol", rtol, least=0)
     check_number("atol", atol, least=0)
     check_count("maxiter", maxiter, of="steps")
-    dot = _inner_product(plan, mesh, inner)
+    dot = _inner_product(A, plan, mesh, inner)
     x, residual = tree.map(torch.zeros_like, b), b
     rhs_norm = dot(b, b).sqrt().item()
     if rhs_norm == 0:
@@ -169,7 +169,7 @@ def power_iteration(
     """
     check_number("tol", tol, least=0)
     check_count("maxiter", maxiter, of="products")
-    dot = _inner_product(plan, mesh, inner)
+    dot = _inner_product(A, plan, mesh, inner)
     v = _normalized(v0, dot)
     for number in range(1, maxiter + 1):
         product = A(v)
@@ -241,7 +241,7 @@ def eigsh(
     check_count("ncv", basis_size, k + 1, of="vectors", none="for the default")
     check_count("maxiter", maxiter, of="restarts")
     check_number("tol", tol, least=0)
-    dot = _inner_product(plan, mesh, inner)
+    dot = _inner_product(A, plan, mesh, inner)
     basis = _room_for(_normalized(v0, dot), basis_size)
     projected = torch.zeros(basis_size, basis_size, dtype=torch.float64, device="cpu")
     num_kept = 0
@@ -321,7 +321,7 @@ def lanczos_quadrature(
     check_count("ncv", ncv, of="products")
     check_count("num_repeats", num_repeats, of="repeats")
     check_flag("reorthogonalize", reorthogonalize)
-    dot = _inner_product(plan, mesh, None)
+    dot = _inner_product(A, plan, mesh, None)
     nodes, weights = torch.zeros(2, num_repeats, ncv, dtype=torch.float64, device="cpu")
     for repeat in range(num_repeats):
         first_vector = _normalized(_probe(like, plan, mesh, generator, "rademacher"), dot)
@@ -373,9 +373,9 @@ def hutchinson_trace(
     Source: Hutchinson, "A stochastic estimator of the trace of the influence matrix", 1989;
     ``curvlinops.hutchinson_trace``.
     """
-    dot = _inner_product(plan, mesh, None)
+    dot = _inner_product(A, plan, mesh, None)
     total: Any = 0.0
-    for v in _probes(like, plan, mesh, generator, num_matvecs, distribution):
+    for v in _probes(A, like, plan, mesh, generator, num_matvecs, distribution):
         total = total + dot(v, A(v)) / num_matvecs
     return total
 
@@ -409,7 +409,7 @@ def hutchinson_diag(
     """
     parts = (
         tree.map(lambda left, right: left * right / num_matvecs, v, A(v))
-        for v in _probes(like, plan, mesh, generator, num_matvecs, distribution)
+        for v in _probes(A, like, plan, mesh, generator, num_matvecs, distribution)
     )
     return functools.reduce(functools.partial(axpy, 1.0), parts)
 
@@ -474,18 +474,22 @@ def _dots(basis: Any, v: Any, dot: InnerProduct) -> torch.Tensor:
 
 
 def _inner_product(
-    plan: Plan | None, mesh: Mesh | None, inner: InnerProduct | None
+    A: Operator, plan: Plan | None, mesh: Mesh | None, inner: InnerProduct | None
 ) -> InnerProduct:
     """Return the inner product of shards, of trees of whole tensors, or the user's."""
+    _check_call(A, plan, mesh)
     if inner is not None:
         return inner
-    _check_both(plan, mesh)
     if plan is not None and mesh is not None:
         return lambda a, b: vdot(a, b, plan, mesh)
     return lambda a, b: torch.stack(tree.leaves(tree.map(_whole_product, a, b))).sum()
 
 
-def _check_both(plan: Plan | None, mesh: Mesh | None) -> None:
+def _check_call(A: Operator, plan: Plan | None, mesh: Mesh | None) -> None:
+    if not callable(A):
+        raise TypeError(
+            f"A must be a function of a vector; found {outline(A)}: pass lambda v: A @ v for a matrix"
+        )
     if (plan is None) != (mesh is None):
         raise ValueError(
             f"shards need both a plan and a mesh; found plan {plan!r} and mesh {mesh!r}: pass both, "
@@ -500,6 +504,7 @@ def _whole_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _probes(
+    A: Operator,
     like: Any,
     plan: Plan | None,
     mesh: Mesh | None,
@@ -510,7 +515,7 @@ def _probes(
     """Yield the random vectors of an estimate, after checking its arguments."""
     check_count("num_matvecs", num_matvecs, of="vectors")
     check_choice("distribution", distribution, ("rademacher", "normal"))
-    _check_both(plan, mesh)
+    _check_call(A, plan, mesh)
     for _ in range(num_matvecs):
         yield _probe(like, plan, mesh, generator, distribution)
 

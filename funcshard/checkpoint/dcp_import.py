@@ -100,9 +100,9 @@ def import_dcp(
     """
     path = check_path("path", path)
     check_flag("cast", cast)
-    check_no_leaf(buffers, plan)
     options_text = f"key={key!r}, cast={cast!r}, optimizer={optimizer is not None}"
     check_mesh(plan, mesh, {"the options of import_dcp": options_text})
+    check_no_leaf(buffers, plan)
     leaf_values: dict[str, Any] = {}
     new_buffers: dict[str, torch.Tensor] = {}
     optimizer_state: dict[str, dict[str, Any]] = {}
