@@ -1,11 +1,6 @@
 """Fully sharded data parallelism as pure functions."""
 
-import gc as _gc
 import logging as _logging
-
-# Why: searches for garbage take a tenth of the import of torch.
-_collects = _gc.isenabled()
-_gc.disable()
 
 from funcshard import linalg, testing
 from funcshard.checkpoint import (
@@ -108,9 +103,6 @@ from funcshard.train import (
     torch_optimizer,
     torch_schedule,
 )
-
-if _collects:
-    _gc.enable()
 
 __version__ = "0.1.0"
 

@@ -47,15 +47,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         exit_code = _COMMANDS[options.command](options)
         sys.stdout.flush()
         return exit_code
-    except BrokenPipeError:  # the program that reads our output, such as head, has ended
-        # Why: Python writes the rest when it exits, and would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except (OSError, TypeError, ValueError) as error:
+        if isinstance(error, BrokenPipeError) and _is_unread():
+            return 1
         if os.environ.get("FUNCSHARD_TRACEBACK"):  # as for an error of a rank
             raise
         print(f"{parser.prog} {options.command}: error: {error}", file=sys.stderr)
         return 2
+
+
+def _is_unread() -> bool:
+    """Return whether the program that reads our output, such as ``head``, has ended."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Why: Python writes the rest when it exits, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -234,15 +243,12 @@ _COMMANDS = {
 
 def run() -> NoReturn:
     """Run the command line as a process, and end it."""
-    is_plan = sys.argv[1:2] == ["plan"]
     # Why: searches for garbage walk through all objects of torch and transformers, the last one
     # when the process ends, for a second.
     gc.freeze()
-    if is_plan:  # which is over in seconds
-        gc.disable()
     exit_code = main()
     gc.freeze()
-    if is_plan:  # nothing to clean up, and freeing those objects takes 0.3 s
+    if sys.argv[1:2] == ["plan"]:  # nothing to clean up, and freeing those objects takes 0.3 s
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)
