@@ -289,3 +289,9 @@ def test_an_inner_product_of_the_user_decides() -> None:
     torch.testing.assert_close(x, GUESS, rtol=1e-9, atol=1e-9)
     w, _, _ = linalg.eigsh(lambda v: similar @ v, START, k=2, which="LA", tol=1e-12, inner=inner)
     torch.testing.assert_close(w, torch.linalg.eigvals(similar).real.sort().values[-2:], rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("solve", [fs.linalg.cg, fs.linalg.eigsh, fs.linalg.power_iteration], ids=lambda f: f.__name__)
+def test_a_matrix_in_place_of_an_operator_is_told(solve):
+    with pytest.raises(TypeError, match=r"A must be a function of a vector; found .*: pass lambda v: A @ v for a matrix"):
+        solve(torch.eye(3), torch.ones(3))

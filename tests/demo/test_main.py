@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import funcshard as fs
-from funcshard.__main__ import main
+from funcshard.__main__ import _COMMANDS, main
 from funcshard.demo.gpt import GPT
 
 
@@ -61,6 +61,17 @@ def test_a_reader_that_ends_early_gets_no_complaint(
         patch.setattr(sys, "stdout", closed_pipe)
         assert main(["plan", "--ranks", "2", "--layers", "1"]) == 1
     assert capfd.readouterr().err == ""
+
+
+def test_a_broken_pipe_that_is_not_our_output_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lose_a_rank(options: object) -> int:
+        raise BrokenPipeError("a rank has ended")
+
+    monkeypatch.setitem(_COMMANDS, "plan", lose_a_rank)
+    assert main(["plan", "--ranks", "2"]) == 2
+    assert "a rank has ended" in capsys.readouterr().err
 
 
 def test_plan_as_json_is_the_plan_that_the_library_makes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from funcshard.demo.gpt import GPT, GPTConfig
+from funcshard.estimate.trace import tracing
 from funcshard.estimate.trace.program import Run, make_program
 from funcshard.estimate.trace.tape import Alloc, Call, Form, Free, Grad, Op, Save
 from funcshard.estimate.trace.tracing import ModelCall, trace_model
@@ -554,3 +555,31 @@ def test_a_model_may_decide_by_whole_numbers_that_depend_on_no_input():
 )
 def test_a_gradient_has_the_layout_of_its_tensor_without_gaps(stride: tuple[int, int], expected: tuple[int, int]) -> None:
     assert Form((2, 3), stride, torch.float32, True).gradient().stride() == expected
+
+
+class Sharing(nn.Module):
+    """Layers that all read the first state, as decoder layers read those of an encoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(Runs(lambda m, x, y: m.linear(x) * y, linear=nn.Linear(8, 8)) for _ in range(5))
+
+    def forward(self, x):
+        x = start = self.first(x)
+        for layer in self.layers:
+            x = layer(x, start)
+        return x
+
+
+def test_layers_that_share_an_input_take_one_attempt(monkeypatch):
+    attempts = []
+
+    class Counted(tracing._Tracer):
+        def __init__(self, *arguments):
+            attempts.append(arguments)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(tracing, "_Tracer", Counted)
+    fs.profile(*fs.make_functional(Sharing()), torch.zeros(2, 8))
+    assert len(attempts) == 1
