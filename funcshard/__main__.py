@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_unread() -> bool:
-    """Return whether the program that reads our output, such as ``head``, has ended."""
+    """Return whether the reader of our output has ended."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
