@@ -244,11 +244,14 @@ _COMMANDS = {
 def run() -> NoReturn:
     """Run the command line as a process, and end it."""
     # Why: searches for garbage walk through all objects of torch and transformers, the last one
-    # when the process ends, for a second.
+    # when the process ends, for a second. An answer makes little garbage.
     gc.freeze()
+    is_plan = sys.argv[1:2] == ["plan"]
+    if is_plan:
+        gc.disable()
     exit_code = main()
     gc.freeze()
-    if sys.argv[1:2] == ["plan"]:  # nothing to clean up, and freeing those objects takes 0.3 s
+    if is_plan:  # nothing to clean up, and freeing those objects takes 0.3 s
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)
