@@ -77,7 +77,7 @@ _ADVICE = {
     r"(derivative for|forward AD with) (aten::)?_\w*(attention|transformer_encoder_layer)\w*": (
         "torch's attention kernels have a first derivative in reverse mode, and another one was "
         "taken of them: run the forward inside `with fs.any_order():`, which replaces them if "
-        "all of them are enabled"
+        "`sdpa_kernel` leaves MATH and others enabled"
     ),
     r"torch\.func\..* support saved tensor hooks": (
         "torch.utils.checkpoint and other saved-tensor hooks don't run inside torch.func, and so "
@@ -136,13 +136,11 @@ def _is_of_high_order(tensor: torch.Tensor) -> bool:
 
 
 def _kernel_chosen() -> bool:
-    """Return whether ``torch.nn.attention.sdpa_kernel`` has chosen among torch's kernels."""
+    """Return whether ``torch.nn.attention.sdpa_kernel`` chose MATH, or kernels without it."""
     kernels = torch.backends.cuda
-    return not (
-        kernels.flash_sdp_enabled()
-        and kernels.mem_efficient_sdp_enabled()
-        and kernels.math_sdp_enabled()
-    )
+    # Why not any choice: models allow several kernels, MATH among them, to order them.
+    fused = kernels.flash_sdp_enabled() or kernels.mem_efficient_sdp_enabled()
+    return not (kernels.math_sdp_enabled() and (fused or kernels.cudnn_sdp_enabled()))
 
 
 # --- kernels whose gradient has no forward derivative ---------------------------------------------

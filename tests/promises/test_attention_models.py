@@ -163,5 +163,18 @@ def test_a_transform_inside_the_model_says_what_to_do() -> None:
 def test_a_chosen_kernel_is_obeyed() -> None:
     model, _, x = case("MultiheadAttention")
     apply, params, _ = fs.make_functional(model)
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match="if all of them are enabled"):
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match="leaves MATH and others enabled"):
         jvp(lambda p: apply(p, {}, x), (params,), (params,))
+
+
+@pytest.mark.parametrize("fused", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION], ids=lambda kernel: kernel.name)
+def test_a_list_of_kernels_with_math_is_no_choice(fused: SDPBackend) -> None:
+    """As torchtitan's attention enters around each call."""
+    model, _, x = case("MultiheadAttention")
+    apply, params, _ = fs.make_functional(model)
+
+    def slope(*kernels: SDPBackend) -> Any:
+        with sdpa_kernel([*kernels]):
+            return jvp(lambda p: apply(p, {}, x), (params,), (params,))[1]
+
+    torch.testing.assert_close(slope(fused, SDPBackend.MATH), slope(SDPBackend.MATH))
