@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,6 @@ from funcshard.core import (
     CONSTANT,
     BufferComm,
     GradReducer,
-    Leaves,
     Shards,
     activate,
     check_callable,
@@ -41,12 +41,7 @@ from funcshard.core import (
     start_reduce,
     unit_comms,
 )
-from funcshard.plan import (
-    AXES,
-    BufferPlan,
-    Plan,
-    position_of,
-)
+from funcshard.plan import AXES, Plan, position_of
 from funcshard.train.clipping import norm_of_rows
 
 OnSampleGrads = Callable[[str, dict[str, torch.Tensor]], None]
@@ -126,7 +121,22 @@ def per_sample_grad(
     Source: Abadi et al., "Deep learning with differential privacy", 2016, algorithm 1.
     """
     check_callable("per_sample_grad", loss_fn)
-    _check_options(max_norm, noise_multiplier, generator, batch_size, chunk_size)
+    if max_norm is not None:
+        check_number("max_norm", max_norm, above=0, none="for no clipping")
+    check_number("noise_multiplier", noise_multiplier, least=0)
+    if noise_multiplier and max_norm is None:
+        raise ValueError(
+            "noise_multiplier is in units of max_norm; found max_norm=None, so one sample's part "
+            "is unbounded; pass max_norm"
+        )
+    if noise_multiplier and generator is None:
+        raise ValueError(
+            "noise needs a generator in the same state on every rank; pass "
+            "generator=torch.Generator().manual_seed(seed)"
+        )
+    if batch_size is not None:
+        check_number("batch_size", batch_size, above=0, none="for the number of samples")
+    _check_chunks(chunk_size)
     check_mesh(plan, mesh)
     for unit in plan.unit_list:
         for buffer in unit.buffers:
@@ -141,61 +151,69 @@ def per_sample_grad(
     def run(
         shards: Shards, /, *rest: Any, **kwargs: Any
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], Shards]:
-        check_shards(plan, shards, mesh)
-        walk = SampleWalk("per_sample_grad", loss_fn, plan, mesh, shards, rest, kwargs, chunk_size)
-        trained = walk.trained
+        walk = SampleWalk("per_sample_grad", loss_fn, plan, mesh, chunk_size, shards, rest, kwargs)
         # The sums have the dtype of the shards, also in a unit that computes in a narrower dtype.
-        sums = [torch.zeros_like(entry.whole, dtype=entry.shard.dtype) for entry in trained]
+        sums = [torch.zeros_like(entry.whole, dtype=entry.shard.dtype) for entry in walk.trained]
 
         def gradient(sample: Any) -> Any:
-            leaves = [entry.leaves for entry in trained]
+            leaves = [entry.leaves for entry in walk.trained]
             return torch.func.grad_and_value(walk.loss)(leaves, sample)
 
         def add(grads: list[Grads]) -> torch.Tensor:
+            """Add one chunk's gradients to the sums, each sample's clipped; return their norms."""
             by_unit: dict[str, dict[str, torch.Tensor]] = {}
-            for i, entry in enumerate(trained):
-                grads[i] = _buffer_over_model_axes(grads[i], entry.comm)
+            for i, entry in enumerate(walk.trained):
+                grads[i] = _whole_grads(grads[i], entry.comm)
                 paths = [leaf.path for leaf in entry.comm.plan.leaves]
                 by_unit.setdefault(entry.unit, {}).update(zip(paths, grads[i], strict=True))
             if on_grads is not None:
                 with torch.no_grad():
                     for unit_name, by_path in by_unit.items():
                         on_grads(unit_name, by_path)
-            squares = walk.zeros()
-            for entry, buffer_grads in zip(trained, grads, strict=True):
-                axes = local_axes(entry.comm.plan, mesh)
-                for grad in buffer_grads:
-                    if grad.numel():
-                        rows = grad.reshape(len(grad), -1)
-                        squares[axes] = squares[axes] + square_of(rows, walk.dtype)
+            rows = [
+                (buffer_sum, entry.comm, leaf, grad.reshape(len(grad), leaf.numel))
+                for buffer_sum, entry, buffer_grads in zip(sums, walk.trained, grads, strict=True)
+                for leaf, grad in zip(entry.comm.plan.leaves, buffer_grads, strict=True)
+            ]
+            squares = walk.zero
+            for _, comm, _, leaf_rows in rows:
+                squares = squares + _square_of(leaf_rows, comm, walk.zero)
             norms = walk.norms(squares)
-            _add(sums, grads, trained, norms, max_norm)
+            weights = torch.ones_like(norms)
+            if max_norm is not None:
+                weights = (max_norm / norms).clamp(max=1.0)
+            for buffer_sum, _, leaf, leaf_rows in rows:
+                # Why a product: it clips and adds in one pass, without a copy of the clipped
+                # gradients.
+                buffer_sum.narrow(0, leaf.offset, leaf.numel).addmv_(
+                    leaf_rows.t().to(buffer_sum.dtype), weights.to(buffer_sum)
+                )
             return norms
 
         losses, norms = walk.chunks(gradient, add)
-        # Note: popped, so that each sum is freed once it is reduced.
-        pending = [
-            start_reduce(sums.pop(0), _over_data_axes(entry.comm), donated=True)
-            for entry in trained
-        ]
+        pending = []
+        for entry in walk.trained:
+            # Note: ranks along model axes have agreed on the sum, so it counts as local there.
+            topology = entry.comm.topology
+            all_local = tuple(dict.fromkeys((*topology.local, *_model_axes(mesh))))
+            over_data = dataclasses.replace(
+                entry.comm, topology=dataclasses.replace(topology, local=all_local)
+            )
+            # Note: popped, so that each sum is freed once it is reduced.
+            pending.append(start_reduce(sums.pop(0), over_data, donated=True))
         # Note: with samples that are drawn at random, privacy needs the expected number here.
         divisor = batch_size
         if divisor is None:
-            count = float(len(losses))
-            own_count = torch.full((), count, dtype=torch.float32, device=mesh.device)
-            divisor = max(psum(own_count, mesh).item(), 1.0)
-        result: dict[str, dict[str, Any]] = {
-            unit.name: {buffer.key: None for buffer in unit.buffers} for unit in plan.unit_list
-        }
-        noise: Any = None
-        if noise_multiplier and max_norm is not None:
-            noise = randn_like(shards, plan, mesh, generator=generator)
-        for entry in trained:
-            grad = pending.pop(0).finish()
-            if noise is not None and max_norm is not None:
-                buffer_noise = noise[entry.unit][entry.comm.buffer].to(grad.device)
-                grad.add_(buffer_noise, alpha=noise_multiplier * max_norm)
-            result[entry.unit][entry.comm.buffer] = grad.div_(divisor)
+            count = torch.full((), len(losses), dtype=torch.float32, device=mesh.device)
+            divisor = max(psum(count, mesh).item(), 1.0)
+        noise_scale = noise_multiplier * (max_norm or 0.0)
+        noise = randn_like(shards, plan, mesh, generator=generator) if noise_scale else {}
+        result: Any = tree.map(lambda _: None, walk.shards)
+        for entry in walk.trained:
+            grad, key = pending.pop(0).finish(), entry.comm.buffer
+            if noise:
+                grad.add_(noise[entry.unit][key].to(grad.device), alpha=noise_scale)
+            result[entry.unit][key] = grad.div_(divisor)
         return (losses, norms), result
 
     return run
@@ -247,53 +265,20 @@ def per_sample_norms(
 
     @untraced
     def run(shards: Shards, /, *rest: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        check_shards(plan, shards, mesh)
-        walk = SampleWalk("per_sample_norms", loss_fn, plan, mesh, shards, rest, kwargs, chunk_size)
+        walk = SampleWalk("per_sample_norms", loss_fn, plan, mesh, chunk_size, shards, rest, kwargs)
 
         def squares_of(sample: list[torch.Tensor]) -> Any:
-            def loss_of(squares: dict[Any, torch.Tensor]) -> torch.Tensor:
-                leaves = [_SeenLeaves(entry, squares, mesh) for entry in walk.trained]
+            def loss_of(squares: torch.Tensor) -> torch.Tensor:
+                leaves = [_SeenLeaves(entry, squares) for entry in walk.trained]
                 return walk.loss(leaves, sample).reshape(())
 
-            loss, pull = _vjp(loss_of, walk.zeros())
+            loss, pull = _vjp(loss_of, walk.zero)
             # Why not torch.func.grad: it would record backward, and keep what that computes.
             return pull(torch.ones_like(loss), retain_graph=False, create_graph=False)[0], loss
 
         return walk.chunks(squares_of, walk.norms)
 
     return run
-
-
-def _over_data_axes(comm: BufferComm) -> BufferComm:
-    # Note: ranks along model axes have agreed on the sum already, so it counts as local there.
-    topology = comm.topology
-    all_local = tuple(dict.fromkeys((*topology.local, *model_axes(comm.mesh))))
-    return dataclasses.replace(comm, topology=dataclasses.replace(topology, local=all_local))
-
-
-def _check_options(
-    max_norm: float | None,
-    noise_multiplier: float,
-    generator: torch.Generator | None,
-    batch_size: float | None,
-    chunk_size: int | None,
-) -> None:
-    if max_norm is not None:
-        check_number("max_norm", max_norm, above=0, none="for no clipping")
-    check_number("noise_multiplier", noise_multiplier, least=0)
-    if noise_multiplier and max_norm is None:
-        raise ValueError(
-            "noise_multiplier is in units of max_norm; found max_norm=None, so one sample's part "
-            "is unbounded; pass max_norm"
-        )
-    if noise_multiplier and generator is None:
-        raise ValueError(
-            "noise needs a generator in the same state on every rank; pass "
-            "generator=torch.Generator().manual_seed(seed)"
-        )
-    if batch_size is not None:
-        check_number("batch_size", batch_size, above=0, none="for the number of samples")
-    _check_chunks(chunk_size)
 
 
 def _check_chunks(chunk_size: int | None) -> None:
@@ -330,7 +315,8 @@ class SampleWalk:
     Attributes:
         gathered: all buffers of the plan.
         trained: the trainable ones.
-        dtype: the dtype of norms.
+        shards: the shards that the loss function gets.
+        zero: a zero of the dtype of norms.
     """
 
     def __init__(
@@ -339,11 +325,12 @@ class SampleWalk:
         loss_fn: Callable[..., torch.Tensor],
         plan: Plan,
         mesh: Mesh,
+        chunk_size: int | None,
         shards: Shards,
         rest: Sequence[Any],
         kwargs: dict[str, Any],
-        chunk_size: int | None,
     ) -> None:
+        check_shards(plan, shards, mesh)
         if not rest:
             raise TypeError(
                 "the function takes (shards, *rest, batch), the batch as its last positional "
@@ -352,23 +339,31 @@ class SampleWalk:
         *self._arguments, batch = rest
         self._caller, self._loss_fn, self._kwargs, self._mesh = caller, loss_fn, kwargs, mesh
         self._samples, self._unflatten = tree.flatten(batch)
-        self._count = _sample_count(self._samples)
+        self._count = _sample_count(self._samples, chunk_size, mesh)
         self._chunk_size = chunk_size or max(self._count, 1)
-        _check_samples(self._count, chunk_size, mesh)
-        self.gathered = [
-            _gather(unit.name, comm, shards)
-            for unit in plan.unit_list
-            for comm in unit_comms(unit, mesh, None)
-        ]
+        self.gathered: list[GatheredBuffer] = []
+        self.shards: dict[str, dict[str, torch.Tensor]] = {}
+        for unit in plan.unit_list:
+            self.shards[unit.name] = {}
+            for comm in unit_comms(unit, mesh, None):
+                shard = shards[unit.name][comm.buffer].detach()
+                whole = start_gather(shard, comm, read_only=True).finish()
+                # No gradient reaches a shard that is only gathered, because its unit gets gathered
+                # leaves. A loss that requires a gradient outside of torch.func.grad uses it in
+                # another way.
+                shard = shard.detach().requires_grad_(comm.plan.trainable)
+                leaves = decoded_views(whole, comm.plan)
+                self.gathered.append(
+                    GatheredBuffer(unit.name, comm, shard, whole, leaves, version(whole))
+                )
+                self.shards[unit.name][comm.buffer] = shard
         self.trained = [entry for entry in self.gathered if entry.comm.plan.trainable]
         dtypes = [entry.shard.dtype.to_real() for entry in self.trained]
-        self.dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
-        self._shards = {name: dict(unit_shards) for name, unit_shards in shards.items()}
-        for entry in self.gathered:
-            self._shards[entry.unit][entry.comm.buffer] = entry.shard
+        norm_dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+        self.zero = torch.zeros((), dtype=norm_dtype, device=mesh.device)
         self._depends = not self.trained  # whether a gradient leaves the loss
 
-    def loss(self, trained_leaves: Leaves, sample: list[torch.Tensor]) -> torch.Tensor:
+    def loss(self, trained_leaves: Sequence[Any], sample: list[torch.Tensor]) -> torch.Tensor:
         """Return the loss of one sample, given the leaves of each trainable buffer."""
         remaining_leaves = iter(trained_leaves)
         leaves = [
@@ -377,7 +372,7 @@ class SampleWalk:
         ]
         with activate(GradReducer([entry.shard for entry in self.gathered], gathered=leaves)):
             loss = self._loss_fn(
-                self._shards, *self._arguments, self._unflatten(sample), **self._kwargs
+                self.shards, *self._arguments, self._unflatten(sample), **self._kwargs
             )
         # Inside a transform a loss requires a gradient if one reaches the leaves.
         self._depends = self._depends or getattr(loss, "requires_grad", False)
@@ -407,17 +402,10 @@ class SampleWalk:
             del derivatives  # so that the gradients of only one chunk exist at a time
         return torch.cat(losses or [nothing]), torch.cat(norms or [nothing])
 
-    def zeros(self) -> dict[tuple[str, ...], torch.Tensor]:
-        """Return a zero by the model axes along which other parts of gradients lie."""
-        axes_sets = {local_axes(entry.comm.plan, self._mesh) for entry in self.trained}
-        zero = torch.zeros((), dtype=self.dtype, device=self._mesh.device)
-        return {axes: zero.clone() for axes in sorted({(), *axes_sets})}
-
-    def norms(self, squares: dict[tuple[str, ...], torch.Tensor]) -> torch.Tensor:
-        """Return the norms of samples, given this rank's squares by axes as in ``zeros``."""
-        own = squares.pop(()).detach()
-        others = [psum(part.detach(), self._mesh, axis=axes) for axes, part in squares.items()]
-        return sum(others, own).sqrt()
+    def norms(self, squares: torch.Tensor) -> torch.Tensor:
+        """Return the norms of samples, given this rank's squares; see ``_square_of``."""
+        squares, axes = squares.detach(), _model_axes(self._mesh)
+        return (psum(squares, self._mesh, axis=axes) if axes else squares).sqrt()
 
     def _check(self, losses: torch.Tensor) -> None:
         """Raise if the loss wrote to gathered leaves, depends on none, or on shards directly."""
@@ -446,166 +434,122 @@ class SampleWalk:
             raise ValueError(CONSTANT)
 
 
-def _gather(unit: str, comm: BufferComm, shards: Shards) -> GatheredBuffer:
-    shard = shards[unit][comm.buffer].detach()
-    whole = start_gather(shard, comm, read_only=True).finish()
-    return GatheredBuffer(
-        unit=unit,
-        comm=comm,
-        # No gradient reaches a shard that is only gathered, because its unit gets gathered leaves.
-        # A loss that requires a gradient outside of torch.func.grad uses it in another way.
-        shard=shard.detach().requires_grad_(comm.plan.trainable),
-        whole=whole,
-        leaves=decoded_views(whole, comm.plan),
-        writes=version(whole),
-    )
-
-
-def model_axes(mesh: Mesh) -> list[str]:
+def _model_axes(mesh: Mesh) -> tuple[str, ...]:
     """Return the axes, of more than one rank, along which ranks work on the same samples."""
-    return [axis for axis, _ in mesh.axes if axis not in AXES]
+    return tuple(axis for axis, _ in mesh.axes if axis not in AXES)
 
 
-def local_axes(buffer: BufferPlan, mesh: Mesh) -> tuple[str, ...]:
-    """Return the model axes along which ranks have other parts of a sample's gradient."""
-    return tuple(axis for axis in model_axes(mesh) if axis in buffer.local)
+def _shared_axes(comm: BufferComm) -> tuple[str, ...]:
+    """Return the model axes along which ranks have the same leaves."""
+    return tuple(axis for axis in _model_axes(comm.mesh) if axis not in comm.plan.local)
 
 
-def square_of(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the sum of squares over the last dimension, which is not empty."""
+def _square_of(rows: torch.Tensor, comm: BufferComm, zero: torch.Tensor) -> torch.Tensor:
+    """Return the part of ranks' sum of squares over the last dimension that a leaf has on one."""
     wide_dtype = torch.promote_types(rows.dtype, torch.float32)
-    return norm_of_rows(rows, 2.0, wide_dtype).to(dtype).square()
+    square = norm_of_rows(rows, 2.0, wide_dtype).to(zero.dtype).square()
+    # Ranks along these axes have the same gradient, and all of them add it.
+    return square / math.prod(comm.mesh.shape[axis] for axis in _shared_axes(comm))
 
 
 def _over_model_axes(grad: torch.Tensor, comm: BufferComm) -> torch.Tensor:
     """Return the gradient of a sample's loss by a leaf, from that of this rank's loss."""
-    axes = model_axes(comm.mesh)
-    shared_axes = tuple(axis for axis in axes if axis not in comm.plan.local)
-    if shared_axes:
+    if shared_axes := _shared_axes(comm):
         grad = psum(grad, comm.mesh, axis=shared_axes)
-    for axis in axes:
-        grad = grad / comm.mesh.groups[axis].size
+    for axis in _model_axes(comm.mesh):
+        grad = grad / comm.mesh.shape[axis]
     return grad
 
 
-def _buffer_over_model_axes(grads: Grads, comm: BufferComm) -> Grads:
+def _whole_grads(grads: Grads, comm: BufferComm) -> Grads:
     """Return the gradients of samples, contiguous, by ``_over_model_axes`` all at once."""
     grads = [grad.detach().contiguous() for grad in grads]
-    if not model_axes(comm.mesh):
+    if not _model_axes(comm.mesh):
         return grads
-    rows = [grad.reshape(len(grad), -1) for grad in grads]
-    flat_grads = _over_model_axes(torch.cat(rows, 1), comm)
-    parts = flat_grads.split([row.shape[1] for row in rows], 1)
+    sizes = [leaf.numel for leaf in comm.plan.leaves]
+    rows = [grad.reshape(len(grad), numel) for grad, numel in zip(grads, sizes, strict=True)]
+    parts = _over_model_axes(torch.cat(rows, 1), comm).split(sizes, 1)
     return [part.reshape(grad.shape) for part, grad in zip(parts, grads, strict=True)]
 
 
-def _add(
-    sums: Sequence[torch.Tensor],
-    grads: Sequence[Grads],
-    trained: Sequence[GatheredBuffer],
-    norms: torch.Tensor,
-    max_norm: float | None,
-) -> None:
-    """Add one chunk's gradients to ``sums``, each sample's clipped to ``max_norm``."""
-    clip_scale = torch.ones_like(norms)
-    if max_norm is not None:
-        clip_scale = (max_norm / norms).clamp(max=1.0)
-    for buffer_sum, buffer_grads, entry in zip(sums, grads, trained, strict=True):
-        sample_weights = clip_scale.to(buffer_sum)
-        for leaf, grad in zip(entry.comm.plan.leaves, buffer_grads, strict=True):
-            if leaf.numel:
-                grad_rows = grad.reshape(len(grad), -1).to(buffer_sum.dtype)
-                # Why a product: it clips and adds in one pass, without a copy of the clipped
-                # gradients.
-                buffer_sum.narrow(0, leaf.offset, leaf.numel).addmv_(grad_rows.t(), sample_weights)
+def _sample_count(samples: list[Any], chunk_size: int | None, mesh: Mesh) -> int:
+    """Return the number of samples, the one size of dim 0 of the batch's tensors.
 
-
-def _sample_count(samples: list[Any]) -> int:
-    """Return the number of samples, the one size of dim 0 of the batch's tensors."""
-    sizes: set[int | str] = set()
-    for sample in samples:
-        is_tensor = isinstance(sample, torch.Tensor) and sample.ndim > 0
-        sizes.add(sample.shape[0] if is_tensor else type(sample).__name__)
-    size = next(iter(sizes), None)
-    if len(sizes) != 1 or not isinstance(size, int):
+    Raise on every rank unless ranks along model axes pass equally many.
+    """
+    sizes: set[Any] = {
+        sample.shape[0]
+        if isinstance(sample, torch.Tensor) and sample.ndim
+        else type(sample).__name__
+        for sample in samples
+    }
+    count, *others = sizes or [None]
+    if others or not isinstance(count, int):
         raise ValueError(
             "the batch must be a pytree of tensors with one size of dim 0, which counts samples; "
             f"found {sorted(map(str, sizes)) or 'no leaves'}: pass what all samples share before "
             "the batch, or by keyword"
         )
-    return size
-
-
-def _check_samples(count: int, chunk_size: int | None, mesh: Mesh) -> None:
-    """Raise on every rank unless ranks along model axes pass equally many samples."""
-    axes = model_axes(mesh)
-    if not axes:
-        return
-    count_text = f"{count} in chunks of {chunk_size}" if chunk_size else str(count)
-    first_ranks: dict[tuple[int, ...], int] = {}
-    counts_by_rank = all_gather_texts(mesh, count_text, "samples")
-    for rank, rank_count in enumerate(counts_by_rank):
-        position = position_of(rank, mesh.shape)
-        peer = first_ranks.setdefault(tuple(position[axis] for axis in AXES), rank)
-        if rank_count != counts_by_rank[peer]:
-            raise ValueError(
-                f"ranks along {' and '.join(map(repr, axes))} must pass the same samples, whose "
-                f"losses they compute together; found {counts_by_rank[peer]} on rank {peer} and "
-                f"{rank_count} on rank {rank}: split the batch along the data axes only"
-            )
+    if axes := _model_axes(mesh):
+        count_text = f"{count} in chunks of {chunk_size}" if chunk_size else str(count)
+        first_counts: dict[tuple[int, ...], tuple[int, str]] = {}
+        for rank, rank_count in enumerate(all_gather_texts(mesh, count_text, "samples")):
+            position = position_of(rank, mesh.shape)
+            place = tuple(position[axis] for axis in AXES)
+            peer, peer_count = first_counts.setdefault(place, (rank, rank_count))
+            if rank_count != peer_count:
+                raise ValueError(
+                    f"ranks along {' and '.join(map(repr, axes))} must pass the same samples, "
+                    f"whose losses they compute together; found {peer_count} on rank {peer} and "
+                    f"{rank_count} on rank {rank}: split the batch along the data axes only"
+                )
+    return count
 
 
 # --- norms without gradients ----------------------------------------------------------------------
 
 
-class _SeenLeaves(Sequence[torch.Tensor]):
+class _SeenLeaves:
     """The leaves of a buffer, each through ``_Norm``, from their first use on.
 
     Why not before: backward runs nodes in the opposite order of forward. A node that comes before
     all units would run after all of them, and their gradients would wait for it.
     """
 
-    def __init__(self, entry: GatheredBuffer, squares: dict[Any, torch.Tensor], mesh: Mesh) -> None:
-        self.entry = entry
-        self.squares = squares[local_axes(entry.comm.plan, mesh)]
+    def __init__(self, entry: GatheredBuffer, squares: torch.Tensor) -> None:
+        self.entry, self.squares = entry, squares
 
     @functools.cached_property
     def leaves(self) -> list[torch.Tensor]:
         """The leaves."""
-        total = functools.partial(_over_model_axes, comm=self.entry.comm)
-        return [_Norm.apply(leaf, self.squares, total) for leaf in self.entry.leaves]
+        comm = self.entry.comm
+        return [_Norm.apply(leaf, self.squares, comm) for leaf in self.entry.leaves]
 
-    def __getitem__(self, index: Any) -> Any:
-        return self.leaves[index]
-
-    def __len__(self) -> int:
-        return len(self.entry.leaves)
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.leaves)
 
 
 class _Norm(torch.autograd.Function):
-    """``_Norm.apply(leaf, squares, total)``: the leaf.
+    """``_Norm.apply(leaf, squares, comm)``: the leaf.
 
-    Backward adds the squares of the leaf's gradient, after ``total``, to the gradient of
-    ``squares``, and passes none on to the leaf.
+    Backward adds the squares of the leaf's whole gradient to the gradient of ``squares``, and
+    passes none on to the leaf.
     """
 
     @staticmethod
     @signed
-    def forward(leaf: torch.Tensor, squares: torch.Tensor, total: Any) -> Any:
+    def forward(leaf: torch.Tensor, squares: torch.Tensor, comm: BufferComm) -> Any:
         return leaf.view_as(leaf)  # a Function must not return its input itself
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, squares, ctx.total = inputs
-        ctx.dtype = squares.dtype
+        _, ctx.squares, ctx.comm = inputs
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        grad = ctx.total(grad)
-        if not grad.numel():
-            return None, None, None
-        return None, square_of(grad.flatten(), ctx.dtype), None
+        rows = _over_model_axes(grad, ctx.comm).flatten()
+        return None, _square_of(rows, ctx.comm, ctx.squares), None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, leaf: torch.Tensor, squares: Any, total: Any) -> Any:
-        return _Norm.apply(leaf, squares, total), in_dims[0]  # a map of the caller over models
+    def vmap(info: Any, in_dims: Any, leaf: torch.Tensor, squares: Any, comm: Any) -> Any:
+        return _Norm.apply(leaf, squares, comm), in_dims[0]  # a map of the caller over models
