@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 import funcshard as fs
 from funcshard.comm import Op, simulation
@@ -15,7 +14,7 @@ from funcshard.core import checksum as checksums
 from funcshard.core.checksum import checksum
 from tests.core.units import same_bits
 from tests.pairwise import crossed
-from tests.ranks import on_ranks, run_ranks, run_simulated
+from tests.ranks import on_ranks
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64,
@@ -85,27 +84,7 @@ def test_a_contiguous_tensor_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> N
         assert largest < large.nbytes / 20, (values.shape, values.dtype, largest)
 
 
-def unseeded(mesh: fs.Mesh) -> str:
-    torch.manual_seed(mesh.rank // 2)  # ranks 0 and 1 agree, and so do ranks 2 and 3
-    params = fs.make_functional(nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2)))[1]
-    plan = fs.make_plan(params, mesh, units=["0"])
-    with fs.record_events() as events, pytest.raises(ValueError, match="must have the same values") as caught:
-        fs.shard(params, plan, mesh)
-    assert events == []
-    return str(caught.value)
-
-
 GRID = {"replicate": 2, "shard": 2}
-
-
-@pytest.mark.parametrize("run", [run_simulated, run_ranks])
-def test_ranks_that_built_different_models_are_told(run: Any) -> None:
-    words = (
-        "leaf '0.bias' of params must have the same values on every rank; found 2 different ones, on ranks 0, 1; "
-        "ranks 2, 3 (4 of 6 leaves differ): call torch.manual_seed(0) on every rank before it builds the model, or pass "
-        "src=0"
-    )
-    assert run(unseeded, 4, shape=GRID) == [words] * 4
 
 
 LOCAL = {"row": "replicate", "column": "shard", "own": ("replicate", "shard")}
@@ -122,7 +101,10 @@ def of_rank(mesh: fs.Mesh, strange: str = "") -> dict[str, torch.Tensor]:
     [
         ("", None),
         ("own", None),
-        ("all", "on every rank; found 2 different ones, on ranks 0, 1, 2; rank 3 (1 of 3 leaves differ)"),
+        (
+            "all",
+            "on every rank; found 2 different ones, on ranks 0, 1, 2; rank 3 (1 of 3 leaves differ): call torch.manual_seed",
+        ),
         ("row", "on ranks 2, 3, which share it; found 2 different ones, on rank 2; rank 3 (1 of 3"),
         ("column", "on ranks 1, 3, which share it; found 2 different ones, on rank 1; rank 3 (1 of 3"),
     ],
