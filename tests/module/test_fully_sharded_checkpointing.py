@@ -13,9 +13,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import funcshard as fs
-from tests.core.units import by_hand, recorded
+from tests.core.test_gradients import Solution
+from tests.core.units import by_hand, of_module, recorded
 from tests.models import SUBJECTS
-from tests.module.law import Watch, calls_on, check_equal, plain_call, same_bits, sharded_call
+from tests.module.law import Runs, Watch, calls_on, check_equal, plain_call, same_bits, sharded_call
 from tests.pairwise import crossed
 from tests.ranks import on_ranks, run_ranks, run_simulated
 from tests.storages import Alive
@@ -307,43 +308,15 @@ def test_hugging_faces_switch_keeps_the_numbers_and_the_prediction():
         assert call.events == call.predicted(recomputed=[unit for unit in call.plan.units if unit])
 
 
-class Adjoint(torch.autograd.Function):
-    """As torchdiffeq's adjoint method: run a module without a graph, and again in backward with one."""
-
-    @staticmethod
-    def forward(ctx, module, x, *params):
-        ctx.module = module
-        ctx.save_for_backward(x, *params)
-        return module(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, *params = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            out = ctx.module(x)
-        return None, *torch.autograd.grad(out, (x, *params), grad, allow_unused=True)
-
-
-class ByAdjoint(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.field = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x):
-        return Adjoint.apply(self.field, self.first(x), *self.field.parameters())
-
-
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("units", [[], ["first"], ["field"]], ids=["root", "another unit", "its unit"])
 def test_a_module_that_backward_runs_again_by_itself_is_an_error(units, remat):
     """Its parameters would get zeros."""
-    apply, params, _ = fs.make_functional(ByAdjoint())
-    mesh = fs.Mesh()
-    plan = fs.make_plan(params, mesh, units=units)
-    loss_fn = lambda shards: fs.fully_shard(apply, plan, mesh, remat=remat)(shards, {}, torch.ones(2, 3)).sum()  # noqa: E731
+    by_adjoint = lambda m, x: Solution.apply(m.field, m.first(x), *m.field.parameters())  # noqa: E731  # as torchdiffeq's
+    net = Runs(by_adjoint, first=nn.Linear(3, 3), field=nn.Linear(3, 3))
+    _, sharded, shards = of_module(fs.Mesh(), net, units, how={"remat": remat})
     with pytest.raises(ValueError, match="its parameters would get no gradient"):
-        fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh))
+        fs.value_and_grad(lambda shards: sharded(shards, {}, torch.ones(2, 3)).sum())(shards)
 
 
 class Stateful(nn.Module):
