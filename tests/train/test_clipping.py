@@ -9,10 +9,8 @@ import torch
 import funcshard as fs
 from funcshard._utils import tree
 from funcshard.train.clipping import PIECE, norm_of_rows
-from tests import slices
 from tests.pairwise import crossed
 from tests.ranks import on_ranks
-from tests.slices import meshes
 
 WORLDS = [1, 2, 3, {"replicate": 2, "shard": 2}, {"replicate": 2}]
 NORMS = [1.0, 2.0, 3.0, 0.5, math.inf]
@@ -70,28 +68,6 @@ def test_clipping_is_that_of_torch_on_the_whole_model(world: Any, options: dict,
     assert all(torch.equal(norm, norms[0]) for norm in norms)
     assert (norms[0].shape, norms[0].dtype) == ((), torch.float64)
     torch.testing.assert_close(norms[0], expected_norm.double())
-
-
-@pytest.mark.slow
-@meshes
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_norms_and_clipping_count_every_element_of_the_whole_model_once(shape: dict[str, int], strategy: str) -> None:
-    """Also of leaves that are cut along model axes."""
-
-    def main(mesh: fs.Mesh, strategy: str = "full_shard") -> Any:
-        plan, shards, loss_fn = slices.setup(mesh, strategy)
-        _, grads = fs.value_and_grad(loss_fn)(shards, slices.batch(mesh.position, mesh.shape))
-        found: dict[str, Any] = {"grads": fs.to_state_dict(grads, plan, mesh)}
-        for norm_type in (1.0, 2.0, 3.5, math.inf):
-            clipped, norm = fs.clip_by_global_norm(grads, plan, mesh, 0.01, norm_type)
-            found[f"norm {norm_type}"] = norm
-            found[f"clipped {norm_type}"] = fs.to_state_dict(clipped, plan, mesh)
-        return found
-
-    (wanted,) = slices.ranks(main, slices.WHOLE)
-    torch.testing.assert_close(wanted["norm 2.0"], torch.cat([grad.ravel() for grad in wanted["grads"].values()]).norm())
-    for found in slices.ranks(main, shape, strategy):
-        torch.testing.assert_close(found, wanted)
 
 
 # name -> (the leaf, the axis along which it differs, its norm)

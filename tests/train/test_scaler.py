@@ -96,12 +96,12 @@ def test_on_grads_sees_scaled_gradients(mesh: fs.Mesh) -> None:
     torch.testing.assert_close(with_scale, tree.map(lambda grad: grad * 64, without), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("scaler", [fs.GradScaler(64.0, growth_interval=1), None], ids=["scaled", "plain"])
 @on_ranks(2)
-def test_a_step_without_data_leaves_the_scaling_as_it_was(mesh: fs.Mesh) -> None:
-    scaler = fs.GradScaler(64.0, growth_interval=1)
+def test_a_step_without_data_leaves_the_state_as_it_was(mesh: fs.Mesh, scaler: Any) -> None:
     step, state = scaled(mesh, nn.Linear(4, 1), lambda out, rows: (loss_of(out, rows), 0), scaler, weighted=True)
     after, metrics = step(state, {"x": torch.full((2, 4), INF), "factor": torch.ones(2)})
-    assert not metrics["found_inf"]  # a batch of weight zero has no infinities
+    assert (metrics["weight"], metrics.get("found_inf", 0)) == (0, 0)  # a batch of weight zero has no infinities
     assert after is state
 
 

@@ -16,7 +16,7 @@ from torch import nn
 import funcshard as fs
 from funcshard._utils import tree
 from tests.core.units import by_hand, of_module, same_bits
-from tests.ranks import on_ranks, run_simulated
+from tests.ranks import on_ranks
 
 ADAMW = fs.torch_optimizer(torch.optim.AdamW, lr=0.05, fused=True)
 
@@ -69,57 +69,6 @@ def test_the_state_is_a_pytree_that_counts_steps_and_is_donated_to_a_torch_optim
     held = {unit: {key: sorted(entries) for key, entries in own.items()} for unit, own in state.opt_state["leaves"].items()}
     kept = {"float32": ["exp_avg", "exp_avg_sq", "step"]}
     assert held == {"0": kept, "2": {}, "4": kept}  # frozen leaves have none
-
-
-@on_ranks(2)
-def test_a_step_is_re_entrant_and_survives_a_failure(mesh: fs.Mesh) -> None:
-    sharded, plan, shards, buffers = setup(mesh, model())
-    train = fs.make_train_step(mean_square(sharded), ADAMW, plan, mesh)
-    states = [train.init(copy.deepcopy(shards), buffers) for _ in range(2)]
-    for step in range(3):
-        for i in range(2):
-            states[i], _ = train(states[i], batch(step))
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            train(states[0], torch.ones(2, 4))
-    same_bits(states[0].shards, states[1].shards)
-
-
-HELD = [5, 3, 4]
-
-
-def uneven(mesh: fs.Mesh, counts: list[int], concatenate: bool = False) -> Any:
-    """Train until no rank has data; a rank without data takes part with NaN at weight zero."""
-    sharded, plan, shards, buffers = setup(mesh, model())
-    held = [[batch(100 * rank + i)[: 3 + rank] for i in range(n)] for rank, n in enumerate(counts)]
-    mine = held[mesh.rank]
-    if concatenate:
-        mine = [torch.cat([rows[i] for rows in held if i < len(rows)]) for i in range(max(counts))]
-
-    def loss_fn(shards: Any, buffers: Any, rows: tuple) -> Any:
-        return sharded(shards, buffers, rows[0]).square().mean(), rows[1], {"rows": rows[1]}
-
-    train = fs.make_train_step(loss_fn, ADAMW, plan, mesh, has_aux=True, weighted=True, max_norm=0.5)
-    state, losses = train.init(shards, buffers), []
-    for i in range(100):
-        rows = (mine[i], len(mine[i])) if i < len(mine) else (torch.full((2, 3), float("nan")), 0)
-        before = copy.deepcopy((state.shards, state.opt_state))
-        state, metrics = train(state, rows)
-        assert metrics["aux"] == {"rows": rows[1]}
-        if metrics["weight"] == 0:
-            after = (state.shards, state.opt_state)
-            assert all(torch.equal(a, b) for a, b in zip(tensors(before), tensors(after), strict=True))
-            break
-        losses.append(metrics["loss"])
-    return state.step, losses, fs.gather(state.shards, plan, mesh)
-
-
-def test_ranks_with_unequal_numbers_of_batches_end_together_and_equal_one_process() -> None:
-    ((steps, losses, params),) = run_simulated(uneven, 1, HELD, True)
-    assert steps == 5
-    for result in run_simulated(uneven, 3, HELD):
-        assert result[0] == 5
-        torch.testing.assert_close(result[1], losses)
-        torch.testing.assert_close(result[2], params, rtol=1e-4, atol=1e-5)
 
 
 def sum_times_mean(leaves: Any, x: torch.Tensor) -> torch.Tensor:
