@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import funcshard as fs
-from funcshard._utils.torch_private import callers_level, unscale_in_place, untraced
-from tests.pairwise import crossed
+from funcshard._utils.torch_private import callers_level, untraced
 
 
 @pytest.mark.slow
@@ -46,26 +45,3 @@ def test_a_warning_is_about_who_called_the_library():
     with pytest.warns(UserWarning, match="units ran in another order") as caught:
         sharded(fs.shard(params, plan, mesh), buffers, torch.ones(1, 2))
     assert caught[0].filename == __file__
-
-
-CPU = torch.device("cpu")
-VALUES = {
-    "finite": (1.5, -2.0, 3e38, 1e-40),
-    "an infinity": (1.0, float("inf")),
-    "a negative infinity": (float("-inf"), 2.0),
-    "NaN": (1.0, float("nan"), 2.0),
-    "none": (),
-}
-
-
-@crossed(factor=[1.0, 0.1, 2.0**-20, 2.0**20], dtype=[torch.float32, torch.float64, torch.complex64], values=VALUES)
-def test_unscaling_multiplies_to_the_bit_and_finds_what_is_not_finite(
-    values: tuple[float, ...], dtype: torch.dtype, factor: float
-) -> None:
-    x, scalar = torch.tensor(values, dtype=dtype), torch.tensor(factor)
-    real = torch.view_as_real(x) if dtype.is_complex else x
-    wanted, finite = real * scalar.to(real), bool(x.isfinite().all())
-    found = unscale_in_place([x, torch.ones(2)], {CPU: scalar})
-    assert found[CPU].item() == (not finite)
-    assert torch.equal(torch.view_as_real(x) if dtype.is_complex else x, wanted) or not finite
-    torch.testing.assert_close(torch.view_as_real(x) if dtype.is_complex else x, wanted, rtol=0, atol=0, equal_nan=True)
