@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import funcshard as fs
-from funcshard._utils import tree
 from tests import slices
 from tests.core.units import by_hand, of_module
 from tests.pairwise import crossed
@@ -334,51 +333,30 @@ def sliced(mesh: fs.Mesh, strategy: str = "full_shard") -> Any:
     return (lambda shards, x: loss_fn(shards, x.unsqueeze(0))), shards, plan
 
 
-def one_by_one(max_norm: float | None) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return losses, norms and the mean of clipped gradients from a loop over all samples of the whole model."""
-
-    def main(mesh: fs.Mesh) -> Any:
-        loss_fn, shards, plan = sliced(mesh)
-        losses, norms, total = [], [], None
-        for sample in slices.batch({}, {}):
-            loss, grads = fs.value_and_grad(loss_fn)(shards, sample)
-            norm = fs.global_norm(grads, plan, mesh)
-            scale = min(1.0, (max_norm or float("inf")) / norm.item())
-            clipped = tree.map(lambda grad, scale=scale: grad * scale, grads)
-            total = clipped if total is None else tree.map(torch.add, total, clipped)
-            losses.append(loss)
-            norms.append(norm)
-        mean = tree.map(lambda grad: grad / len(losses), total)
-        return torch.stack(losses), torch.stack(norms), slices.whole(mean, plan, mesh)
-
-    return slices.ranks(main, slices.WHOLE)[0]
-
-
 @pytest.mark.nightly(one_in=4)
 @meshes
 @pytest.mark.parametrize(("strategy", "max_norm", "chunk_size"), [("full_shard", 8.0, None), ("no_shard", 15.0, 2)])
 def test_samples_are_clipped_as_by_the_whole_model(
     shape: dict[str, int], strategy: str, max_norm: float, chunk_size: int | None
 ) -> None:
-    losses, norms, mean = one_by_one(max_norm)
-    assert (norms > max_norm).any()
-    assert (norms < max_norm).any()
+    """In all ways; tests of the whole model alone compare it with a loop over samples."""
 
-    def main(mesh: fs.Mesh) -> None:
+    def main(mesh: fs.Mesh, strategy: str = "full_shard", chunk_size: int | None = None) -> Any:
         loss_fn, shards, plan = sliced(mesh, strategy)
         seen, options = [], {"max_norm": max_norm, "chunk_size": chunk_size}
         run = fs.per_sample_grad(loss_fn, plan, mesh, on_grads=lambda unit, grads: seen.append(unit), **options)
         x = slices.batch(mesh.position, mesh.shape)
-        (own_losses, own_norms), grads = run(shards, x)
-        mine = slice(len(x) * (data_rank(mesh)), len(x) * (data_rank(mesh) + 1))
-        torch.testing.assert_close(own_losses, losses[mine])
-        torch.testing.assert_close(own_norms, norms[mine])
-        without = fs.per_sample_norms(loss_fn, plan, mesh, chunk_size=chunk_size)
-        torch.testing.assert_close(without(shards, x), (own_losses, own_norms))
-        torch.testing.assert_close(slices.whole(grads, plan, mesh), mean)
+        values, grads = run(shards, x)
+        torch.testing.assert_close(fs.per_sample_norms(loss_fn, plan, mesh, chunk_size=chunk_size)(shards, x), values)
         assert seen
+        return data_rank(mesh), *values, slices.whole(grads, plan, mesh)
 
-    slices.ranks(main, shape)
+    ((_, losses, norms, mean),) = slices.ranks(main, slices.WHOLE)
+    assert (norms > max_norm).any()
+    assert (norms < max_norm).any()
+    for index, own_losses, *rest in slices.ranks(main, shape, strategy, chunk_size):
+        mine = slice(len(own_losses) * index, len(own_losses) * (index + 1))
+        torch.testing.assert_close((own_losses, *rest), (losses[mine], norms[mine], mean))
 
 
 def data_rank(mesh: fs.Mesh) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import operator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,19 +14,11 @@ from torch import nn
 
 import funcshard as fs
 from funcshard._utils import tree
-from tests.core.units import by_hand, of_module, same_bits
+from tests.core.units import by_hand, mlp, of_module, same_bits
 from tests.ranks import on_ranks
 
+model = partial(mlp, 3, 5, 5, 2, dtype=torch.float32)
 ADAMW = fs.torch_optimizer(torch.optim.AdamW, lr=0.05, fused=True)
-
-
-def model(freeze: bool = False) -> nn.Module:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2))
-    if freeze:
-        net[2].requires_grad_(False)
-        net[0].bias.requires_grad_(False)
-    return net
 
 
 def batch(step: int) -> torch.Tensor:
@@ -53,7 +44,7 @@ def memory(state: Any) -> list[int]:
 
 @on_ranks(2)
 def test_the_state_is_a_pytree_that_counts_steps_and_is_donated_to_a_torch_optimizer(mesh: fs.Mesh) -> None:
-    sharded, plan, shards, buffers = setup(mesh, model(freeze=True))
+    sharded, plan, shards, buffers = setup(mesh, model(frozen=["0.bias", "2.weight", "2.bias"]))
     train = fs.make_train_step(mean_square(sharded), ADAMW, plan, mesh)
     state, pointers = train.init(shards, buffers), []
     for step in range(3):
@@ -327,8 +318,6 @@ def test_a_tensor_that_a_tree_holds_twice_is_donated_once() -> None:
 
 # --- metrics["local_loss"], without a collective more ---------------------------------------------
 
-NAN = float("nan")
-
 
 def losses(mesh: fs.Mesh, batch: Any, form: Any = lambda loss: loss, **options: Any) -> tuple[float, float]:
     """Return the metrics ``local_loss`` and ``loss`` of one step, on a batch of losses, and of weights."""
@@ -349,27 +338,31 @@ def losses(mesh: fs.Mesh, batch: Any, form: Any = lambda loss: loss, **options: 
 OPTIONS: dict[str, Any] = {"plain": {}, "accumulate": {"accumulate": 2}, "scaler": {"scaler": fs.GradScaler(init_scale=8.0)}}
 
 
+# Of two micro-batches on each of three ranks: the losses, and their weights; a weight of zero divides zero by zero.
+LOSSES = [[1.0, 4.0], [11.0, 14.0], [21.0, 24.0]]
+WEIGHTS: dict[str, Any] = {
+    "mean": None,
+    "weighted": [[1.0, 3.0], [2.0, 6.0], [3.0, 5.0]],
+    "a rank without data": [[1.0, 3.0], [2.0, 6.0], [0.0, 0.0]],
+    "micro-batches without data": [[0.0, 2.0], [1.0, 0.0], [1.0, 2.0]],
+}
+
+
+def weighted_mean(values: Any, weights: Any) -> float:
+    return np.average(values, weights=weights).item() if np.any(weights) else 0.0
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("options", [*OPTIONS.values(), {"divisor": 7}], ids=[*OPTIONS, "divisor"])
-@on_ranks(2)
-def test_it_is_the_mean_over_this_ranks_batch_and_the_loss_is_the_mean_of_all(mesh: fs.Mesh, options: Any) -> None:
-    batch = torch.tensor([1.0, 3.0]) + 7 * mesh.rank
-    assert losses(mesh, batch, **options) == (2.0 + 7 * mesh.rank, 5.5)
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @on_ranks(3)
-def test_with_weights_it_is_the_weighted_mean_of_this_rank_and_zero_without_data(mesh: fs.Mesh, options: Any) -> None:
-    batch = torch.tensor([1.0, 4.0]) + 10 * mesh.rank, torch.tensor([1.0, 3.0]) * (1 + mesh.rank)
-    nothing = torch.tensor([NAN, NAN]), torch.tensor([0.0, 0.0])
-    local, loss = losses(mesh, nothing if mesh.rank == 2 else batch, weighted=True, **options)
-    assert local == pytest.approx([3.25, 13.25, 0.0][mesh.rank])
-    assert loss == pytest.approx((4 * 3.25 + 8 * 13.25) / 12)
-
-
-@on_ranks(2)
-def test_a_micro_batch_of_weight_zero_does_not_count(mesh: fs.Mesh) -> None:
-    batch = torch.tensor([NAN, 5.0]), torch.tensor([0.0, 2.0])
-    assert losses(mesh, batch, weighted=True, accumulate=2) == (5.0, 5.0)
+def test_it_is_the_mean_over_this_ranks_batch_and_the_loss_is_the_mean_of_all(
+    mesh: fs.Mesh, options: Any, weights: str
+) -> None:
+    weights_of = WEIGHTS[weights] or [[1.0, 1.0]] * 3
+    batch = torch.tensor(LOSSES[mesh.rank]), torch.tensor(weights_of[mesh.rank])
+    found = losses(mesh, batch if WEIGHTS[weights] else batch[0], weighted=bool(WEIGHTS[weights]), **options)
+    wanted = weighted_mean(LOSSES[mesh.rank], weights_of[mesh.rank]), weighted_mean(LOSSES, weights_of)
+    assert found == pytest.approx(wanted)
 
 
 LOW = [2.984375, 3.015625, 3.0, 2.984375, 3.015625, 3.0, 3.03125, 2.96875]  # numbers of bfloat16, which their sum is not
@@ -380,10 +373,9 @@ LOW = [2.984375, 3.015625, 3.0, 2.984375, 3.015625, 3.0, 3.03125, 2.96875]  # nu
 @on_ranks(2)
 def test_losses_of_low_precision_or_of_one_element_are_averaged_in_float32(mesh: fs.Mesh, weights: Any, dtype: Any) -> None:
     batch = torch.tensor(LOW) if weights is None else (torch.tensor(LOW), torch.tensor(weights))
-    expected = sum(map(operator.mul, LOW, weights or [1.0] * 8)) / sum(weights or [1.0] * 8)
     one_element = lambda loss: loss.to(dtype).view(1, 1)  # noqa: E731
     metrics = losses(mesh, batch, one_element, accumulate=8, weighted=weights is not None)
-    assert metrics == (pytest.approx(expected, rel=2e-7, abs=0),) * 2
+    assert metrics == (pytest.approx(weighted_mean(LOW, weights or [1.0] * 8), rel=2e-7, abs=0),) * 2
 
 
 @on_ranks(2)
