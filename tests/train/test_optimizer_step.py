@@ -94,24 +94,6 @@ def test_a_state_of_another_structure_is_refused(change: Callable[[Any], Any], w
         optimizer.step(shards(), change(after_a_step(optimizer)), shards())
 
 
-OF_A_PLAN: dict[str, Callable[[fs.Plan, fs.Mesh], Any]] = {
-    "AdamW": lambda plan, mesh: fs.torch_optimizer(O.AdamW),
-    "AdamW in groups": lambda plan, mesh: fs.torch_optimizer(O.AdamW, groups=[{"paths": ["**.c"]}], plan=plan, mesh=mesh),
-    "muon": fs.muon,
-}
-
-
-@pytest.mark.parametrize("make", OF_A_PLAN.values(), ids=OF_A_PLAN)
-@pytest.mark.parametrize("other", [plan_of(2), plan_of(1, ("a",)), plan_of(1, ())], ids=["ranks", "units", "root"])
-def test_a_state_of_another_plan_is_refused(make: Any, other: fs.Plan) -> None:
-    def of_the_other(mesh: fs.Mesh) -> Any:
-        return after_a_step(make(other, mesh), fs.shard(PARAMS, other, mesh), fs.shard(PARAMS, other, mesh))
-
-    state = fs.simulate(of_the_other, other.world_size)[0]
-    with pytest.raises(ValueError, match=r"of another plan|must be a tree like the parameters"):
-        make(PLAN, MESH).step(shards(), state, shards())
-
-
 GRADIENTS: dict[str, tuple[Any, str]] = {
     "a unit less": ({"a": {"float32": torch.ones(12)}}, r"like the parameters: .*'b'.*; pass the gradients that"),
     "longer": (
