@@ -206,6 +206,8 @@ REFUSED = [  # the parameters of the plan, its units, and the error
     (doubled, [], r"parameter 'embed\.weight' has shape \(11, 16\) in the plan and \(11, 8\) in the module"),
     (lambda params: fs.make_functional(made(Model, None, 2))[1], [], r"missing: \['blocks\.2\.down\.bias', .*: nothing"),
     (dict, ["blocks"], r"unit 'blocks' is a ModuleList, which has no forward of its own"),
+    (dict, [["blocks", "embed"]], r"unit 'blocks\+embed', its module 'blocks', is a ModuleList, which has no forward of"),
+    (dict, [["blocks.0.up.weight", "blocks.1"]], r"unit '.*\+blocks\.1', its module 'blocks\.0\.up\.weight', is no module"),
     (dict, ["blocks.0.up.weight"], r"unit 'blocks\.0\.up\.weight' is no module of this model"),
     (
         without_marks,

@@ -478,18 +478,6 @@ def test_a_module_of_a_group_may_call_another_one_without_gradients(strategy):
     check_equal(module, torch.ones(2, WIDTH), [["caller", "other"]], strategy=strategy)
 
 
-WRONG = [
-    (["blocks", "head"], r"unit 'blocks\+head', its module 'blocks', is a ModuleList, which has no forward of its own"),
-    (["embed.weight", "head"], r"unit 'embed.weight\+head', its module 'embed.weight', is no mod"),
-]
-
-
-@pytest.mark.parametrize(("units", "words"), WRONG)
-def test_wrong_groups_are_errors_of_fully_shard(units, words):
-    with pytest.raises(ValueError, match=words):
-        calls_on(2, fs.make_functional(made()), tokens, [units])
-
-
 class AnyNames(nn.Module):
     """A layer whose keyword arguments have names that the library may use, as torch_geometric's ``index``."""
 
@@ -504,28 +492,19 @@ class AnyNames(nn.Module):
         return self.inner(x) * name
 
 
-class CallsByAnyName(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([AnyNames(), AnyNames()])
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x, index=2, path=0, forward=0, module=0, region=0, call=0, args=0, kwargs=0)
-            x = x + layer.other(x, module=0, args=0, name=3)
-        return x
+def by_any_name(net, x):
+    for layer in net.layers:
+        x = layer(x, index=2, path=0, forward=0, module=0, region=0, call=0, args=0, kwargs=0)
+        x = x + layer.other(x, module=0, args=0, name=3)
+    return x
 
 
 def test_keyword_arguments_may_have_any_name():
-    apply, params, _ = fs.make_functional(CallsByAnyName())
-    x = torch.ones(1, 2)
-    mesh = fs.Mesh()
-    plan = fs.make_plan(params, mesh, units=["layers.0", "layers.1"])
-    methods = {unit: ["other"] for unit in ("layers.0", "layers.1")}
+    functional = apply, params, _ = fs.make_functional(Runs(by_any_name, layers=nn.ModuleList([AnyNames(), AnyNames()])))
+    x, methods = torch.ones(1, 2), {"layers.0": ["other"], "layers.1": ["other"]}
     for options in ({}, {"remat": True}, {"compiler": lambda f: f}):
-        sharded = fs.fully_shard(apply, plan, mesh, methods=methods, **options)
-        out = sharded(fs.shard(params, plan, mesh), {}, x)
-        assert torch.equal(out, apply(params, {}, x))
+        plan, sharded, shards = of_module(fs.Mesh(), functional, [*methods], how={"methods": methods, **options})
+        assert torch.equal(sharded(shards, {}, x), apply(params, {}, x))
     profile = fs.profile(apply, params, {}, x, loss=torch.sum)
     for options in ({}, {"remat": True}):
         assert fs.estimate(profile, plan, **options).peak > 0
