@@ -10,6 +10,5 @@ the helpers themselves are in tests/test_hostile.py.
 - ``pauses``: stops processes for a while;
 - ``training``: a small job whose state at every step is known;
 - ``damage``: damages files;
-- ``namespaces``: a disk, or a network, of a process's own;
-- ``report``: writes the counts of a campaign into docs/dev/campaign.md.
+- ``namespaces``: a disk, or a network, of a process's own.
 """

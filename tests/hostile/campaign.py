@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from random import Random
 from types import FrameType
-from typing import Any
 
 FULL = -1  # as a number of rounds: the big number of each campaign
 _MOST_FAULTS = 25  # after so many the campaign ends
@@ -65,10 +64,13 @@ class Campaign:
         """Return the command that repeats the round of a seed."""
         return f"python -m pytest '{self.test}' -m hostile --hostile-seed {seed} --hostile-rounds 1"
 
-    def record(self) -> dict[str, Any]:
-        """Return the campaign as a row of the report."""
-        first = {"test": self.test, "seed": self.seed, "seconds": round(self.seconds, 1)}
-        return {**first, "faults": [seed for seed, _ in self.faults], "counts": dict(self.counts)}
+    def row(self) -> str:
+        """Return the campaign as a row of the table in docs/dev/campaign.md."""
+        counts, name = dict(self.counts), self.test.removeprefix("tests/hostile/test_").replace(".py::test_", ": ")
+        rounds = counts.pop("rounds")
+        done = ", ".join(f"{number:,} {word}" for word, number in sorted(counts.items())) or "–"
+        seeds = f"{self.seed}–{self.seed + rounds - 1}" if rounds > 1 else str(self.seed)
+        return f"| {name.replace('_', ' ')} | {seeds} | {done} | {len(self.faults)} | {self.seconds / 60:.1f} |"
 
 
 @contextlib.contextmanager
