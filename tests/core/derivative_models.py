@@ -1,4 +1,4 @@
-"""The models whose derivatives are compared: GPT-2, Llama and ViT of transformers, a UNet and a mixture of experts."""
+"""The models whose derivatives are compared, of transformers and torch, with a UNet and a mixture of experts."""
 
 from __future__ import annotations
 
@@ -97,6 +97,16 @@ def pixels(n: int, seed: int) -> Batch:
     return {"inputs": {"pixel_values": torch.randn(n, 3, 8, 8, generator=g)}, "targets": torch.randint(3, (n,), generator=g)}
 
 
+def encoder(_: float) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def states(n: int, seed: int) -> Batch:
+    g = torch.Generator().manual_seed(seed)
+    return {"inputs": {"src": torch.randn(n, 4, 8, generator=g)}, "targets": torch.randint(8, (n, 4), generator=g)}
+
+
 def texts(n: int, seed: int) -> Batch:
     batch = SUBJECTS["gpt2"].make_batch(n, seed)
     return {"inputs": {"ids": batch["inputs"]["input_ids"]}, "targets": batch["targets"]}
@@ -113,5 +123,6 @@ MODELS = {
     "Llama": dataclasses.replace(SUBJECTS["llama"], build=llama),
     "ViT": Subject(seeded(_vit), pixels, cross_entropy, ("vit.layers.*",)),
     "UNet": Subject(seeded(UNet), noisy, cross_entropy, ("down", "middle", "up")),
+    "TransformerEncoder": Subject(seeded(encoder), states, cross_entropy, ("layers.*",)),
     "MoE": Subject(seeded(Mixture), texts, cross_entropy, ("blocks.*",)),
 }

@@ -125,8 +125,7 @@ def found(mesh, name, strategy):
     plan, shards, out, loss_of, at = setup(name, mesh, strategy=strategy)
     v = fs.randn_like(shards, plan, mesh, generator=torch.Generator().manual_seed(3))
     product = lambda a, b: fs.vdot(a, b, plan, mesh)  # noqa: E731
-    with sdpa_kernel(SDPBackend.MATH):
-        own, numbers, trees = operators(fs, out, loss_of, shards, v, product, lambda x: fs.pmean(x, mesh))
+    own, numbers, trees = operators(fs, out, loss_of, shards, v, product, lambda x: fs.pmean(x, mesh))
     return own, numbers, {key: whole(vector, plan, mesh) for key, vector in trees.items()}, at
 
 
@@ -147,8 +146,7 @@ def check(results, name):
 @pytest.mark.parametrize("world", [{"shard": 2}, HYBRID, {"shard": 2, "tensor": 2}, {"shard": 4}, {}], ids=str)
 @pytest.mark.parametrize("name", ["mlp", "gpt", *MODELS])
 def test_operators_are_those_of_the_whole_model_on_the_whole_batch(name, world, strategy):
-    with sdpa_kernel(SDPBackend.MATH):
-        check(run_simulated(found, math.prod(world.values()), name, strategy, shape=world), name)
+    check(run_simulated(found, math.prod(world.values()), name, strategy, shape=world), name)
 
 
 def found_on_gloo(mesh):
