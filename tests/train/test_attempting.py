@@ -18,7 +18,7 @@ import funcshard as fs
 from funcshard._utils import tree
 from funcshard._utils.torch_groups import default_store
 from funcshard.comm import Op
-from tests.core.units import of_module
+from tests.core.units import of_module, same_bits
 from tests.ranks import run_ranks, run_simulated
 
 WIDTH = 260  # a buffer is then large enough for an all-reduce of two phases
@@ -98,7 +98,7 @@ def train(
             before = tree.leaves(fs.copy(state))
             result, failed = fs.attempt(step_to_the_end, state, batch, mesh=mesh)
             assert result is None
-            assert_equal(before, tree.leaves(state))
+            same_bits(before, tree.leaves(state))
             failures.append(failed)
             trouble.place = ""
         result, none = fs.attempt(step, state, batch, mesh=mesh)
@@ -107,10 +107,6 @@ def train(
         state, metrics = result
         losses.append(metrics["loss"].item())
     return failures, losses, *tree.leaves(state), torch.rand(1)
-
-
-def assert_equal(ours: Any, theirs: Any) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 PLACES = ("data", "forward 0", "forward 2", "backward 2", "backward 1", "gradient", "end")
@@ -132,7 +128,7 @@ def test_a_failed_step_is_as_if_it_had_never_run(case: str) -> None:
     failing = [*ONE, *SEVERAL]
     meant = run(train, ranks, [{}] * len(failing), *options)
     for ours, theirs in zip(run(train, ranks, failing, *options), meant, strict=True):
-        assert_equal(ours[1:], theirs[1:])
+        same_bits(ours[1:], theirs[1:])
         for places, failed in zip(failing, ours[0], strict=True):
             assert failed.keys() == places.keys()
             for rank, text in failed.items():
@@ -231,8 +227,8 @@ def test_no_step_in_an_attempt_donates_its_state(name: str) -> None:
             pair: Any = fs.attempt(lambda state: (traced(state, batch), Trap(mesh.rank)()), state, mesh=mesh)
             assert pair == (None, {0: "KeyError: 'trap'"})
             results = [fs.attempt(run, state, batch, mesh=mesh)[0] for run in (step, traced)]
-            assert_equal(before, tree.leaves(state))
-            assert_equal(*(tree.leaves(result) for result in results))
+            same_bits(before, tree.leaves(state))
+            same_bits(*(tree.leaves(result) for result in results))
             state = results[0][0]
         traced(start, batch)  # which donates outside
         with pytest.raises(RuntimeError, match="donated"):

@@ -1,4 +1,4 @@
-"""Loss scaling: scales and skips are those of torch.amp.GradScaler, and no number changes otherwise."""
+"""Loss scaling: scales are those of torch.amp.GradScaler; promises/test_upstream_precision.py has the skips."""
 
 import copy
 from typing import Any
@@ -11,24 +11,15 @@ from torch import nn
 
 import funcshard as fs
 from funcshard._utils import tree
-from tests.core.units import by_hand, of_module
+from tests.core.units import of_module
 from tests.ranks import on_ranks
 
 INF = float("inf")
-# Step -> (rank, value): the rank that has an infinity or NaN in that step. In a world of one it is
-# rank 0.
-BAD = {1: (1, INF), 4: (0, INF), 5: (1, float("nan"))}
-STEPS = 8
-TAKEN = [step not in BAD for step in range(STEPS)]
-# The scale grows after two good steps.
-SCALES = [2.0**power for power in (10, 10, 9, 9, 10, 9, 8, 8)]
-SCALER = fs.GradScaler(init_scale=2.0**10, growth_interval=2)
+SCALER = fs.GradScaler(64.0)
 
 
-def batch(step: int, rank: int, world: int) -> dict[str, torch.Tensor]:
-    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + rank))
-    bad, value = BAD.get(step, (0, 1.0))
-    return {"x": x, "factor": torch.full((8,), value if rank == bad % world else 1.0)}
+def batch(rank: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(8, 4, generator=torch.Generator().manual_seed(rank)), "factor": torch.ones(8)}
 
 
 def loss_of(out: torch.Tensor, rows: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -36,7 +27,12 @@ def loss_of(out: torch.Tensor, rows: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def scaled(
-    mesh: fs.Mesh, net: nn.Module, loss_fn: Any = loss_of, scaler: Any = SCALER, plan: Any = None, **options: Any
+    mesh: fs.Mesh,
+    net: nn.Module,
+    loss_fn: Any = loss_of,
+    scaler: Any = SCALER,
+    plan: Any = None,
+    **options: Any,
 ) -> tuple[Any, fs.TrainState]:
     """Return a training step of a module, and its first state."""
     functional = fs.make_functional(net, mutable=options.get("mutable", False))
@@ -50,30 +46,9 @@ def scaled(
 
 
 @on_ranks(2)
-def test_an_infinity_in_one_ranks_own_leaves_stops_every_rank(mesh: fs.Mesh) -> None:
-    """Gradients of local leaves are not reduced, so other ranks have to be told."""
-    params = {"shared": torch.zeros(4), "expert": torch.full((4,), mesh.rank + 1.0)}
-    # The loss is linear, so that an infinite factor reaches the gradient of this rank's expert alone.
-    linear = lambda leaves, x, factor: leaves["shared"] @ x + leaves["expert"] @ x * factor  # noqa: E731
-    plan, f, shards = by_hand(mesh, params, linear, local=["expert"])
-    loss_fn = lambda shards, buffers, rows: f(shards[""], rows["x"].mean(0), rows["factor"].mean())  # noqa: E731
-    optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
-    step = fs.make_train_step(loss_fn, optimizer, plan, mesh, scaler=SCALER, max_norm=1e6)
-    state, seen = step.init(shards, {}), []
-    for i in range(STEPS):
-        state, metrics = step(state, batch(i, mesh.rank, 2))
-        seen.append((not metrics["found_inf"], metrics["scale"].item()))
-    assert seen == list(zip(TAKEN, SCALES, strict=True))
-    moved = [-0.1 * sum(batch(i, rank, 2)["x"].mean(0) for i in range(STEPS) if TAKEN[i]) for rank in range(2)]
-    params = fs.gather(state.shards, plan, mesh)
-    torch.testing.assert_close(params["shared"], (moved[0] + moved[1]) / 2)
-    torch.testing.assert_close(params["expert"], mesh.rank + 1 + moved[mesh.rank])
-
-
-@on_ranks(2)
 def test_a_skipped_step_has_new_buffers_and_the_aux(mesh: fs.Mesh) -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    expected, rows = copy.deepcopy(net), {**batch(0, 0, 1), "factor": torch.tensor([INF])}
+    expected, rows = copy.deepcopy(net), {**batch(0), "factor": torch.tensor([INF])}
     expected(rows["x"])
     loss_fn = lambda out, rows: (loss_of(out[0], rows), out[1], {"rows": len(rows["x"])})  # noqa: E731
     step, state = scaled(mesh, net, loss_fn, mutable=True, has_aux=True, plan={"units": ["0", "1", "2"]})
@@ -88,9 +63,9 @@ def test_on_grads_sees_scaled_gradients(mesh: fs.Mesh) -> None:
     net = nn.Linear(4, 1)
     seen: list[dict[str, torch.Tensor]] = []
     keep = lambda unit, grads: seen.append(tree.map(torch.clone, grads))  # noqa: E731
-    for scaler in (fs.GradScaler(64.0), None):
+    for scaler in (SCALER, None):
         step, state = scaled(mesh, net, scaler=scaler, on_grads=keep)
-        step(state, batch(0, mesh.rank, 2))
+        step(state, batch(mesh.rank))
     with_scale, without = seen
     assert sorted(without) == ["bias", "weight"]
     torch.testing.assert_close(with_scale, tree.map(lambda grad: grad * 64, without), rtol=0, atol=0)
