@@ -101,12 +101,8 @@ class Block(nn.Module):
 class Stack(nn.Module):
     def __init__(self, place):
         super().__init__()
-        self.place, self.scale, self.weights, self.results = (
-            place,
-            nn.Parameter(torch.linspace(1, 2, WIDTH)),
-            Watch(),
-            Watch(),
-        )
+        self.place, self.scale = place, nn.Parameter(torch.linspace(1, 2, WIDTH))
+        self.weights, self.results = Watch(), Watch()
         blocks = (Block(place, self.weights, self.results) for _ in range(BLOCKS))
         self.blocks = nn.ModuleList(place.wrapped("wrapper around", block) for block in blocks)
 
@@ -345,31 +341,21 @@ class Stateful(nn.Module):
         return torch.stack(self.list).sum(0)
 
 
-class CallsTwice(nn.Module):
-    def __init__(self, place):
-        super().__init__()
-        self.layer = Stateful(place)
-
-    def forward(self, x):
-        return self.layer(self.layer(x))
-
-
 @pytest.mark.parametrize("place", ["buffer", "buffer in place", "attribute", "dictionary", "list"])
 def test_a_unit_runs_again_with_the_state_that_forward_began_with(place):
     """It ran with the state after forward, and had other gradients. Under torch.func a list would lose them."""
-    apply, params, buffers = fs.make_functional(CallsTwice(place), mutable=True)
-    mesh = fs.Mesh()
-    plan = fs.make_plan(params, mesh, units=["layer"])
-    shards = fs.shard(params, plan, mesh)
+    functional = fs.make_functional(Runs(lambda m, x: m.layer(m.layer(x)), layer=Stateful(place)), mutable=True)
+    (_, plain, shards), (_, again, _) = (
+        of_module(fs.Mesh(), functional, ["layer"], how={"remat": remat}) for remat in (False, True)
+    )
 
     def loss_fn(shards, remat):
-        sharded = fs.fully_shard(apply, plan, mesh, remat=remat)
-        return sharded(shards, buffers, torch.ones(2, 3))[0].square().sum()
+        return (again if remat else plain)(shards, functional[2], torch.ones(2, 3))[0].square().sum()
 
     for derivative in (fs.value_and_grad, torch.func.grad_and_value):
-        plain = derivative(lambda shards: loss_fn(shards, False))(shards)
+        expected = derivative(lambda shards: loss_fn(shards, False))(shards)
         if derivative is torch.func.grad_and_value and place in ("dictionary", "list"):
             with pytest.raises(ValueError, match=r"a function under fs\.remat"):
                 derivative(lambda shards: loss_fn(shards, True))(shards)
         else:
-            optree.tree_map(torch.testing.assert_close, derivative(lambda shards: loss_fn(shards, True))(shards), plain)
+            optree.tree_map(torch.testing.assert_close, derivative(lambda shards: loss_fn(shards, True))(shards), expected)
