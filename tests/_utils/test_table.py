@@ -59,19 +59,11 @@ def test_numbers_are_written_in_the_unit_that_keeps_them_short(write: Any, expec
     assert {number: write(number) for number in expected} == expected
 
 
-def test_an_empty_line_is_between_the_parts_of_the_text() -> None:
-    shown = Show(("Few.", FRUIT, LIST))
-    assert str(shown) == repr(shown)
-    first, table, bullets = str(shown).split("\n\n")
-    assert first == "Few."
-    assert table.splitlines()[0] == "Fruit"
-    assert table.splitlines()[-1].split() == ["all", "2"]
-    assert bullets.splitlines() == ["Sorts", "  - a <b>", "  - c"]
-
-
 @pytest.mark.parametrize(("parts", "beside"), [((FRUIT,), 0), ((FRUIT, "x"), 0), ((FRUIT, FRUIT, LIST), 2)])
-def test_tables_stand_side_by_side_in_html_if_there_are_several(parts: tuple[Part, ...], beside: int) -> None:
-    html = Show((*parts, "1 < 2"))._repr_html_()
+def test_parts_are_apart_in_text_and_several_tables_side_by_side_in_html(parts: tuple[Part, ...], beside: int) -> None:
+    shown = Show((*parts, "1 < 2"))
+    assert str(shown) == repr(shown) == "\n\n".join([*map(str, parts), "1 < 2"])
+    html = shown._repr_html_()
     assert html.count("inline-block") == beside
     assert "1 &lt; 2" in html
     assert (LIST in parts) == ("<li>a &lt;b&gt;</li>" in html)

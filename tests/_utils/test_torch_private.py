@@ -38,10 +38,3 @@ def test_a_warning_is_about_who_called_the_library():
     beside = {"callers_level": callers_level}
     exec(compile("def level(): return callers_level()", f"{fs.__path__[0]}_beside/own.py", "exec"), beside)
     assert beside["level"]() == 1  # nor is a package whose name only begins with the name of this one
-    apply, params, buffers = fs.make_functional(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
-    plan, mesh = fs.make_plan(params, 1, units=["0", "1"]), fs.init_mesh()
-    schedule = fs.make_schedule(plan, order=["1", "0"])
-    sharded = fs.fully_shard(apply, plan, mesh, schedule=schedule)
-    with pytest.warns(UserWarning, match="units ran in another order") as caught:
-        sharded(fs.shard(params, plan, mesh), buffers, torch.ones(1, 2))
-    assert caught[0].filename == __file__
