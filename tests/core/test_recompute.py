@@ -117,6 +117,8 @@ DERIVATIVES = {
     "grad": lambda loss, shards, x: grad(loss)(shards, x.detach()),
     "value_and_grad": lambda loss, shards, x: fs.value_and_grad(loss)(shards, x)[1],
     "value_and_grad of grad": lambda loss, shards, x: fs.value_and_grad(of_squares(loss, x))(shards)[1],
+    "grad of grad": lambda loss, shards, x: grad(of_squares(loss, x))(shards),
+    "jvp of grad": lambda loss, shards, x: jvp(lambda s: grad(loss)(s, x.detach()), (shards,), (shards,))[1],
 }
 
 

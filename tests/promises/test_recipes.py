@@ -1,4 +1,4 @@
-"""Recipes with transforms over shards: ensembles, and products with the Hessian in little memory.
+"""Recipes with transforms over shards: ensembles, and gradients that are the same on every mesh.
 
 docs/transforms.md compares learning to learn, and docs/linalg.md solving with the Hessian.
 """
@@ -10,27 +10,18 @@ from torch import nn
 
 import funcshard as fs
 from funcshard._utils import tree
+from tests.core.units import mlp, of_module, random
 from tests.ranks import run_simulated
-from tests.storages import Alive
 
-# The first use of forward-mode AD makes torch import a file that calls a deprecated function of torch.
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
-]
-
-
-def random(seed, *shape):
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+pytestmark = pytest.mark.slow
 
 
 def setup(mesh, seed):
     torch.manual_seed(seed)
-    apply, params, _ = fs.make_functional(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double())
-    plan = fs.make_plan(params, mesh, units=["0", "2"])
-    sharded = fs.fully_shard(apply, plan, mesh)
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    plan, sharded, shards = of_module(mesh, net, ["0", "2"])
     x, y = random(1 + mesh.rank, 4, 3), random(3 + mesh.rank, 4, 1)
-    return plan, fs.shard(params, plan, mesh), lambda shards: (sharded(shards, {}, x) - y).square().mean()
+    return plan, shards, lambda shards: (sharded(shards, {}, x) - y).square().mean()
 
 
 OPTIMIZERS = {
@@ -72,50 +63,6 @@ def test_an_ensemble_is_trained_at_once_as_one_by_one(optimizer):
     run_simulated(ensemble, 2, optimizer)
 
 
-def forward_over_reverse(loss, shards, v):
-    return torch.func.jvp(torch.func.grad(loss), (shards,), (v,))[1]
-
-
-def reverse_over_reverse(loss, shards, v):
-    def along(s):
-        return sum((a * b).sum() for a, b in zip(tree.leaves(torch.func.grad(loss)(s)), tree.leaves(v), strict=True))
-
-    return torch.func.grad(along)(shards)
-
-
-def most_of_a_units_size(product_of, units, wrap, numel=64):
-    """Return the largest number of tensors of a whole unit's size on a rank during a product with the Hessian."""
-    params = {f"u{i:02}": {"w": random(i, numel)} for i in range(units)}
-
-    def main(mesh):
-        plan = fs.make_plan(params, mesh, units=["u*"])
-        shards = fs.shard(params, plan, mesh)
-        use = lambda leaves, x: torch.tanh(leaves["w"] * x).mean() + x  # noqa: E731
-        runs = {name: wrap(fs.unshard(use, unit, mesh)) for name, unit in plan.units.items()}
-
-        def loss(s):
-            x = torch.ones((), dtype=torch.float64)
-            for name, run in runs.items():
-                x = run(s[name], x)
-            return x.square()
-
-        v = tree.map(torch.ones_like, shards)
-        with Alive(lambda nbytes: nbytes >= numel * 8) as alive:
-            hv = product_of(loss, shards, v)
-        assert {leaf.numel() for leaf in tree.leaves(hv)} == {numel // mesh.world_size}
-        return alive.most
-
-    return max(fs.simulate(main, 4))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("product_of", [forward_over_reverse, reverse_over_reverse])
-def test_a_product_with_remat_holds_units_in_use_only_however_many_there_are(product_of):
-    few, many = (most_of_a_units_size(product_of, units, fs.remat) for units in (4, 12))
-    assert few == many
-    assert many < most_of_a_units_size(product_of, 12, lambda f: f) / 5
-
-
 @pytest.mark.parametrize("rounds", [True, False])
 def test_gradients_of_blocks_on_one_grid_add_up_to_the_same_bits_on_every_mesh(rounds):
     def round_grads(_, grads):
@@ -123,11 +70,8 @@ def test_gradients_of_blocks_on_one_grid_add_up_to_the_same_bits_on_every_mesh(r
             grad.copy_((grad * 2.0**44).round() * 2.0**-44)
 
     def gradients(mesh):
-        torch.manual_seed(0)
-        apply, params, _ = fs.make_functional(nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)))
         exact = fs.MixedPrecision(reduce_dtype=torch.float64, keep_low_precision_grads=True)
-        plan = fs.make_plan(params, mesh, precision=exact)
-        sharded = fs.fully_shard(apply, plan, mesh)
+        _, sharded, shards = of_module(mesh, mlp(4, 16, 1, dtype=torch.float32), precision=exact)
 
         def loss_fn(shards, block):
             return sharded(shards, {}, block).square().mean().double(), 1.0
@@ -137,7 +81,7 @@ def test_gradients_of_blocks_on_one_grid_add_up_to_the_same_bits_on_every_mesh(r
         # Blocks whose gradients differ so much that float64 cannot hold their sum.
         sizes = torch.logspace(-11, 0, 24, dtype=torch.float64)[:, None]
         batch = (random(5, 24, 4) * sizes).float().chunk(mesh.world_size)[mesh.rank]
-        return f(fs.shard(params, plan, mesh), batch)[1][""]["float32"]
+        return f(shards, batch)[1][""]["float32"]
 
     alone = gradients(fs.Mesh())
     assert alone.dtype == torch.float64
