@@ -96,22 +96,16 @@ def or_none(rule: Rule) -> Rule:
     return rule._replace(good=(*rule.good, None), bad_types=tuple(value for value in rule.bad_types if value is not None))
 
 
-# Of each function in RIGHT_CALLS, the rules of its options.
+# Of each function in RIGHT_CALLS, the rules of its options; what is annotated as a truth value is a flag.
 RULES: dict[str, dict[str, Rule]] = {
-    "make_functional": {"mutable": FLAG},
-    "Functional.train": {"mode": FLAG},
     "make_plan": {
-        "mesh": RANKS, "strategy": choice("full_shard", "shard_grad_op", "no_shard"), "offload": FLAG,
+        "mesh": RANKS, "strategy": choice("full_shard", "shard_grad_op", "no_shard"),
         "bucket_bytes": BUCKET, "reshard_after_forward": or_none(FREED),
     },
     **{name: {"block": count(1, "elements")} for name in ("Storage", "int8", "fp8")},
     "nf4": {"block": count(2, "elements")},
-    "MixedPrecision": dict.fromkeys((
-        "keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs", "full_precision_in_eval",
-        "divide_before_reduce",
-    ), FLAG),
-    "make_schedule": {"forward_prefetch": FLAG, "backward_prefetch": PREFETCH, "limit": count(1, "units")},
-    "Schedule": {"forward_prefetch": FLAG, "backward_prefetch": PREFETCH, "limit": count(1, "units")},
+    "make_schedule": {"backward_prefetch": PREFETCH, "limit": count(1, "units")},
+    "Schedule": {"backward_prefetch": PREFETCH, "limit": count(1, "units")},
     "Accumulation": {
         "micro_batches": count(1, "micro-batches"), "forwards": count(1, "forwards"), "reduce": REDUCE,
     },
@@ -120,32 +114,21 @@ RULES: dict[str, dict[str, Rule]] = {
         "transform": choice("grad", "vjp", "jvp", "hvp", "gnvp", "linearize", None),
     },
     "wrap.by_size": {"min_numel": count(0, "elements")},
-    "init_mesh": {
-        "shape": or_none(SHAPE), "timeout": positive(), "patience": positive(), "give_up": positive(), "shared_memory": FLAG,
-    },
+    "init_mesh": {"shape": or_none(SHAPE), "timeout": positive(), "patience": positive(), "give_up": positive()},
     "Mesh.reshaped": {"shape": SHAPE},
-    "Mesh.from_device_mesh": {"patience": positive(), "give_up": positive(), "shared_memory": FLAG},
+    "Mesh.from_device_mesh": {"patience": positive(), "give_up": positive()},
     "delayed": {"seconds": FROM_ZERO},
-    "simulate": {"world_size": RANKS, "threads": or_none(count(1, "threads")), "check_vma": FLAG},
-    "to_state_dict": dict.fromkeys(("rank0_only", "offload", "sharded"), FLAG),
-    "optimizer_to_state_dict": dict.fromkeys(("rank0_only", "offload", "sharded"), FLAG),
-    "shard": {"check": FLAG},
-    "from_state_dict": {"check": FLAG, "cast": FLAG},
-    "from_pretrained": {"mutable": FLAG},
+    "simulate": {"world_size": RANKS, "threads": or_none(count(1, "threads"))},
     "save_pretrained": {"max_shard_size": SIZE},
-    "import_dcp": {"cast": FLAG},
-    "import_safetensors": {"cast": FLAG},
-    "optimizer_from_state_dict": {"strict": FLAG, "steps": or_none(count(0, "steps"))},
-    "value_and_grad": {"has_aux": FLAG, "weighted": FLAG, "divisor": or_none(positive())},
-    **{name: {"has_aux": FLAG} for name in ("grad", "jvp", "vjp")},
+    "optimizer_from_state_dict": {"steps": or_none(count(0, "steps"))},
+    "value_and_grad": {"divisor": or_none(positive())},
     "jacobian": {"chunk_size": or_none(count(1, "rows"))},
     "accumulate": {
-        "micro_batches": count(1, "micro-batches"), "has_aux": FLAG, "reduce": REDUCE,
-        "divisor": or_none(positive()), "weighted": FLAG,
+        "micro_batches": count(1, "micro-batches"), "reduce": REDUCE, "divisor": or_none(positive()), "weighted": FLAG,
     },
-    "all_gather": {"tiled": FLAG, "dim": DIM._replace(bad_values=(2, -3))},
-    "psum_scatter": {"tiled": FLAG, "dim": DIM},
-    "all_to_all": {"tiled": FLAG, "split_dim": DIM, "concat_dim": DIM},
+    "all_gather": {"dim": DIM._replace(bad_values=(2, -3))},
+    "psum_scatter": {"dim": DIM},
+    "all_to_all": {"split_dim": DIM, "concat_dim": DIM},
     "ppermute": {"perm": PERM},
     "per_sample_grad": {
         "max_norm": or_none(positive()), "noise_multiplier": FROM_ZERO, "batch_size": or_none(positive()),
@@ -153,22 +136,19 @@ RULES: dict[str, dict[str, Rule]] = {
     },
     "per_sample_norms": {"chunk_size": or_none(count(1, "samples"))},
     "global_norm": {"norm_type": positive(infinite=True)},
-    "clip_by_global_norm": {"max_norm": positive(), "norm_type": positive(infinite=True), "donate": FLAG},
+    "clip_by_global_norm": {"max_norm": positive(), "norm_type": positive(infinite=True)},
     "torch_optimizer": {"lr": RATE, "elementwise": or_none(FLAG._replace(good=(True,)))},
     "torch_schedule": {"lr": FROM_ZERO},
     "make_meter": {"tokens": or_none(count(1, "tokens")), "step": count(0, "steps")},
     "muon": {"lr": RATE},
     "make_train_step": {
-        "has_aux": FLAG, "mutable": FLAG, "weighted": FLAG, "donate": FLAG, "divisor": or_none(positive()),
+        "has_aux": FLAG, "weighted": FLAG, "divisor": or_none(positive()),
         "max_norm": or_none(positive(infinite=True)), "accumulate": count(1, "micro-batches"), "reduce": REDUCE,
     },
     "GradScaler": {
         "init_scale": SCALE, "growth_factor": FACTOR, "backoff_factor": PART, "growth_interval": count(1, "steps"),
     },
-    "GradScaler.unscale": {"donate": FLAG},
-    "save": {"wait": FLAG, "keep": or_none(count(1, "checkpoints"))},
-    "restore": {"cast": FLAG},
-    "latest": {"thorough": FLAG},
+    "save": {"keep": or_none(count(1, "checkpoints"))},
     "export_safetensors": {"max_shard_size": SIZE},
     "fully_shard": {"remat": REMAT._replace(bad_types=(1, 0, None, np.bool_(True)))},  # one name may stand alone
     "linalg.cg": {"rtol": FROM_ZERO, "atol": FROM_ZERO, "maxiter": count(1, "steps")},
@@ -177,12 +157,9 @@ RULES: dict[str, dict[str, Rule]] = {
         "k": count(1, "eigenvalues"), "which": choice("LM", "LA", "SA"), "ncv": or_none(count(3, "vectors", most=9)),
         "maxiter": count(1, "restarts"), "tol": FROM_ZERO,
     },
-    "linalg.lanczos_quadrature": {
-        "ncv": count(1, "products"), "num_repeats": count(1, "repeats"), "reorthogonalize": FLAG,
-    },
+    "linalg.lanczos_quadrature": {"ncv": count(1, "products"), "num_repeats": count(1, "repeats")},
     "linalg.hutchinson_trace": {"num_matvecs": count(1, "vectors"), "distribution": choice("rademacher", "normal")},
     "linalg.hutchinson_diag": {"num_matvecs": count(1, "vectors"), "distribution": choice("rademacher", "normal")},
-    "profile": {"fold": FLAG},
     "estimate": {
         "remat": REMAT,
         "accumulate": count(1, "micro-batches"), "budget": or_none(BUDGET),
@@ -193,7 +170,6 @@ RULES: dict[str, dict[str, Rule]] = {
         "gpus": count(1, "GPUs"), "seq": or_none(count(1, "tokens")), "batch": or_none(count(1, "samples")),
         "budget": or_none(BUDGET)._replace(good=(1, "60GiB", np.int64(9), None)),
     },
-    "Training": {"dpo": FLAG},
     "passes.keep_gathered": {"budget": SIZE},
     "passes.gather_earlier": {"budget": or_none(SIZE), "by": or_none(count(1, "units"))},
     "passes.wait_later": {"budget": or_none(SIZE)},
@@ -202,52 +178,11 @@ RULES: dict[str, dict[str, Rule]] = {
 BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("make_plan", "reshard_after_forward"): {"mesh": 2},
 }
-CASES = [(function, option) for function, rules in RULES.items() for option in rules]
-
-
-def call(world: World, function: str, option: str, value: Any) -> None:
-    called, arguments, options = RIGHT_CALLS[function](world)
-    values = BESIDE.get((function, option), {}) | {option: value}
-    names = list(inspect.signature(called).parameters)[: len(arguments)]
-    positional = [values.pop(name, argument) for name, argument in zip(names, arguments, strict=True)]
-    called(*positional, **options | values)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("function", "option"), CASES)
-def test_an_option_is_refused_before_anything_is_communicated(function: str, option: str, tmp_path: Path) -> None:
-    rule, world = RULES[function][option], World(fs.Mesh({"shard": Silent()}), tmp_path)  # type: ignore[arg-type]
-    name = "axes" if option == "shape" else option
-    for kind, values in ((ValueError, rule.bad_values), (TypeError, rule.bad_types)):
-        for value in values:
-            with pytest.raises(kind, match=rf"{rule.words}.*; found .*: \S") as raised:
-                call(world, function, option, value)
-            assert (name in str(raised.value) and repr(value) in str(raised.value)) or rule.words == SHAPE.words
-
-
-@pytest.mark.nightly(one_in=4)
-@forward_mode
-@pytest.mark.parametrize(("function", "option"), CASES)
-def test_a_value_that_keeps_the_rule_is_taken(function: str, option: str, tmp_path: Path) -> None:
-    for value in RULES[function][option].good:
-        call(World(fs.Mesh(), tmp_path), function, option, value)
-
-
 # Records: the library makes them, and no option is read from them.
 RECORDS = {
-    "Contents",
-    "Event",
-    "Owners",
-    "Piece",
-    "Plan",
-    "PerRank",
-    "GenerationPlan",
-    "RunPlan",
-    "Saving",
-    "ScalerState",
-    "TrainState",
-    "TrainStep",
-}
+    "Contents", "Event", "Owners", "Piece", "Plan", "PerRank", "GenerationPlan", "RunPlan", "Saving", "ScalerState",
+    "TrainState", "TrainStep",
+}  # fmt: skip
 # Why not in the table: a function, and what each rank checks against the other ranks first, so that all of them raise.
 NO_OPTIONS = {
     ("plan_run", "inputs"),
@@ -272,10 +207,10 @@ def public_functions() -> dict[str, Any]:
     return found
 
 
-def numeric_options() -> set[tuple[str, str]]:
-    """Return every option of a public name that is annotated as a number or a truth value."""
+def numeric_options() -> dict[tuple[str, str], str]:
+    """Return every option of a public name that is annotated as a number or a truth value, with its annotation."""
     return {
-        (name, option)
+        (name, option): str(parameter.annotation)
         for name, function in public_functions().items()
         if name.partition(".")[0] not in RECORDS and name != "Functional"
         for option, parameter in inspect.signature(function).parameters.items()
@@ -284,8 +219,40 @@ def numeric_options() -> set[tuple[str, str]]:
     }
 
 
+CASES = {(function, option): rule for function, rules in RULES.items() for option, rule in rules.items()}
+CASES = dict.fromkeys((case for case, annotation in numeric_options().items() if annotation == "bool"), FLAG) | CASES
+
+
+def call(world: World, function: str, option: str, value: Any) -> None:
+    called, arguments, options = RIGHT_CALLS[function](world)
+    values = BESIDE.get((function, option), {}) | {option: value}
+    names = list(inspect.signature(called).parameters)[: len(arguments)]
+    positional = [values.pop(name, argument) for name, argument in zip(names, arguments, strict=True)]
+    called(*positional, **options | values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("function", "option"), CASES)
+def test_an_option_is_refused_before_anything_is_communicated(function: str, option: str, tmp_path: Path) -> None:
+    rule, world = CASES[function, option], World(fs.Mesh({"shard": Silent()}), tmp_path)  # type: ignore[arg-type]
+    name = "axes" if option == "shape" else option
+    for kind, values in ((ValueError, rule.bad_values), (TypeError, rule.bad_types)):
+        for value in values:
+            with pytest.raises(kind, match=rf"{rule.words}.*; found .*: \S") as raised:
+                call(world, function, option, value)
+            assert (name in str(raised.value) and repr(value) in str(raised.value)) or rule.words == SHAPE.words
+
+
+@pytest.mark.nightly(one_in=4)
+@forward_mode
+@pytest.mark.parametrize(("function", "option"), CASES)
+def test_a_value_that_keeps_the_rule_is_taken(function: str, option: str, tmp_path: Path) -> None:
+    for value in CASES[function, option].good:
+        call(World(fs.Mesh(), tmp_path), function, option, value)
+
+
 def test_every_number_and_flag_of_a_public_name_is_in_the_table() -> None:
-    missing = sorted(numeric_options() - set(CASES))
+    missing = sorted(numeric_options().keys() - CASES.keys())
     assert not missing, f"no case for {missing}"
     for function, option in CASES:  # and every case is of an option that exists
         parameters = inspect.signature(public_functions()[function]).parameters
