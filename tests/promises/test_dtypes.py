@@ -99,10 +99,3 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 def test_a_leaf_that_no_shard_can_hold_is_refused_when_planned(make: Callable[[], torch.Tensor], words: str) -> None:
     with pytest.raises(TypeError, match=rf"leaf 'a\.w' {words}"):
         fs.make_plan({"a": {"w": make()}, "b": torch.ones(3)}, 2)
-
-
-def test_a_leaf_on_meta_is_planned_and_not_cut() -> None:
-    params = {"a": {"w": torch.ones(3, device="meta")}}
-    plan = fs.make_plan(params, 1)
-    with pytest.raises(ValueError, match=r"leaf 'a\.w' of params is on the meta device and has no values"):
-        fs.shard(params, plan, fs.Mesh())

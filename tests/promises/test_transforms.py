@@ -16,11 +16,10 @@ from torch import nn
 import funcshard as fs
 from funcshard._utils import tree
 from funcshard.core.flat_buffer import ravel
+from tests.core.units import forward_mode, random
 from tests.ranks import run_ranks, run_simulated
 
-# The first use of forward-mode AD makes torch import a file that calls a deprecated function of
-# torch.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = forward_mode
 
 HYBRID = {"replicate": 2, "shard": 2}
 CASES = [(strategy, world) for strategy in ("full_shard", "shard_grad_op", "no_shard") for world in (1, 2, 4, HYBRID)]
@@ -30,10 +29,6 @@ SAMPLES = 8
 def build():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-
-
-def random(seed, *shape):
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 X, DX = random(1, SAMPLES, 3), random(2, SAMPLES, 3)
@@ -95,14 +90,6 @@ def close(found, expected):
 
 def dot(a, b):
     return sum((x * y).sum() for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
-
-
-def grad(w):
-    """torch.func.grad is the sum of the ranks' gradients; divided by the world size, that of the mean over the batch."""
-    found = w.gathered(torch.func.grad(w.loss)(w.shards))
-    close(found, w.summed(lambda _, x: torch.func.grad(w.whole_loss)(w.params, x)))
-    mean = torch.func.grad(lambda p: w.whole(p, X).square().mean())(w.params)
-    close(tree.map(lambda g: g / w.n, found), mean)
 
 
 def value_and_grad(w):
@@ -313,7 +300,7 @@ def linearize(w):
 
 
 TRANSFORMS = (
-    grad, value_and_grad, vjp, jvp, jvp_of_jvp, jacrev, jacfwd, jacfwd_along_the_worlds_basis, jacobians_of_inputs,
+    value_and_grad, vjp, jvp, jvp_of_jvp, jacrev, jacfwd, jacfwd_along_the_worlds_basis, jacobians_of_inputs,
     hvp_in_every_order, hessian, hessian_by_torch, functional_hessian, functional_hvp, psum_of_inputs, vmap_over_inputs,
     vmap_of_grad, double_backward,
 )  # fmt: skip

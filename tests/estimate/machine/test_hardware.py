@@ -71,7 +71,6 @@ def test_an_unknown_name_lists_the_known_ones():
         ({"memory_bandwidth": -1.0}, "memory_bandwidth of 'small' must be a finite number above 0; found -1.0"),
         ({"flops": {"float16": 1.0}}, "must have a source; found none for flops.float16: add one"),
         ({"flops_efficiency": 1.2}, "flops_efficiency must be at most 1, a share of the peak; found 1.2"),
-        ({"optimizer_efficiency": 0.9}, "must have a source; found none for optimizer_efficiency: add one"),
     ],
 )
 def test_wrong_figures(changes, words):
@@ -82,14 +81,11 @@ def test_wrong_figures(changes, words):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda data: data.pop("memory"), "found TypeError: .*'memory'"),
         (lambda data: data["memory"].pop("source"), "found KeyError: 'source'"),
         (lambda data: data.update(memory=7), "have the form of those that come with funcshard; found TypeError"),
-        (lambda data: data["node"][0].pop("bandwidth"), "found TypeError: .*'bandwidth'"),
         (lambda data: data["node"][0].update(source=" "), "source must name where a figure comes from; found ' '"),
         (lambda data: data["offload"].update(how="guessed"), "how must be 'exact', .* or 'extrapolated'; found 'guessed'"),
         (lambda data: data.update(memroy=1), "found TypeError: .*'memroy'"),
-        (lambda data: data["memory"].update(value="much"), "memory must be a whole number of bytes"),
         (lambda data: data.update(flops=[1]), "found AttributeError"),
     ],
 )
@@ -98,10 +94,3 @@ def test_damaged_json(change, words):
     change(data)
     with pytest.raises(ValueError, match=words):
         Hardware.from_json(json.dumps(data))
-
-
-@pytest.mark.parametrize(("text", "words"), [("{", "it is no JSON"), ("[1]", "the form of those that come with funcshard")])
-def test_a_file_that_is_no_description_is_named(text, words, tmp_path):
-    (tmp_path / "x.json").write_text(text)
-    with pytest.raises(ValueError, match=rf"x\.json: .*{words}"):
-        load_hardware(tmp_path / "x.json")
