@@ -49,6 +49,9 @@ def lower(
         copy.target = RandomState.take
     elif operation_name == "set_random_state":
         copy.target = RandomState.put
+    elif node.target is torch.ops.aten.view.default:
+        # Why: a kernel may lay its result out in memory otherwise than in the recording.
+        copy.target = torch.ops.aten.reshape.default
     elif operation_name:
         # Note: unit, axis and label are known now; only data, and the source of a broadcast, are
         # arguments.
