@@ -11,8 +11,9 @@ which raises whenever you use it.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
@@ -30,6 +31,9 @@ from funcshard.train.param_groups import GroupRange, ParamGroupLayout
 # numbers as the leaves would.
 ELEMENTWISE_NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
 ELEMENTWISE = tuple(getattr(torch.optim, name) for name in ELEMENTWISE_NAMES.split())
+
+# Begins the names of what a class has changed in the group of a leaf, in the leaf's state.
+_GROUP = "group."
 
 # What to do about a state that does not fit.
 NEW_STATE = (
@@ -137,11 +141,15 @@ class TorchStep:
                     optimizer.state[view.parameter] = view_state
         # Why: under ``torch.device("meta")`` the counters of torch's optimizers would be empty.
         # Why asked: torch's context takes time for each operation.
+        run_step: Any = optimizer.step
+        if not self.is_exact:
+            scheduled = {name for options in self.options for name in schedules_in(options)}
+            run_step = functools.partial(step_with_groups, optimizer, scheduled)
         if torch.get_default_device().type == "cpu":
-            optimizer.step()
+            run_step()
         else:
             with torch.device("cpu"):
-                optimizer.step()
+                run_step()
         new_states = []
         for leaf_views, leaf_state in zip(all_views, leaf_states, strict=True):
             view_states = [optimizer.state.pop(view.parameter, {}) for view in leaf_views]
@@ -238,6 +246,33 @@ class TorchStep:
                     is_fused = name == "lr" and bool(group.get("fused"))
                     group[name] = graph_recording.number(schedule, steps, tensor=is_fused)
         return optimizer
+
+
+def step_with_groups(optimizer: Any, scheduled: Collection[str]) -> None:
+    """Run a step of a class that may change its groups, e.g. count its steps there.
+
+    Arguments:
+        optimizer: an instance, whose groups are made of the options again in each step.
+        scheduled: the options that are functions of the number of steps.
+    """
+    fresh_groups = [dict(group) for group in optimizer.param_groups]
+    for group, fresh_group in zip(optimizer.param_groups, fresh_groups, strict=True):
+        for parameter in group["params"]:
+            leaf_state = optimizer.state.get(parameter, {})
+            for entry in [entry for entry in leaf_state if entry.startswith(_GROUP)]:
+                name = entry.removeprefix(_GROUP)
+                group[name] = leaf_state.pop(entry)
+                fresh_group.pop(name, None)  # what was kept once is kept, whatever its value
+    optimizer.step()
+    for group, fresh_group in zip(optimizer.param_groups, fresh_groups, strict=True):
+        changes = {
+            f"{_GROUP}{name}": value
+            for name, value in group.items()
+            if name not in scheduled and value is not fresh_group.get(name)
+        }
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                optimizer.state.setdefault(parameter, {}).update(changes)
 
 
 # --- options --------------------------------------------------------------------------------------

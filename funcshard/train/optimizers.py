@@ -25,6 +25,7 @@ from funcshard.train.optimizer_step import (
     TorchOptimizer,
     TorchStep,
     check_value,
+    step_with_groups,
 )
 from funcshard.train.param_groups import GroupRange, ParamGroupLayout, group_leaves
 
@@ -48,7 +49,8 @@ def torch_optimizer(
 
     The class does the computing, so ``fused`` and ``foreach`` work as usual. The state is
     ``{"steps": number of steps taken, "leaves": tree}``, with a dictionary of the class's own state
-    (``exp_avg``, ``step`` and so on) in place of each parameter, empty until the first step.
+    (``exp_avg``, ``step`` and so on) in place of each parameter, empty until the first step. What
+    the class changes in its groups is there as ``group.NAME``.
 
     ``step(grads, state, params) -> (params, state)`` *donates* ``params`` and ``state``: it updates
     their tensors in place, and you can't use the old ones after the call. Call ``fs.copy`` before
@@ -65,9 +67,8 @@ def torch_optimizer(
             for each group.
         plan: the plan of the shards; needed with ``groups``.
         mesh: the ranks; needed with ``groups``.
-        options: arguments of the class (``lr``, ``weight_decay``, ``fused`` and so on). You can
-            pass a function of the number of steps taken for an option, such as one of optax or
-            ``torch_schedule``.
+        options: arguments of the class (``lr``, ``weight_decay`` and so on). Each may be a function
+            of the number of steps, such as one of optax or ``torch_schedule``.
 
     Returns:
         The pair ``(init, step)``, for ``make_train_step`` or your own loop.
@@ -210,6 +211,7 @@ def learn_entries(
         A flag by the name of each entry; ``None`` if that cannot be learned here.
     """
     is_flat: dict[str, bool] = {}
+    shared_names: set[Any] = set()
     try:
         for group in sorted(members):
             merged = {**options[0], **options[group]}
@@ -232,12 +234,18 @@ def learn_entries(
             ):
                 warnings.simplefilter("ignore")
                 optimizer: Any = cls([parameter], **first_options)
-                optimizer.step()
+                step_with_groups(optimizer, ())
+            shared_names |= optimizer.state.keys() - {parameter}
             for name, value in optimizer.state.get(parameter, {}).items():
                 if value is not None:
                     is_flat[name] = getattr(value, "shape", None) == parameter.shape
     except Exception:  # such as a class that computes on CUDA only
         return None
+    if shared_names:
+        raise ValueError(
+            f"{cls.__name__} keeps {sorted(map(str, shared_names))} in its state for all parameters "
+            "together, which each step would start over: keep it in state[p] of each parameter"
+        )
     return is_flat if members else None
 
 

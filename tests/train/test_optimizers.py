@@ -1,6 +1,7 @@
 """Classes of ``torch.optim``, with and without groups, update flat shards as they update the whole model."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,6 +156,73 @@ class Eager(O.SGD):
     def step(self, closure: Any = None) -> None:
         for p, own in self.state.items():
             p.sub_(self.param_groups[0]["lr"] * p.grad / own["sum"].add_(p.grad.square()).sqrt())
+
+
+class Counting(O.SGD):
+    """A class that counts its steps in its groups, as AdaBelief, Adan and schedule-free do elsewhere."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        for group in self.param_groups:
+            group["even"] = True
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["taken"] = group.get("taken", torch.zeros(())) + 1
+            group["even"] = not group["even"]
+            assert group["even"] == (group["taken"] % 2 == 0)
+            for p in group["params"]:
+                p.data.sub_(p.grad, alpha=group["lr"] / group["taken"].item())
+
+
+@pytest.mark.parametrize("groups", [[], [FAST]], ids=["alone", "in groups"])
+def test_a_class_may_count_its_steps_in_its_groups(groups: Any, tmp_path: Path) -> None:
+    expected = on_the_whole(Counting, {"lr": 0.1}, groups)
+
+    def resumed(mesh: fs.Mesh) -> Any:
+        plan = fs.make_plan(example(), mesh, units=["blocks.*"])
+        optimizer = fs.torch_optimizer(Counting, lr=0.1, groups=groups, plan=plan, mesh=mesh)
+        shards = fs.shard(example(), plan, mesh)
+        state = optimizer.init(shards)
+        for step in range(4):
+            shards, state = optimizer.step(fs.shard(example(100 + step), plan, mesh), state, shards)
+            if step == 1:
+                fs.save(tmp_path / "state", state, plan, mesh)
+                state = fs.restore(tmp_path / "state", plan, mesh)
+            if step == 2:
+                state_dict = fs.optimizer_to_state_dict(state, optimizer, plan, mesh)
+                state = fs.optimizer_from_state_dict(state_dict, optimizer, plan, mesh)
+        return fs.gather(shards, plan, mesh)
+
+    for params in fs.simulate(resumed, 2):
+        torch.testing.assert_close(params, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_a_schedule_wins_over_a_rate_that_the_class_changes() -> None:
+    class Decaying(O.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            self.param_groups[0]["lr"] /= 2
+
+    def rates(lr: Any) -> list[float]:
+        optimizer, params = fs.torch_optimizer(Decaying, lr=lr), {"w": torch.zeros(1)}
+        state, taken = optimizer.init(params), []
+        for _ in range(3):
+            params, state = optimizer.step({"w": -torch.ones(1)}, state, params)
+            taken.append(params["w"].item())
+        return taken
+
+    assert rates(1.0) == [1.0, 1.5, 1.75]
+    assert rates(lambda step: 1.0) == [1.0, 2.0, 3.0]
+
+
+def test_state_of_all_parameters_together_is_refused() -> None:
+    class Shared(O.SGD):
+        def step(self, closure: Any = None) -> None:
+            self.state["k"] = self.state.get("k", 0) + 1
+
+    with pytest.raises(ValueError, match=r"Shared keeps \['k'\] in its state for all parameters together"):
+        fs.torch_optimizer(Shared, lr=0.1)
 
 
 def test_a_class_may_make_its_state_before_the_first_step() -> None:
