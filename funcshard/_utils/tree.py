@@ -19,9 +19,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import itertools
 import math
-import operator
 import re
 import sys
 from collections import Counter, OrderedDict
@@ -472,6 +470,9 @@ def _is_container(node: Any) -> bool:
 
 # --- the tensors in any structure -----------------------------------------------------------------
 
+# Why asked first: most parts are such. No set of classes, as a class may have no hash.
+_TENSORLESS = (int, float, str, torch.dtype, type(None))
+
 
 def cast_tree(x: Any, dtype: torch.dtype) -> Any:
     """Return ``x`` with floating-point tensors cast to ``dtype``, differentiably."""
@@ -486,27 +487,26 @@ def map_tensors(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
     """
     if isinstance(x, torch.Tensor):
         return f(x)
-    if isinstance(x, torch.nn.utils.rnn.PackedSequence):
-        mapped_data = f(x.data)
-        if mapped_data is x.data:
-            return x
-        return type(x)(mapped_data, x.batch_sizes, x.sorted_indices, x.unsorted_indices)
-    if _is_dataclass(x) or isinstance(x, MutableMapping):
-        changed_items = _changed(f, _items(x))
-        if not changed_items:
-            return x
-        if _is_dataclass(x):
-            return dataclasses.replace(x, **changed_items)
-        x = copy.copy(x)
-        x.update(changed_items)
+    if isinstance(x, Mapping) and not isinstance(x, MutableMapping):
         return x
+    parts = _parts(x)
+    # By identity: equality of tensors is a tensor.
+    changed_parts = {
+        key: mapped_part
+        for key, part in parts
+        if not isinstance(part, _TENSORLESS) and (mapped_part := map_tensors(f, part)) is not part
+    }
+    if not changed_parts:
+        return x
+    if isinstance(x, torch.nn.utils.rnn.PackedSequence):
+        return type(x)(changed_parts[0], *x[1:])
     if isinstance(x, (list, tuple)):
-        old_items = _elements(x)
-        mapped_items = [map_tensors(f, item) for item in old_items]
-        # By identity: equality of tensors is a tensor.
-        if all(itertools.starmap(operator.is_, zip(mapped_items, old_items, strict=True))):
-            return x
+        mapped_items = [changed_parts.get(key, part) for key, part in parts]
         return type(x)(*mapped_items) if hasattr(x, "_fields") else type(x)(mapped_items)
+    if _is_dataclass(x):
+        return dataclasses.replace(x, **changed_parts)
+    x = copy.copy(x)
+    x.update(changed_parts)
     return x
 
 
@@ -515,45 +515,27 @@ def tensors_in(x: Any) -> Iterator[torch.Tensor]:
     if isinstance(x, torch.Tensor):
         yield x
         return
-    parts: Sequence[Any] = ()
-    if isinstance(x, (list, tuple)):
-        parts = _elements(x)
-        if isinstance(x, torch.nn.utils.rnn.PackedSequence):
-            parts = parts[:1]  # its other tensors count the data
-    elif isinstance(x, Mapping) or _is_dataclass(x):
-        parts = [item for _, item in _items(x)]
-    for part in parts:
-        # Why first: most parts are numbers. No set of classes, as a class may have no hash.
-        if not isinstance(part, (int, float, str, torch.dtype)) and part is not None:
+    for _, part in _parts(x):
+        if not isinstance(part, _TENSORLESS):
             yield from tensors_in(part)
 
 
-def _changed(
-    f: Callable[[torch.Tensor], torch.Tensor], items: list[tuple[Any, Any]]
-) -> dict[Any, Any]:
-    mapped_items = [(key, value, map_tensors(f, value)) for key, value in items]
-    return {
-        key: mapped_value for key, value, mapped_value in mapped_items if mapped_value is not value
-    }
-
-
-def _elements(x: list[Any] | tuple[Any, ...]) -> list[Any]:
-    """Return the elements of a list or tuple, whatever its class says."""
-    return list(list.__iter__(x) if isinstance(x, list) else tuple.__iter__(x))
-
-
-def _items(x: Any) -> list[tuple[Any, Any]]:
-    """Return the items of a mapping, or the fields of a dataclass, if it can be read."""
+def _parts(x: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the parts of ``x`` by index, key or field, if it can be read."""
+    # Why of the base class: whatever the class of the list or tuple says.
+    if isinstance(x, list):
+        return [*enumerate(list.__iter__(x))]
+    if isinstance(x, tuple):
+        parts = [*enumerate(tuple.__iter__(x))]
+        # The other tensors of a packed sequence count the data.
+        return parts[:1] if isinstance(x, torch.nn.utils.rnn.PackedSequence) else parts
     try:
         if _is_dataclass(x):
-            return [
-                (field.name, getattr(x, field.name))
-                for field in dataclasses.fields(x)
-                if field.init
-            ]
-        return list(x.items())
+            fields = dataclasses.fields(x)
+            return [(field.name, getattr(x, field.name)) for field in fields]
+        return [*x.items()] if isinstance(x, Mapping) else ()
     except Exception:  # of any kind: it is the code of any class
-        return []
+        return ()
 
 
 def _is_dataclass(x: Any) -> bool:
