@@ -198,16 +198,6 @@ def test_a_leaf_of_a_module_is_trainable_if_it_requires_a_gradient_whatever_the_
     assert found == trainable
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_tied_leaves_of_a_frozen_module_are_frozen(device) -> None:
-    with torch.device(device):
-        net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)).requires_grad_(False)
-    net[1].weight = net[0].weight
-    plan = fs.make_plan(fs.make_functional(net)[1], 2)
-    assert [(leaf.path, leaf.aliases) for leaf in plan.leaves] == [("0.weight", ("1.weight",))]
-    assert [buffer.trainable for unit in plan.unit_list for buffer in unit.buffers] == [False]
-
-
 class OnlyAName(nn.Parameter):
     """A class that adds nothing to the operations of its tensors."""
 

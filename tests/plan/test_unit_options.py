@@ -213,11 +213,3 @@ def test_a_printed_plan_says_when_units_are_freed(options, words):
 def test_an_option_that_can_mean_nothing_for_copies_is_passed_over():
     plan = planned(STAYS | {"": {"strategy": "no_shard", "reshard_after_backward": False}}, strategy="shard_grad_op")
     assert [unit.reshard_after_backward for unit in plan.unit_list] == [True, False, False]
-
-
-def test_the_root_overrides_options_like_any_unit():
-    precision = fs.MixedPrecision(param_dtype=torch.bfloat16)
-    plan = planned({"": {"precision": precision, "strategy": "shard_grad_op"}})
-    assert plan.precision == plan.units[""].precision == precision
-    assert plan.units["blocks.0"].precision is None
-    assert [unit.strategy for unit in plan.unit_list] == ["shard_grad_op", "full_shard", "full_shard"]
