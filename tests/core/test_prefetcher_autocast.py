@@ -101,14 +101,18 @@ def test_losses_and_gradients_under_autocast_are_those_of_the_module_to_the_bit(
 
 
 def saved_beside(mesh: fs.Mesh, use: str) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    """Return dtype and shape of the tensors that autograd keeps between forward and backward."""
+    """Return dtype and shape of the tensors that hooks around the units get between forward and backward."""
     kept = []
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor: torch.Tensor) -> list[torch.Tensor]:
         kept.append((tensor.dtype, tuple(tensor.shape)))
-        return tensor.detach()
+        packed.append([tensor.detach()])
+        return packed[-1]
 
-    ours(mesh, use, torch.bfloat16, lambda: torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
+    packed: list[list[torch.Tensor]] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, list.pop)
+    same_bits(ours(mesh, use, torch.bfloat16, lambda: hooks), ours(mesh, use, torch.bfloat16))
+    assert packed == [[]] * len(kept)  # backward takes each
     return kept
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -64,31 +63,6 @@ def test_a_saved_tensor_that_is_changed_in_place_is_an_error_not_a_wrong_gradien
     out.detach().mul_(2)
     with pytest.raises(RuntimeError, match=r"shape \(3, 7\) that unit '\(root\)' needs for its gradients was modified"):
         out.sum().backward()
-
-
-@on_ranks(2)
-def test_hooks_around_a_unit_get_its_activations_and_none_of_its_leaves(mesh):
-    gathered, packed, unpacked = set(), [], []
-
-    def apply(leaves, x):
-        gathered.add(leaves["w"].untyped_storage().data_ptr())
-        return layer(leaves, x)
-
-    def pack(tensor):
-        packed.append(tensor.untyped_storage().data_ptr())
-        return len(packed) - 1, tensor.detach()
-
-    def unpack(pair):
-        unpacked.append(pair[0])
-        return pair[1]
-
-    f, shard, _ = one_unit(mesh, apply)
-    with saved_tensors_hooks(pack, unpack):
-        out = f(requiring_grad(shard), X)
-    out.sum().backward()
-    assert len(packed) == 3  # the input of the first product, and the result of tanh for itself and for the second one
-    assert sorted(unpacked) == list(range(len(packed)))
-    assert gathered.isdisjoint(packed)
 
 
 def rows_of(x):
