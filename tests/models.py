@@ -115,11 +115,10 @@ def _images(n: int, seed: int) -> Batch:
     return {"inputs": {"x": torch.randn(n, 2, 7, 7, generator=g)}, "targets": torch.randint(3, (n,), generator=g)}
 
 
-def _tokens(name: str, **more: str) -> Callable[[int, int], Batch]:
+def _tokens(name: str) -> Callable[[int, int], Batch]:
     def make_batch(n: int, seed: int) -> Batch:
         g = _generator(seed)
-        inputs = {key: torch.randint(19, (n, 8), generator=g) for key in (name, *more.values())}
-        return {"inputs": inputs, "targets": torch.randint(19, (n, 8), generator=g)}
+        return {"inputs": {name: torch.randint(19, (n, 8), generator=g)}, "targets": torch.randint(19, (n, 8), generator=g)}
 
     return make_batch
 
@@ -142,11 +141,6 @@ _llama = hugging_face(
     vocab_size=19, hidden_size=12, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
     intermediate_size=20, max_position_embeddings=8, use_cache=False,
 )  # fmt: skip
-_t5 = hugging_face(
-    "T5Config", "T5ForConditionalGeneration",
-    vocab_size=19, d_model=12, d_kv=6, d_ff=20, num_layers=2, num_decoder_layers=1, num_heads=2, dropout_rate=0.0,
-    decoder_start_token_id=0, use_cache=False,
-)  # fmt: skip
 _gpt2 = hugging_face(
     "GPT2Config", "GPT2LMHeadModel",
     vocab_size=19, n_embd=12, n_layer=2, n_head=2, n_positions=8, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
@@ -160,10 +154,6 @@ SUBJECTS: dict[str, Subject] = {
     "bert": Subject(seeded(_bert), _tokens("input_ids"), _cross_entropy_of_logits, ("bert.encoder.layer.*",)),
     "llama": Subject(
         seeded(_llama), _tokens("input_ids"), _cross_entropy_of_logits, ("model.layers.*",)
-    ),
-    "t5": Subject(
-        seeded(_t5), _tokens("input_ids", decoder="decoder_input_ids"), _cross_entropy_of_logits,
-        ("encoder.block.*", "decoder.block.*"),
     ),
     "gpt2": Subject(seeded(_gpt2), _tokens("input_ids"), _cross_entropy_of_logits, ("transformer.h.*",)),
 }  # fmt: skip

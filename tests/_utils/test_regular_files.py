@@ -67,7 +67,6 @@ def test_what_is_no_regular_file_is_named(tmp_path: Path) -> None:
 # --- released pages -------------------------------------------------------------------------------
 
 
-MIB = 1 << 20
 PAGE = 4096
 
 

@@ -25,16 +25,6 @@ def units_of(mesh, params=PARAMS, **options):
     return plan, shards, runs[""], fs.reshard(runs["b"])
 
 
-def weighted_loss(root, inner):
-    """Return a loss that is the mean of a linear function of the rows of a batch."""
-
-    def loss_fn(s, rows, weight):
-        x = sum(rows) / len(rows)
-        return root(s[""], x) + inner(s["b"], x), weight
-
-    return loss_fn
-
-
 @on_ranks(2)
 def test_a_shard_that_the_loss_does_not_use_has_a_gradient_of_zeros(mesh):
     _, shards, root, _ = units_of(mesh)
@@ -102,7 +92,8 @@ def test_what_is_no_loss_and_no_weight_is_refused(name):
 @on_ranks(2)
 def test_weights_are_added_without_rounding_and_may_all_be_zero(mesh, x, weights, total):
     _, shards, root, inner = units_of(mesh)
-    (loss, weight), grads = fs.value_and_grad(weighted_loss(root, inner), weighted=True)(shards, [x], weights[mesh.rank])
+    loss_fn = lambda s, weight: (root(s[""], x) + inner(s["b"], x), weight)  # noqa: E731
+    (loss, weight), grads = fs.value_and_grad(loss_fn, weighted=True)(shards, weights[mesh.rank])
     assert weight.item() == total
     assert total or [loss.item(), *(grad.abs().sum().item() for grad in tree.leaves(grads))] == [0.0] * 3
 

@@ -11,7 +11,6 @@ import torch
 
 import funcshard as fs
 from funcshard._utils import tree
-from funcshard.testing import delayed
 from tests.core.units import mlp, of_module, requiring_grad, same_bits
 from tests.pairwise import crossed
 from tests.ranks import on_ranks
@@ -21,19 +20,11 @@ WORLDS = [1, 2, 3, {"replicate": 2, "shard": 2}]
 on_every_plan = crossed(strategy=STRATEGIES, world=WORLDS)
 
 
-def example() -> dict:
-    return {
-        "blocks": [{"w": torch.randn(3, 3), "b": torch.randn(3)} for _ in range(2)],
-        "s": torch.randn(()),
-        "e": torch.zeros(0),
-        "i": torch.arange(5),
-    }
-
-
 @on_every_plan
 def test_the_shards_side_by_side_are_the_leaves_and_zeros(world: Any, strategy: str) -> None:
     """tests/hostile/test_trees.py gathers shards of random trees."""
-    params = example()
+    blocks = [{"w": torch.randn(3, 3), "b": torch.randn(3)} for _ in range(2)]
+    params = {"blocks": blocks, "s": torch.randn(()), "e": torch.zeros(0), "i": torch.arange(5)}
     plan = fs.make_plan(params, world, units=["blocks.*"], strategy=strategy)
     everyone = fs.simulate(lambda mesh: (mesh.shape, mesh.shard.rank, fs.shard(params, plan, mesh)), world)
     by_path = dict(zip(*tree.describe(params)[:0:-1], strict=True))
@@ -141,13 +132,6 @@ def test_every_rank_takes_the_values_of_src(mesh: fs.Mesh, strategy: str, world:
         mine = tree.map(lambda leaf, device=device: leaf.to(device), of_rank(mesh.rank))
         found, expected = fs.shard(mine, plan, mesh, src=src), fs.shard(of_rank(src), plan, mesh)
         same_bits(found, expected)
-
-
-@on_ranks({"replicate": 2, "shard": 2})
-def test_src_waits_for_its_broadcasts(mesh: fs.Mesh) -> None:
-    plan = fs.make_plan(of_rank(0), mesh)
-    slow = delayed(mesh, "broadcast", 0.01)
-    assert fs.gather(fs.shard(of_rank(mesh.rank), plan, slow, src=0), plan, mesh)["a"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
 def test_offloaded_shards_are_on_the_cpu_whatever_the_device_of_the_mesh() -> None:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from funcshard.plan.wrap import Units
-from tests.core.units import by_hand, forward_mode, of_module
+from tests.core.units import by_hand, forward_mode, mlp, of_module
 from tests.module.law import Runs, calls_on, check_equal, outputs_on, plain_call, same_bits, sharded_call
 from tests.pairwise import crossed
 from tests.ranks import on_ranks, run_ranks
@@ -224,11 +224,6 @@ def test_new_buffers_are_no_outputs() -> None:
     assert torch.equal(buffers["mean"], torch.full((4,), 1 / 3, dtype=FP64) + 1 / 3)
 
 
-def net_of_three() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-
-
 OWN = fs.MixedPrecision(BF16, FP32, output_dtype=FP32, cast_forward_inputs=True)
 
 
@@ -256,7 +251,7 @@ def compare(mesh: fs.Mesh) -> None:
     devices = init_device_mesh("cpu", (mesh.world_size,))
     casting = MixedPrecisionPolicy(BF16, FP32, output_dtype=FP32)
     for everywhere in (False, True):
-        outs, net = [], net_of_three()
+        outs, net = [], mlp(6, 6, 6, 6, dtype=FP32)
 
         def program(model: Any, x: torch.Tensor, outs: list[torch.Tensor] = outs) -> torch.Tensor:
             outs.append(model(x))

@@ -349,7 +349,7 @@ def test_samples_are_clipped_as_by_the_whole_model(
         values, grads = run(shards, x)
         torch.testing.assert_close(fs.per_sample_norms(loss_fn, plan, mesh, chunk_size=chunk_size)(shards, x), values)
         assert seen
-        return data_rank(mesh), *values, slices.whole(grads, plan, mesh)
+        return fs.axis_index(mesh), *values, slices.whole(grads, plan, mesh)
 
     ((_, losses, norms, mean),) = slices.ranks(main, slices.WHOLE)
     assert (norms > max_norm).any()
@@ -357,10 +357,6 @@ def test_samples_are_clipped_as_by_the_whole_model(
     for index, own_losses, *rest in slices.ranks(main, shape, strategy, chunk_size):
         mine = slice(len(own_losses) * index, len(own_losses) * (index + 1))
         torch.testing.assert_close((own_losses, *rest), (losses[mine], norms[mine], mean))
-
-
-def data_rank(mesh: fs.Mesh) -> int:
-    return mesh.position["replicate"] * mesh.shard.size + mesh.position["shard"]
 
 
 @pytest.mark.slow
