@@ -80,7 +80,7 @@ def train(mesh: fs.Mesh, plan: fs.Plan, optimizer: Any, steps: int, state: Any =
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Return whether two trees are equal to the bit, with equal dtypes and types of nodes."""
+    """Return whether two trees are equal to the bit, NaN included, with equal dtypes, devices and types of nodes."""
     if optree.tree_structure(one) != optree.tree_structure(other):
         return False
     return all(map(_equal, optree.tree_leaves(one), optree.tree_leaves(other)))
@@ -90,5 +90,10 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, fs.PerRank):
         return isinstance(other, fs.PerRank) and equal(one.value, other.value)
     if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        alike = isinstance(other, torch.Tensor) and (one.dtype, one.device) == (other.dtype, other.device)
+        return alike and (torch.equal(one, other) or (one.shape == other.shape and _same_bits(one, other)))  # NaN
     return type(one) is type(other) and one == other
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(*(x.detach().flatten().view(torch.uint8) for x in (one, other)))

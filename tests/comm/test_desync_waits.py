@@ -26,6 +26,7 @@ import funcshard as fs
 from funcshard.comm import Op, desync
 from funcshard.comm.watch import Record
 from tests.comm.stores import until
+from tests.core.units import of_module
 from tests.ranks import run_ranks, suspend
 
 LINE, ROW, PAIR, GRID = {"shard": 4}, {"shard": 2}, {"replicate": 2, "shard": 1}, {"replicate": 2, "shard": 2}
@@ -75,18 +76,15 @@ class Actions:
     def __init__(self, mesh: fs.Mesh) -> None:
         torch.manual_seed(0)
         self.mesh = mesh
-        apply, params, self.buffers = fs.make_functional(Blocks())
-        plan = fs.make_plan(params, mesh, units=["blocks.*"])
-        self.sharded = fs.fully_shard(apply, plan, mesh)
-        self.shards = fs.shard(params, plan, mesh)
+        _, self.sharded, self.shards = of_module(mesh, Blocks(), ["blocks.*"])
 
     def train(self, *order: int) -> None:
-        loss_fn = lambda shards: self.sharded(shards, self.buffers, torch.ones(1, 4), order or (0, 1, 2)).sum()  # noqa: E731
+        loss_fn = lambda shards: self.sharded(shards, {}, torch.ones(1, 4), order or (0, 1, 2)).sum()  # noqa: E731
         fs.value_and_grad(loss_fn)(self.shards)
 
     def evaluate(self, *order: int) -> None:
         with torch.no_grad():
-            self.sharded(self.shards, self.buffers, torch.ones(1, 4), order or (0, 1, 2))
+            self.sharded(self.shards, {}, torch.ones(1, 4), order or (0, 1, 2))
 
     def add(self, n: int, axis: str | None = None) -> None:
         fs.psum(torch.ones(n), self.mesh if axis is None else self.mesh[axis])

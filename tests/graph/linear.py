@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import funcshard as fs
+from tests.core.units import of_module
+from tests.states import equal as same
 
 __all__ = ["BATCH", "made", "same", "squares"]
 
@@ -28,25 +30,11 @@ def squares(f: Any, x: torch.Tensor) -> torch.Tensor:
 
 def made(
     mesh: fs.Mesh, loss: Callable[..., Any] = with_constant, *, module: nn.Module = LINEAR, units: Any = (), lr: Any = 0.1,
-    momentum: float = 0.0, optimizer: Any = None, **options: Any,
+    momentum: float = 0.0, optimizer: Any = None, plan: Any = None, **options: Any,
 ) -> Any:  # fmt: skip
-    """Return the step of a module, and its first state; ``loss`` gets the module and a batch."""
-    apply, params, buffers = fs.make_functional(module)
-    plan = fs.make_plan(params, mesh, units=units)
-    sharded = fs.fully_shard(apply, plan, mesh)
+    """Return the step of a module, and its first state; ``loss`` gets the module and a batch, and ``plan`` has options."""
+    cut, sharded, shards = of_module(mesh, module, units, **(plan or {}))
     optimizer = optimizer or fs.torch_optimizer(torch.optim.SGD, lr=lr, momentum=momentum)
     loss_fn = lambda shards, _, batch: loss(lambda x: sharded(shards, {}, x), batch)  # noqa: E731
-    step = fs.make_train_step(loss_fn, optimizer, plan, mesh, **options)
-    return step, step.init(fs.shard(params, plan, mesh), buffers)
-
-
-def same(one: Any, other: Any) -> bool:
-    """Return whether two trees are equal to the bit, NaN included."""
-    (first, form), (second, other_form) = (torch.utils._pytree.tree_flatten(each) for each in (one, other))
-    pairs = list(zip(first, second, strict=True))
-    return form == other_form and all(
-        torch.equal(a.view(torch.uint8) if a.ndim else a.reshape(1).view(torch.uint8),
-                    b.view(torch.uint8) if b.ndim else b.reshape(1).view(torch.uint8))
-        if isinstance(a, torch.Tensor) else a == b
-        for a, b in pairs
-    )  # fmt: skip
+    step = fs.make_train_step(loss_fn, optimizer, cut, mesh, **options)
+    return step, step.init(shards, {})

@@ -12,6 +12,7 @@ from torch import nn
 import funcshard as fs
 from benchmarks.fake_ranks import fake_mesh
 from benchmarks.storages import GATHERED, Storages
+from tests.graph import linear
 from tests.module.law import Runs
 
 
@@ -20,15 +21,10 @@ def residual(*blocks: nn.Module) -> nn.Module:
 
 
 def made(*, step_options: dict[str, Any] | None = None, **options: Any) -> tuple[Any, fs.TrainState]:
-    mesh = fake_mesh({"shard": 4})
     blocks = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
-    apply, params, buffers = fs.make_functional(residual(*blocks))
-    plan = fs.make_plan(params, mesh, units=["blocks.*"], **options)
-    sharded = fs.fully_shard(apply, plan, mesh)
     optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=1e-3, fused=True)
-    loss = lambda s, b, x: sharded(s, b, x).square().mean()  # noqa: E731
-    step = fs.make_train_step(loss, optimizer, plan, mesh, **(step_options or {}))
-    return step, step.init(fs.shard(params, plan, mesh, check=False), buffers)
+    given: Any = {"module": residual(*blocks), "units": ["blocks.*"], "plan": options, "optimizer": optimizer}
+    return linear.made(fake_mesh({"shard": 4}), linear.squares, **given, **(step_options or {}))
 
 
 def measured(step: Any, state: fs.TrainState, batch: torch.Tensor) -> tuple[int, int]:

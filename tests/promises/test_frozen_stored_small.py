@@ -13,7 +13,7 @@ from torch import nn
 
 import funcshard as fs
 from funcshard.checkpoint import export_parameters
-from tests.core.units import forward_mode, same_bits
+from tests.core.units import forward_mode, of_module, same_bits
 from tests.jobs import decoded
 from tests.ranks import run_ranks, run_simulated
 from tests.storages import Alive
@@ -52,9 +52,8 @@ def loss_of(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def transformed(mesh: fs.Mesh, name: str, packed: bool) -> Any:
     """Return what transforms and derivatives give, for a plan and for one with the decoded weights."""
-    apply, params, _ = fs.make_functional(net(None if packed else STORAGES[name]))
-    plan = fs.make_plan(params, mesh, units=UNITS, storage={"*.base.weight": STORAGES[name if packed else "as it is"]})
-    sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
+    module, storage = net(None if packed else STORAGES[name]), STORAGES[name if packed else "as it is"]
+    plan, sharded, shards = of_module(mesh, module, UNITS, storage={"*.base.weight": storage})
 
     def loss(shards: Any, _: Any, batch: Any) -> torch.Tensor:
         return loss_of(sharded(shards, {}, batch[0][None]), batch[1][None])
@@ -239,12 +238,12 @@ def test_no_rank_holds_more_than_packed_shards_and_one_leaf_while_it_loads(tmp_p
 @pytest.mark.filterwarnings("ignore:ignored_classes of the precision hold")
 def test_a_packed_unit_in_full_precision_computes_in_the_dtype_of_its_decoded_leaves():
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8).requires_grad_(False)).eval()
-    apply, params, buffers = fs.make_functional(net)
     precision, x = fs.MixedPrecision(param_dtype=torch.bfloat16), torch.ones(2, 8)
 
     def main(mesh):
-        plan = fs.make_plan(params, mesh, units=["0", "1"], precision=precision, storage={"1": fs.int8(block=8)})
-        return fs.fully_shard(apply, plan, mesh)(fs.shard(params, plan, mesh), buffers, x)
+        storage = {"1": fs.int8(block=8)}
+        _, sharded, shards = of_module(mesh, net, ["0", "1"], precision=precision, storage=storage)
+        return sharded(shards, dict(net.named_buffers()), x)
 
     expected = net[1](net[0].bfloat16()(x.bfloat16()).float()).bfloat16()
     for out in fs.simulate(main, 2):

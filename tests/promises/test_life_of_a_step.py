@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import funcshard as fs
+from tests.core.units import of_module
 from tests.module.law import Runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,11 +57,10 @@ def probed(net, x, walks):
 def traced():
     """The files of each walk of rank 0 of two, after two steps in which the schedule is learned."""
     walks = {title: Walk() for title in MOST_FILES}
-    apply, params, buffers = fs.make_functional(Runs(probed, layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(4))))
+    net = Runs(probed, layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(4)))
 
     def main(mesh):
-        plan = fs.make_plan(params, mesh, units=["layers.*"])
-        sharded = fs.fully_shard(apply, plan, mesh)
+        plan, sharded, shards = of_module(mesh, net, ["layers.*"])
         optimizer = fs.torch_optimizer(torch.optim.AdamW)
         probe = {}
 
@@ -68,7 +68,7 @@ def traced():
             return sharded(shards, buffers, x, probe).square().mean()
 
         step = fs.make_train_step(loss_fn, optimizer, plan, mesh, max_norm=1.0)
-        state, x = step.init(fs.shard(params, plan, mesh), buffers), torch.ones(2, 8)
+        state, x = step.init(shards, {}), torch.ones(2, 8)
         for _ in range(2):
             state, _ = step(state, x)
         probe = walks if mesh.rank == 0 else {}

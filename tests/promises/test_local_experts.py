@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import funcshard as fs
+from tests.core.units import of_module
 from tests.pairwise import crossed
 
 LOCAL = {"*.row": "replicate", "*.column": "shard", "*.own": ("shard", "replicate")}
@@ -59,9 +60,7 @@ def batch_of(rank, step):
 def train(mesh, strategy, weighted, reduce, units):
     """Train some steps; return losses and this rank's whole parameters. Each step's events are checked."""
     net = model_of(mesh.shape, mesh.rank)
-    apply, params, buffers = fs.make_functional(net)
-    plan = fs.make_plan(params, mesh, units=UNITS[units], strategy=strategy, local=LOCAL)
-    sharded = fs.fully_shard(apply, plan, mesh)
+    plan, sharded, shards = of_module(mesh, net, UNITS[units], strategy=strategy, local=LOCAL)
 
     def loss_fn(shards, buffers, batch):
         loss = sharded(shards, buffers, batch).square().mean()
@@ -72,7 +71,7 @@ def train(mesh, strategy, weighted, reduce, units):
         loss_fn, fs.torch_optimizer(torch.optim.AdamW, lr=0.05), plan, mesh,
         weighted=weighted, accumulate=micro.micro_batches, reduce=micro.reduce,
     )  # fmt: skip
-    state, losses = step.init(fs.shard(params, plan, mesh), buffers), []
+    state, losses = step.init(shards, {}), []
     for i in range(STEPS):
         with fs.record_events() as events:
             state, metrics = step(state, batch_of(mesh.rank, i))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import optree
 import torch
 from torch import nn
 
 import funcshard as fs
+from tests.core.units import of_module
 from tests.module.law import Runs
 
 
@@ -18,17 +17,11 @@ def adapted() -> nn.Module:
     return Runs(lambda net, x: net.base(x) + net.b(net.a(x)), base=nn.Linear(5, 5).requires_grad_(False), **thin)
 
 
-def planned(mesh: Any) -> tuple[Any, Any, fs.Plan]:
-    """Return function, parameters and plan of two adapted layers on a frozen one, which the root owns."""
-    first = nn.Linear(5, 5).requires_grad_(False)
-    apply, params, _ = fs.make_functional(nn.Sequential(first, nn.Sequential(adapted(), adapted())))
-    return apply, params, fs.make_plan(params, mesh, units=["1.*"])
-
-
 def test_frozen_leaves_have_no_gradient_no_reduction_and_no_optimizer_state() -> None:
     def main(mesh: fs.Mesh) -> None:
-        apply, params, plan = planned(mesh)
-        sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
+        # Two adapted layers on a frozen one, which the root owns.
+        net = nn.Sequential(nn.Linear(5, 5).requires_grad_(False), nn.Sequential(adapted(), adapted()))
+        plan, sharded, shards = of_module(mesh, net, ["1.*"])
         loss_fn = lambda shards, buffers, x: sharded(shards, buffers, x).square().mean()  # noqa: E731
         for _ in range(2):
             with fs.record_events() as events:
@@ -45,8 +38,8 @@ def test_frozen_leaves_have_no_gradient_no_reduction_and_no_optimizer_state() ->
         trainable = sum(b.shard_numel for unit in plan.unit_list for b in unit.buffers if b.trainable)
         assert moments == 2 * trainable > 0
         after = fs.gather(state.shards, plan, mesh)
-        moved = {name for name, value in params.items() if not torch.equal(after[name], value)}
-        assert moved == {name for name in params if ".a." in name or ".b." in name}
+        moved = {name for name, value in net.named_parameters() if not torch.equal(after[name], value)}
+        assert moved == {name for name in after if ".a." in name or ".b." in name}
 
     torch.manual_seed(5)
     fs.simulate(main, 2)

@@ -26,6 +26,7 @@ from benchmarks.fake_ranks import FakeGroup
 from funcshard._utils.tree import tensors_in
 from funcshard.comm import DONE, DeferredWork, Op, Work
 from tests.promises.test_cuda import no_waiting_host
+from tests.states import equal
 
 ON_CUDA = torch.cuda.is_available()
 CYCLES = 2_000_000  # of the device's clock: about a millisecond
@@ -131,10 +132,6 @@ def bits_of(mesh: fs.Mesh, mode: contextlib.AbstractContextManager[Any], **optio
     if ON_CUDA:
         torch.cuda.synchronize()
     return [tensor.detach().cpu() for tensor in (*losses, *tensors_in(state.shards))]
-
-
-def equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return all(one.equal(other) for one, other in zip(some, others, strict=True))
 
 
 def test_freed_memory_is_overwritten_before_it_is_used_again() -> None:

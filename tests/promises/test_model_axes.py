@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import funcshard as fs
+from tests.core.units import of_module
 
 WIDTH, HIDDEN, SAMPLES = 4, 6, 4
 MESHES = {
@@ -75,13 +76,6 @@ def own_part(name: str, value: torch.Tensor, at: dict[str, int], sizes: dict[str
     if name == "gain":
         return value[at["tensor"]]
     return value[at["tensor"], at["expert"]] if name == "mix" else value
-
-
-def position(rank: int, sizes: dict[str, int], order: list[str]) -> dict[str, int]:
-    at = dict.fromkeys(sizes, 0)
-    for axis in reversed(order):
-        rank, at[axis] = divmod(rank, sizes[axis])
-    return at
 
 
 def batch_of(at: dict[str, int], step: int = 0) -> torch.Tensor:
@@ -142,7 +136,6 @@ class Setup:
         with torch.no_grad():
             for name, p in net.named_parameters():
                 p.copy_(own_part(name, whole_params(tuple(self.sizes.items()))[name], self.at, self.sizes))
-        self.apply, self.params, _ = fs.make_functional(net)
         along = [axis for axis in ("tensor", "expert") if axis in mesh.shape]
         local: dict[str, Any] = {}
         if "tensor" in along:
@@ -151,10 +144,9 @@ class Setup:
             fs.wrap.by_function(lambda m: {"strategy": "no_shard"} if isinstance(m, nn.LayerNorm) else False),
             fs.wrap.by_function(lambda m: m in (net.first, net.up, net.down)),
         )(net)
-        self.plan = fs.make_plan(self.params, mesh, units=units, strategy=strategy, local=local | {"mix": along}, **options)
-        schedule = None if schedule is None else fs.make_schedule(self.plan, **schedule)
-        self.sharded = fs.fully_shard(self.apply, self.plan, mesh, remat=remat, schedule=schedule)
-        self.shards = fs.shard(self.params, self.plan, mesh)
+        options |= {"strategy": strategy, "local": local | {"mix": along}}
+        how = {"remat": remat}
+        self.plan, self.sharded, self.shards = of_module(mesh, net, units, schedule=schedule, how=how, **options)
         self.x = batch_of(self.at)
 
     def loss(self, shards: Any, x: torch.Tensor) -> torch.Tensor:
@@ -276,14 +268,13 @@ def test_three_scaled_and_clipped_steps_are_those_of_the_unsharded_model() -> No
         for number in range(3):
             state, metrics = step(state, batch_of(setup.at, number))
             seen.append((metrics["loss"].item(), metrics["grad_norm"].item()))
-        return seen, fs.gather(state.shards, setup.plan, mesh)
+        return seen, fs.gather(state.shards, setup.plan, mesh), setup.at
 
     sizes = sizes_of(MESHES[WIDE])
     losses, norms, params = reference_steps(sizes, 0.05)
     assert min(norms) > 0.05
-    for rank, (seen, own) in enumerate(fs.simulate(main, MESHES[WIDE])):
+    for seen, own, at in fs.simulate(main, MESHES[WIDE]):
         close(seen, list(zip(losses, norms, strict=True)))
-        at = position(rank, sizes, list(MESHES[WIDE]))
         for name, value in own.items():
             close(value, own_part(name, params[name].detach(), at, sizes))
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcshard as fs
+from tests.states import equal
 
 RANKS = 3
 APPLY, PARAMS, BUFFERS = fs.make_functional(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
@@ -166,10 +167,8 @@ def test_nan_on_the_padding_changes_no_result(function: Callable[[Setting], Any]
     plain, poisoned = (
         fs.simulate(lambda mesh, p=p: function(Setting(mesh, tmp_path, p)), world_size=RANKS) for p in (False, True)
     )
-    assert optree.tree_structure(plain) == optree.tree_structure(poisoned)
-    for one, other in zip(optree.tree_leaves(plain), optree.tree_leaves(poisoned), strict=True):
-        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-        assert not (isinstance(one, torch.Tensor) and one.is_floating_point() and one.isnan().any())
+    assert equal(plain, poisoned)
+    assert not any(x.isnan().any() for x in optree.tree_leaves(plain) if isinstance(x, torch.Tensor))
 
 
 def test_nan_on_the_padding_is_not_replanned(tmp_path: Path) -> None:
@@ -177,8 +176,7 @@ def test_nan_on_the_padding_is_not_replanned(tmp_path: Path) -> None:
     for poisoned in (False, True):
         states = fs.simulate(lambda mesh, p=poisoned: Setting(mesh, tmp_path, p).state, world_size=RANKS)
         found.append(fs.replan(states, planned(RANKS), fs.make_plan(PARAMS, 2)))
-    one, other = map(optree.tree_leaves, found)
-    assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, other, strict=True))
+    assert equal(*found)
 
 
 class Operations(TorchDispatchMode):

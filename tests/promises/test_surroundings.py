@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import optree
 import pytest
 import torch
 from torch import nn
 
 import funcshard as fs
 from tests.ranks import run_ranks
+from tests.states import equal
 
 PACKAGE = Path(fs.__file__).parent
 FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "randint", "empty_strided", "eye")
@@ -94,14 +94,6 @@ def life(mesh: fs.Mesh, folder: Path) -> Any:
     ]  # fmt: skip
 
 
-def same(one: Any, other: Any) -> bool:
-    pairs = zip(optree.tree_leaves(one), optree.tree_leaves(other), strict=True)
-    return all(
-        a.dtype == b.dtype and a.device == b.device and torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-        for a, b in pairs
-    )
-
-
 def without_counters(found: list[Any]) -> list[Any]:
     """Return results without the counters of optimizers, whose dtype torch takes from the default."""
     found[2] = {name: {k: v for k, v in own.items() if k != "step"} for name, own in found[2].items()}
@@ -124,7 +116,7 @@ def test_surroundings_change_no_result_on_simulated_ranks(
 ) -> None:
     plain, other = run(tmp_path / "plain", NOTHING, NOTHING), run(tmp_path / "other", *surroundings)
     for one, two in zip(plain, other, strict=True):
-        assert same(without_counters(one), without_counters(two))
+        assert equal(without_counters(one), without_counters(two))
 
 
 def _on_meta(_mesh: fs.Mesh, folder: str) -> Any:
@@ -136,4 +128,4 @@ def _on_meta(_mesh: fs.Mesh, folder: str) -> Any:
 def test_real_ranks_inside_a_default_device_do_as_without(tmp_path: Path) -> None:
     plain = fs.simulate(lambda mesh: without_counters(life(mesh, tmp_path / "plain")), world_size=2)
     for one, two in zip(plain, run_ranks(_on_meta, 2, str(tmp_path / "real")), strict=True):
-        assert same(one, two)
+        assert equal(one, two)

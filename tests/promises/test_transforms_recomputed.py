@@ -13,16 +13,11 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
+from tests.core.units import forward_mode, of_module, random
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch.func.jvp's
+pytestmark = forward_mode
 
 HYBRID = {"replicate": 2, "shard": 2}
-
-
-def random(seed, *shape):
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 X, DX = random(1, 2, 3), random(2, 2, 3)
 
 
@@ -116,9 +111,8 @@ def divided(tree, ranks):
 
 
 def check(mesh, loss, truth, strategy, remat):
-    apply, params, _ = fs.make_functional(build())
-    plan = fs.make_plan(params, mesh, units=["0", "1"], strategy=strategy)
-    sharded = fs.fully_shard(apply, plan, mesh, remat=remat == "fully_shard")
+    how = {"remat": remat == "fully_shard"}
+    plan, sharded, shards = of_module(mesh, build(), ["0", "1"], strategy=strategy, how=how)
     f = lambda shards, x: sharded(shards, {}, x)  # noqa: E731
     f = fs.remat(f) if remat == "fs.remat" else f
     v = fs.shard(TANGENTS, plan, mesh)
@@ -126,7 +120,7 @@ def check(mesh, loss, truth, strategy, remat):
     numbers = [0, 1] if mesh.world_size == 1 else [mesh.rank % 2]
     rows = [slice(i, i + 1) for i in numbers]
     loss_fn = lambda shards: sum(loss(f, shards, v, X[at], DX[at]) for at in rows) / len(rows)  # noqa: E731
-    for found in gradients(loss_fn, fs.shard(params, plan, mesh), mesh.world_size):
+    for found in gradients(loss_fn, shards, mesh.world_size):
         torch.testing.assert_close(dict(fs.gather(found, plan, mesh)), truth, rtol=1e-10, atol=1e-10)
 
 
@@ -159,14 +153,11 @@ CAUSES = {
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="torch's own checkpoint has no derivative along directions")
 @pytest.mark.parametrize(("inside", "around", "loss", "words"), CAUSES.values(), ids=CAUSES)
 def test_a_checkpoint_of_torch_under_a_transform_is_named_as_the_cause(inside, around, loss, words):
-    apply, params, _ = fs.make_functional(build(inside))
-
     def main(mesh):
-        plan = fs.make_plan(params, mesh, units=["0", "1"])
-        sharded = fs.fully_shard(apply, plan, mesh)
+        plan, sharded, shards = of_module(mesh, build(inside), ["0", "1"])
         f = around(lambda shards, x: sharded(shards, {}, x))
         v = fs.shard(TANGENTS, plan, mesh)
-        fs.value_and_grad(lambda shards: loss(f, shards, v, X, DX))(fs.shard(params, plan, mesh))
+        fs.value_and_grad(lambda shards: loss(f, shards, v, X, DX))(shards)
 
     with pytest.raises(ValueError, match=words):
         fs.simulate(main, 2)

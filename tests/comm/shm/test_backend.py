@@ -26,6 +26,7 @@ from funcshard.comm.shm.exchange import Exchange
 from funcshard.comm.watch import Limits
 from tests.collective_oracle import sum_in_order
 from tests.comm.shm.leftovers import memory_in_use
+from tests.core.units import of_module
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has memory files and abstract addresses")
@@ -474,9 +475,8 @@ def go_on_after_errors(mesh: fs.Mesh, shared_memory: bool) -> tuple[list[float],
     """Raise in the middle of backward in some steps; return the losses of the others, and the number of blocks."""
     mesh = fs.init_mesh(mesh.shape, device="cpu", patience=0.2, shared_memory=shared_memory)
     layers = [torch.nn.Linear(150, 150) for _ in range(3)]  # 90 kB: gathered into a shared output
-    apply, params, _ = fs.make_functional(torch.nn.Sequential(*layers))
-    plan = fs.make_plan(params, mesh, units=["0", "1", "2"])
-    sharded, shards, tried = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh), []
+    _, sharded, shards = of_module(mesh, torch.nn.Sequential(*layers), ["0", "1", "2"])
+    tried: list[int] = []
 
     def on_grads(unit: str, grads: dict[str, torch.Tensor]) -> None:
         if tried[-1] % 3 == 2 and unit == "1":
