@@ -79,9 +79,10 @@ def test_no_unit_computes_while_it_is_gathered_or_its_gradient_is_reduced(name, 
         assert all(each.end <= span.begin + 1e-12 or each.begin >= span.end - 1e-12 for each in of_units), span
 
 
+@pytest.mark.parametrize("runtime", [None, Runtime.fsdp1(), Runtime.fsdp2()], ids=["ours", "FSDP1", "FSDP2"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_ends_with_the_memory_that_it_began_with_and_nothing_overlaps_on_a_lane(name):
-    report = report_of(name)
+def test_a_step_ends_with_the_memory_that_it_began_with_and_nothing_overlaps_on_a_lane(name, runtime):
+    report = report_of(name, runtime=runtime)
     timeline = report.timeline
     assert timeline[-1].memory == timeline[0].memory
     assert all(size > 0 for moment in timeline for size in moment.memory.values())
