@@ -72,19 +72,6 @@ def test_regions_that_run_as_they_are_give_the_bits_and_the_collectives_of_the_s
     fs.simulate(main, ranks)
 
 
-@pytest.mark.nightly
-@on_ranks(2)
-def test_collectives_are_predicted_and_scheduled_and_issued_alike(mesh: fs.Mesh) -> None:
-    traced, state = compiled(mesh, "aot_eager")
-    batch, nodes = batch_of(mesh, 0), schedule(traced, state, batch_of(mesh, 0))
-    scheduled = [node.meta["event"] for node in nodes if node.meta.get("event") is not None]
-    with fs.record_events() as seen:
-        traced(state, batch)
-    assert scheduled == list(traced.events) == seen
-    predicted = fs.predict_events(traced.step.plan, not_saved=["embed"])
-    assert [event for event in seen if event.unit is not None] == list(predicted)
-
-
 def deep(mesh: fs.Mesh, layers: int) -> tuple[Any, fs.TrainState, torch.Tensor]:
     module = residual(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(layers)))
     options: Any = {"module": module, "units": ["blocks.*"], "momentum": 0.9, "donate": False}
