@@ -10,21 +10,18 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from tests.ranks import forking
 
 __all__ = ["Command"]
 
-_NAMES = ("out", "err")
-
 
 class Command:
-    """A running ``python -m funcshard ...`` or ``python -c ...``; the used part of ``subprocess.Popen``.
+    """A running ``python -m funcshard ...`` or ``python -c ...``; ``out`` and ``err`` are the files of its outputs.
 
     Arguments:
         words: the words after ``python``.
@@ -33,49 +30,32 @@ class Command:
 
     def __init__(self, words: Sequence[str], env: Mapping[str, str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="command-")
-        paths = [str(Path(self._folder.name, name)) for name in _NAMES]
-        for path in paths:
-            os.mkfifo(path)
-        self._process: Any = forking().Process(target=_run, args=(list(words), dict(env), paths))
+        self.out, self.err = (Path(self._folder.name, name) for name in ("out", "err"))
+        for file in (self.out, self.err):
+            file.touch()
+        self._process: Any = forking().Process(target=_run, args=(list(words), dict(env), [self.out, self.err]))
         self._process.start()
         self.pid: int = self._process.pid
-        # Each waits until the command opens the other end.
-        self.stdout, self.stderr = (open(path) for path in paths)  # noqa: SIM115  # communicate closes them
 
     @property
     def returncode(self) -> int | None:
-        return self.poll()
-
-    def poll(self) -> int | None:
         code: int | None = self._process.exitcode
         return code
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Return the rest of both outputs when the command has ended."""
-        found = dict.fromkeys(_NAMES, "")
-
-        def read(name: str, file: IO[str]) -> None:
-            with file:
-                found[name] = file.read()
-
-        readers = [
-            threading.Thread(target=read, args=each, daemon=True)
-            for each in zip(_NAMES, (self.stdout, self.stderr), strict=True)
-        ]
-        for reader in readers:
-            reader.start()
-        for each in (*readers, self._process):
-            each.join(timeout)
-            if each.is_alive():
-                raise subprocess.TimeoutExpired("the command", timeout or 0.0)
+        """Return both outputs when the command has ended."""
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("the command", timeout or 0.0)
+        outputs = self.out.read_text(), self.err.read_text()
         self._folder.cleanup()
-        return found["out"], found["err"]
+        return outputs
 
 
-def _run(words: list[str], env: dict[str, str], paths: list[str]) -> None:
+def _run(words: list[str], env: dict[str, str], files: list[Path]) -> None:
     os.setsid()
-    for number, path in enumerate([os.devnull, *paths]):
-        file = os.open(path, os.O_WRONLY if number else os.O_RDONLY)
+    for number, path in enumerate([os.devnull, *files]):
+        file = os.open(path, os.O_WRONLY | os.O_APPEND if number else os.O_RDONLY)
         os.dup2(file, number)
         os.close(file)
     sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115

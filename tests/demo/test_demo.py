@@ -22,6 +22,7 @@ from funcshard.demo.corpus import batch, load_corpus, windows
 from funcshard.demo.gpt import GPT, GPTConfig
 from funcshard.demo.launch import Stop, launch
 from funcshard.demo.train import Settings, train, validation_loss
+from tests.comm.stores import until
 from tests.commands import Command
 
 TINY = GPTConfig(width=32, layers=1, heads=2, context=32)
@@ -34,34 +35,19 @@ def start(*words: str) -> Command:
     return Command(words, env | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default", "TERM": "dumb"})
 
 
-def finish(process: Command, code: int, timeout: float = 90) -> tuple[str, str]:
+def finish(process: Command, code: int) -> tuple[str, str]:
     """Wait for a command, check its exit code, and return its output."""
     try:
-        out, err = process.communicate(timeout=timeout)
+        out, err = process.communicate(timeout=90)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
-        pytest.fail(f"still running after {timeout} s; it printed\n{out}\n{err}")
+        pytest.fail(f"still running after 90 s; it printed\n{process.out.read_text()}\n{process.err.read_text()}")
     assert process.returncode == code, f"exit code {process.returncode}, expected {code}; it printed\n{out}\n{err}"
     return out, err
 
 
-def wait_for(process: Command, text: str, name: str = "stdout") -> str:
-    """Read a command's output until a line contains ``text``."""
-    seen = ""
-    for line in getattr(process, name):
-        seen += line
-        if text in line:
-            return seen
-    _, err = process.communicate(timeout=30)
-    pytest.fail(f"the command ended without printing {text!r}; it printed\n{seen}\n{err}")
-
-
-def wait_for_a_checkpoint(out: Path) -> None:
-    """Wait until a job has saved, so that it has trained at least one step."""
-    end = time.monotonic() + 90
-    while fs.latest(out / "checkpoints") is None and time.monotonic() < end:
-        time.sleep(0.02)
+def wait_for(file: Path, text: str) -> None:
+    assert until(lambda: text in file.read_text(), 90), f"nothing printed {text!r}, but\n{file.read_text()}"
 
 
 def check_result(out: Path, *, steps: int | None) -> dict:
@@ -141,8 +127,8 @@ SIGNALS = {
 def test_a_signal_ends_it_after_the_step_and_saves(ranks, mesh, number, everyone: bool, tmp_path: Path, text: Path) -> None:
     words = [*TRAIN, *ranks, "--text", str(text), "--steps", "1000000", "--save-every", "1", "--out", str(tmp_path)]
     process = start(*words)
-    before = wait_for(process, "Validation before")
-    wait_for_a_checkpoint(tmp_path)
+    wait_for(process.out, "Validation before")
+    assert until(lambda: fs.latest(tmp_path / "checkpoints"), 90)  # it has trained at least one step
     (os.killpg if everyone else os.kill)(process.pid, number)
     out, err = finish(process, 130)  # within minutes, while a million steps take days
     metrics = check_result(tmp_path, steps=None)
@@ -152,21 +138,21 @@ def test_a_signal_ends_it_after_the_step_and_saves(ranks, mesh, number, everyone
     assert f"Stopped after {metrics['steps']} of 1000000 steps" in out
     assert "Saved model.pt" in out
     assert "Stopping after this step; Ctrl-C again ends it at once." in err
-    assert "Traceback" not in before + out + err
+    assert "Traceback" not in out + err
 
 
 @pytest.mark.nightly
 def test_a_second_ctrl_c_ends_it_at_once() -> None:
     code = "from tests.demo.test_demo import launch, deaf; raise SystemExit(launch(deaf, ranks=2))"
     process = start("-c", code)
-    wait_for(process, "busy")
+    wait_for(process.out, "busy")
     os.killpg(process.pid, signal.SIGINT)
-    before = wait_for(process, "Stopping after this step", "stderr")
+    wait_for(process.err, "Stopping after this step")
     time.sleep(1)
-    assert process.poll() is None  # the ranks never reach the end of their step
+    assert process.returncode is None  # the ranks never reach the end of their step
     os.killpg(process.pid, signal.SIGINT)
     _, err = finish(process, 130)
-    assert "Traceback" not in before + err
+    assert "Traceback" not in err
 
 
 def deaf(mesh: fs.Mesh, stop: Stop) -> None:
