@@ -14,9 +14,7 @@ __all__ = ["crossed", "pairwise"]
 Row = dict[str, Any]
 
 
-def pairwise(
-    choices: Mapping[str, Sequence[Any]], is_possible: Callable[[Row], bool] = lambda row: True, *, tried: int = 40
-) -> list[Row]:
+def pairwise(choices: Mapping[str, Sequence[Any]], is_possible: Callable[[Row], bool] = lambda row: True) -> list[Row]:
     """Return rows in which each possible pair of two arguments' values occurs.
 
     Greedy and always the same: of some random rows around a pair that is missing, take the one that
@@ -25,7 +23,6 @@ def pairwise(
     Arguments:
         choices: the values of each argument.
         is_possible: whether a row may be in the table; it gets rows of all arguments.
-        tried: number of random rows that are tried for each row.
     """
     drawn, places = random.Random(0), {name: range(len(values)) for name, values in choices.items()}
 
@@ -43,7 +40,7 @@ def pairwise(
     table = []
     while missing:
         pair = next(iter(missing))
-        rows = list(itertools.islice(rows_with(dict(pair)), tried))
+        rows = list(itertools.islice(rows_with(dict(pair)), 40))
         del missing[pair]
         if rows:  # else the pair is impossible
             best = max(rows, key=lambda row: sum(other in missing for other in itertools.combinations(row.items(), 2)))

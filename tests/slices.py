@@ -36,12 +36,12 @@ _MESHES: dict[str, dict[str, int]] = {
 meshes = pytest.mark.parametrize("shape", _MESHES.values(), ids=_MESHES)  # runs a test on each of these meshes
 
 
-def make_params(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+def make_params() -> dict[str, Any]:
     """Return the whole parameters of two blocks, the same every time."""
     generator = torch.Generator().manual_seed(7)
 
     def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     def block() -> dict[str, torch.Tensor]:
         return {
@@ -117,10 +117,10 @@ def loss_of(y: torch.Tensor) -> torch.Tensor:
     return y.square().mean()
 
 
-def batch(position: Mapping[str, int], shape: Mapping[str, int], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def batch(position: Mapping[str, int], shape: Mapping[str, int]) -> torch.Tensor:
     """Return the samples of a rank: ranks along a model axis have the same."""
     sizes = {axis: shape.get(axis, 1) for axis in ("replicate", "shard")}
-    x = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
+    x = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     index = position.get("replicate", 0) * sizes["shard"] + position.get("shard", 0)
     return x.chunk(math.prod(sizes.values()))[index]
 

@@ -53,8 +53,9 @@ DTYPES = (torch.float32,) * 6 + (torch.float64, torch.bfloat16, torch.int64, tor
 SIZES = ((), (1,), (2,), (3,), (5,), (7,), (0,), (2, 3), (3, 0), (1, 1, 4))
 
 
-def random_tree(rng: random.Random, *, odd: float = 0.02) -> Any:
-    """Return a random tree; about ``odd`` of its keys may be of a kind that no plan can hold."""
+def random_tree(rng: random.Random) -> Any:
+    """Return a random tree; a few of its keys may be of a kind that no plan can hold."""
+    odd = 0.02
     shared: list[torch.Tensor] = []
     plain = [key for key in KEYS if type(key) is int or (isinstance(key, str) and key and "." not in key)]
 

@@ -79,12 +79,12 @@ def _files_below(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
-def damage(draw: Random, folder: Path, name: str = "") -> str:
+def damage(draw: Random, folder: Path) -> str:
     """Damage a file of a folder; return what was done to which file, ``""`` if none is left."""
     files = _files_below(folder)
     if not files:
         return ""
-    file, name = draw.choice(files), name or draw.choice([*DAMAGES, "flip bits", "truncate", "change JSON"])
+    file, name = draw.choice(files), draw.choice([*DAMAGES, "flip bits", "truncate", "change JSON"])
     data = file.read_bytes()
     if name in _OF_BYTES:
         file.write_bytes(_OF_BYTES[name](draw, data))

@@ -6,12 +6,8 @@ import funcshard as fs
 from tests.misuse import BUFFERS, DATA, DESYNC, EVERYWHERE, PARAMS
 
 
-def of_sample(s, shards, x):
-    return s.sharded(shards, BUFFERS, x).square().sum()
-
-
-def per_sample(s, loss_fn=of_sample, x=None, mesh=None, **options):
-    evaluate = fs.per_sample_grad(lambda shards, x: loss_fn(s, shards, x), s.plan, mesh or s.mesh, **options)
+def per_sample(s, x=None, **options):
+    evaluate = fs.per_sample_grad(lambda shards, x: s.sharded(shards, BUFFERS, x).square().sum(), s.plan, s.mesh, **options)
     return s.whole(evaluate(s.shards, s.x if x is None else x)[1])
 
 

@@ -13,8 +13,8 @@ def gather_plainly(shard, collectives):
     return collectives.all_gather(shard).wait
 
 
-def grads_with(mesh, axis="shard", **functions):
-    s = set_up(fs.with_collectives(mesh, axis, **functions))
+def grads_with(mesh, **functions):
+    s = set_up(fs.with_collectives(mesh, "shard", **functions))
     return s.whole(s.grads())
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import funcshard as fs
+from tests.core.units import of_module
 
 __all__ = ["STRATEGIES", "Subject", "check", "tensors_in"]
 
@@ -47,7 +48,6 @@ class Subject:
         inputs: ``inputs()`` returns new keyword arguments of ``forward``; it draws random numbers.
             A key of digits is a positional argument.
         blocks: names of the classes where people cut the model into units.
-        training: whether the module trains.
         float32_inside: whether the module computes in float32 whatever its dtype.
         dtype: the dtype of parameters and inputs.
     """
@@ -57,7 +57,6 @@ class Subject:
     build: Callable[[], nn.Module]
     inputs: Callable[[], dict[str, Any]]
     blocks: tuple[str, ...] = ()
-    training: bool = True
     float32_inside: bool = False
     dtype: torch.dtype = torch.float64
 
@@ -168,7 +167,7 @@ def check(subject: Subject, strategy: str) -> list[str]:
     shape, kind = options.pop("mesh"), options.pop("units")
     world_size = math.prod(shape.values())
     torch.manual_seed(0)
-    module = subject.build().train(subject.training)
+    module = subject.build().train()
     if subject.dtype != torch.float32:  # Why: a cast to float32 takes the imaginary part away
         module = module.to(subject.dtype)
     batches = [cast_inputs(subject.inputs(), subject.dtype) for _ in range(world_size)]
@@ -192,9 +191,7 @@ def check(subject: Subject, strategy: str) -> list[str]:
 
     def main(mesh: fs.Mesh) -> Any:
         units = units_of(subject, module, params, kind, batches[0])
-        plan = fs.make_plan(params, mesh, units=units, **options)
-        sharded = fs.fully_shard(apply, plan, mesh)
-        shards = fs.shard(params, plan, mesh)
+        plan, sharded, shards = of_module(mesh, (apply, params, buffers), units, **options)
 
         def loss_fn(shards: Any) -> Any:
             output, new_buffers = run(functools.partial(sharded, shards, buffers), mesh.rank)
