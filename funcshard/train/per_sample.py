@@ -121,22 +121,7 @@ def per_sample_grad(
     Source: Abadi et al., "Deep learning with differential privacy", 2016, algorithm 1.
     """
     check_callable("per_sample_grad", loss_fn)
-    if max_norm is not None:
-        check_number("max_norm", max_norm, above=0, none="for no clipping")
-    check_number("noise_multiplier", noise_multiplier, least=0)
-    if noise_multiplier and max_norm is None:
-        raise ValueError(
-            "noise_multiplier is in units of max_norm; found max_norm=None, so one sample's part "
-            "is unbounded; pass max_norm"
-        )
-    if noise_multiplier and generator is None:
-        raise ValueError(
-            "noise needs a generator in the same state on every rank; pass "
-            "generator=torch.Generator().manual_seed(seed)"
-        )
-    if batch_size is not None:
-        check_number("batch_size", batch_size, above=0, none="for the number of samples")
-    _check_chunks(chunk_size)
+    _check_options(max_norm, noise_multiplier, generator, batch_size, chunk_size)
     check_mesh(plan, mesh)
     for unit in plan.unit_list:
         for buffer in unit.buffers:
@@ -279,6 +264,31 @@ def per_sample_norms(
         return walk.chunks(squares_of, walk.norms)
 
     return run
+
+
+def _check_options(
+    max_norm: float | None,
+    noise_multiplier: float,
+    generator: torch.Generator | None,
+    batch_size: float | None,
+    chunk_size: int | None,
+) -> None:
+    if max_norm is not None:
+        check_number("max_norm", max_norm, above=0, none="for no clipping")
+    check_number("noise_multiplier", noise_multiplier, least=0)
+    if noise_multiplier and max_norm is None:
+        raise ValueError(
+            "noise_multiplier is in units of max_norm; found max_norm=None, so one sample's part "
+            "is unbounded; pass max_norm"
+        )
+    if noise_multiplier and generator is None:
+        raise ValueError(
+            "noise needs a generator in the same state on every rank; pass "
+            "generator=torch.Generator().manual_seed(seed)"
+        )
+    if batch_size is not None:
+        check_number("batch_size", batch_size, above=0, none="for the number of samples")
+    _check_chunks(chunk_size)
 
 
 def _check_chunks(chunk_size: int | None) -> None:
