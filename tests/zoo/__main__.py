@@ -1,4 +1,4 @@
-"""Run the whole zoo and print its table: ``python -m tests.zoo [--names GLOB] [--verbs] [--markdown FILE]``."""
+"""Run the whole zoo and print its table: ``python -m tests.zoo [--names GLOB] [--every TASK] [--verbs] ...``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 
+from tests.zoo.every_transformer import TASKS, every_subject
 from tests.zoo.law import STRATEGIES, Subject, check
 from tests.zoo.subjects import SUBJECTS
 from tests.zoo.verbs import verbs_of
@@ -47,13 +48,14 @@ def version_of(package: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
     parser.add_argument("--names", default="*", help="a glob of names")
+    parser.add_argument("--every", choices=TASKS, help="all other models of transformers for a task, in place of the zoo")
     parser.add_argument("--verbs", action="store_true", help="profile, record, differentiate, recompute and save instead")
     parser.add_argument("--markdown", type=pathlib.Path, help="where to write the table")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     rows, failed = [], 0
-    for subject in SUBJECTS:
+    for subject in every_subject(options.every) if options.every else SUBJECTS:
         if not fnmatch.fnmatch(subject.name, options.names):
             continue
         if not importlib.util.find_spec(subject.package):
