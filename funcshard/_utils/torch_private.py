@@ -190,6 +190,10 @@ def unwrapped_bytes(tensor: torch.Tensor) -> bytes:
         return thread.submit(lambda: bytes(byte_view(tensor.detach().cpu()).tolist())).result()
 
 
+no_transforms: Any = pyfunctorch.temporarily_clear_interpreter_stack
+"""Return a context without transforms."""
+
+
 # --- loops over unit vectors ----------------------------------------------------------------------
 
 
@@ -547,18 +551,14 @@ It calls a function as if the subclass had no ``__torch_function__``.
 """
 
 
-def wrapper_subclass(
-    cls: type[torch.Tensor],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    requires_grad: bool,
-) -> Any:
-    """Return a tensor of class ``cls`` without memory."""
-    return torch.Tensor._make_wrapper_subclass(
-        cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
-    )
+wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
+"""Return a tensor of a class, without memory."""
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter has hooks."""
+    accumulating: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return bool(parameter._backward_hooks or accumulating)
 
 
 def is_compiled_in_place(module: torch.nn.Module) -> bool:

@@ -72,6 +72,7 @@ from funcshard.core.flat_buffer import (
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
 from funcshard.core.gradients import (
     CONSTANT,
+    UNGATHERED,
     GradientFunction,
     GradientKeywords,
     GradientOptions,
@@ -124,7 +125,7 @@ from funcshard.core.unit import (
 from funcshard.core.vectors import axpy, broadcast_to_shards, norm, randn_like, vdot
 
 __all__ = [
-    "AllGatherHandle", "BufferComm", "CONSTANT", "FirstLook", "Gathered", "GradReducer", "GradientFunction",
+    "AllGatherHandle", "BufferComm", "CONSTANT", "FirstLook", "Gathered", "GradReducer", "GradientFunction", "UNGATHERED",
     "GradientKeywords", "GradientOptions", "LeafBlocks", "LeafChecksums", "Leaves", "Prefetcher",
     "ScheduleLearner", "Shards", "Unshard", "accumulate",
     "activate", "agree", "all_gather",

@@ -56,6 +56,10 @@ class GradientKeywords(TypedDict, total=False):
     divisor: float | None
 
 
+UNGATHERED = torch.zeros((), device="cpu", dtype=torch.float32, requires_grad=True)
+"""All placeholders are functions of it, so that backward by it reaches them."""
+
+
 def value_and_grad(
     loss_fn: Callable[..., Any],
     has_aux: bool = False,
@@ -562,8 +566,8 @@ def _backward(loss: torch.Tensor, local: Sequence[torch.Tensor], reducer: GradRe
             # Why single-threaded, also on CUDA: only so does backward see context variables, such
             # as the event log.
             with torch.autograd.set_multithreading_enabled(False):
-                direct_grads = torch.autograd.grad(
-                    loss, [shard for shard, _ in trained_pairs], allow_unused=True
+                *direct_grads, _ = torch.autograd.grad(
+                    loss, [*(shard for shard, _ in trained_pairs), UNGATHERED], allow_unused=True
                 )
         except RuntimeError as error:
             if "backward through the graph a second time" in str(error):

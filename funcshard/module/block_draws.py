@@ -148,9 +148,7 @@ class _Drawn(torch.Tensor):
 
     @classmethod
     def of(cls, values: DrawnValues) -> Any:
-        tensor = wrapper_subclass(
-            cls, values.shape, values.dtype, values.draws.device, requires_grad=False
-        )
+        tensor = wrapper_subclass(cls, values.shape, dtype=values.dtype, device=values.draws.device)
         tensor.drawn = values
         return tensor
 

@@ -17,10 +17,12 @@ from funcshard._utils.torch_private import (
     callers_level,
     graph_task_id,
     no_torch_function,
+    no_transforms,
     wrapper_subclass,
 )
 from funcshard.comm import Mesh, text_of
 from funcshard.core import (
+    UNGATHERED,
     BufferComm,
     ScheduleLearner,
     Unshard,
@@ -195,6 +197,12 @@ def fully_shard(
             for buffer in unit.buffers:
                 for leaf in buffer.leaves:
                     outside_tensors[leaf.path] = placeholder(leaf, buffer, unit, mesh.device)
+        trained_names = [b_leaf.path for _, b in trainable_buffers(plan) for b_leaf in b.leaves]
+        with no_transforms(), torch.inference_mode(False), torch.enable_grad():
+            trained_tensors = _Ungathered.apply(
+                UNGATHERED, [outside_tensors[name] for name in trained_names]
+            )
+        outside_tensors.update(zip(trained_names, trained_tensors, strict=True))
         return FullyShard(
             apply=with_dense_gradients(apply, ignored),
             plan=plan,
@@ -320,11 +328,7 @@ def placeholder(
     Code that computes with it gets an error with the parameter's path and its unit.
     """
     tensor: Any = wrapper_subclass(
-        _Placeholder,
-        leaf.shape_in_module,
-        unit.dtypes(buffer).computed,
-        device,
-        requires_grad=buffer.trainable,
+        _Placeholder, leaf.shape_in_module, dtype=unit.dtypes(buffer).computed, device=device
     )
     tensor.leaf, tensor.unit = leaf.path, unit.title
     return tensor
@@ -335,7 +339,12 @@ class _Placeholder(torch.Tensor):
     unit: str
     funcshard_placeholder = True  # a plan may be made from placeholders
 
-    __torch_function__ = no_torch_function
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OF_GRADIENTS:
+            tensor = next(x for x in tree.leaves((args, kwargs)) if isinstance(x, cls))
+            raise _without_gradient(tensor.leaf, tensor.unit)
+        return no_torch_function(func, types, args, kwargs or {})
 
     def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:
         if requires_grad == self.requires_grad:
@@ -367,6 +376,38 @@ class _Placeholder(torch.Tensor):
             "unit that contains every use, or name the method in fully_shard(..., "
             f"methods={{unit: [name]}})"
         )
+
+
+_OF_GRADIENTS = (
+    torch.autograd.grad,
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+)
+
+
+def _without_gradient(leaf: str, unit: str) -> ValueError:
+    return ValueError(
+        f"code outside the forward of unit {unit!r} asks for the gradient of its parameter "
+        f"{leaf!r}, which has none there: make a unit that contains this code; in place of "
+        "odeint_adjoint use odeint or docs/recipes.md"
+    )
+
+
+class _Ungathered(torch.autograd.Function):
+    """Make placeholders functions of ``UNGATHERED``."""
+
+    @staticmethod
+    def forward(ctx: Any, _: torch.Tensor, placeholders: Sequence[Any]) -> tuple[Any, ...]:
+        ctx.leaves = [(tensor.leaf, tensor.unit) for tensor in placeholders]
+        ctx.set_materialize_grads(False)
+        return tuple(placeholders)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        for grad, leaf in zip(grads, ctx.leaves, strict=True):
+            if grad is not None:
+                raise _without_gradient(*leaf)
+        return None, None
 
 
 # --- checks ---------------------------------------------------------------------------------------

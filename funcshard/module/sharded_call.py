@@ -29,6 +29,7 @@ from funcshard._utils.torch_private import (
     hooks_allowed,
     in_grad,
     is_transformed,
+    no_transforms,
     outer_saved_tensors_hooks,
     recording_or_transforming,
     sequence_number,
@@ -36,11 +37,13 @@ from funcshard._utils.torch_private import (
     transforms_active,
     untraced,
     untraced_with_warning,
+    unwrapped,
     version,
 )
 from funcshard._utils.tree import tensors_in
 from funcshard.comm import Mesh, check_all_same
 from funcshard.core import (
+    UNGATHERED,
     Gathered,
     Prefetcher,
     ScheduleLearner,
@@ -192,6 +195,8 @@ class FullyShard:
             if unit_call.prefetcher is not None:
                 unit_call.prefetcher.post_forward()
         _log.debug("root post_forward")
+        if unit_call.prefetcher is None or not learner.known:
+            _check_gathered(out)
         # Note: new buffers keep the dtypes of the caller's buffers, whatever the outputs get.
         new_buffers: Tensors = {}
         if apply.mutable:
@@ -236,6 +241,15 @@ class FullyShard:
 def _run_inside(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     # Note: the call has entered the root's unit already.
     return forward(args, kwargs)
+
+
+def _check_gathered(out: Any) -> None:
+    """Raise if outputs are functions of placeholders."""
+    for tensor in map(unwrapped, tensors_in(out)):
+        if tensor.requires_grad and tensor.layout is torch.strided:
+            with no_transforms():
+                grad = tensor.new_ones(()).expand(tensor.shape)  # takes no memory
+                torch.autograd.grad(tensor, UNGATHERED, grad, retain_graph=True, allow_unused=True)
 
 
 def _begin_backward_with(out: Any, prefetcher: Prefetcher) -> None:
@@ -656,6 +670,14 @@ def _check_second_run(unit: UnitPlan) -> None:
         )
 
 
+def _replaced(unit: UnitPlan, leaf_index: int) -> RuntimeError:
+    return RuntimeError(
+        f"forward put another tensor in place of parameter {unit.leaves[leaf_index].path!r} of unit "
+        f"{unit.title!r}, which would get no gradient: compute with a tensor under another name; "
+        "make a unit that contains every torch.func.functional_call of its module"
+    )
+
+
 def forward_with_leaves(
     tables: TableEntries,
     leaves: list[torch.Tensor],
@@ -669,6 +691,7 @@ def forward_with_leaves(
     recomputes = torch.is_grad_enabled() and gathered.source is not None
     # Dictionary, key, and the value that the dictionary holds after forward.
     afterwards: list[tuple[dict[str, Any], str, Any]] = []
+    filled_tables: list[tuple[dict[str, Any], dict[str, int]]] = []
     try:
         for path, entries in tables:
             owner = module
@@ -684,15 +707,24 @@ def forward_with_leaves(
                 later_table = _RecomputeParams(table)
                 later_table.gathered, later_table.numbers = gathered, entries
             afterwards.append((owner.__dict__, "_parameters", later_table))
-            table = owner.__dict__["_parameters"] = dict(table)
+            filled_table = owner.__dict__["_parameters"] = dict(table)
             for key, leaf_index in entries.items():
-                table[key] = leaves[leaf_index]  # type: ignore[assignment]
+                leaf, before = leaves[leaf_index], table.get(key)
+                if not hasattr(before, "funcshard_placeholder") and before is not leaf:
+                    raise _replaced(gathered.unit, leaf_index)
+                filled_table[key] = leaf
+            filled_tables.append((filled_table, entries))
             if isinstance(owner, nn.RNNBase):
                 # Why: an RNN keeps a second list of its weights, which would keep the gathered
                 # leaves alive. Why of equal length: setting a weight writes to the list, too.
                 state = owner.__dict__
                 afterwards.append((state, "_flat_weights", [None] * len(state["_flat_weights"])))
-        return forward(args, kwargs)
+        out = forward(args, kwargs)
+        for filled_table, entries in filled_tables:
+            for key, leaf_index in entries.items():
+                if filled_table.get(key) is not leaves[leaf_index]:
+                    raise _replaced(gathered.unit, leaf_index)
+        return out
     finally:
         # Why reversed: a module at two paths is filled twice, the second time over its leaves.
         for table, key, value in reversed(afterwards):

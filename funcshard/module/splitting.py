@@ -15,7 +15,12 @@ from funcshard._utils.options import check_flag
 from funcshard._utils.process_state import without_collection
 from funcshard._utils.tensors import check_plain
 from funcshard._utils.torch_modules import LARGE, class_for_calls
-from funcshard._utils.torch_private import callers_level, is_compiled_in_place, storage_id
+from funcshard._utils.torch_private import (
+    callers_level,
+    has_gradient_hooks,
+    is_compiled_in_place,
+    storage_id,
+)
 from funcshard.comm import Mesh
 from funcshard.module.copying import (
     TABLES,
@@ -69,7 +74,8 @@ def make_functional(
             FSDP or ``torch.jit`` wrapped, changed or made one of its modules; an attribute refers
             to one in a way that copying does not follow, such as a global variable; a parameter or
             buffer is of a tensor class with its own operations, other than DTensor.
-        ValueError: a lazy module has not been initialised; an embedding has a ``max_norm``.
+        ValueError: a lazy module has not been initialised; an embedding has a ``max_norm``; a
+            parameter has hooks.
 
     Example:
         >>> import torch, funcshard as fs
@@ -301,6 +307,12 @@ def _check_module(modules: Modules, parameters: NamedTensors, buffers: NamedTens
                     "input first"
                 )
             check_plain(tensor, f"{noun} {name!r}")
+    hooked_name = next((name for name, p in parameters.items() if has_gradient_hooks(p)), None)
+    if hooked_name is not None:
+        raise ValueError(
+            f"parameter {hooked_name!r} has hooks, which no call would run: remove them; change "
+            "gradients in fs.value_and_grad(on_grads=...), or those of outputs by hooks of modules"
+        )
     compiled_path = next((path for path, m in modules if is_compiled_in_place(m)), None)
     if compiled_path is not None:
         warnings.warn(

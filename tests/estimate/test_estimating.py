@@ -13,6 +13,7 @@ from funcshard.demo.gpt import GPT, GPTConfig
 from funcshard.estimate import Hardware, OptimizerMemory, Runtime, Source, load_hardware
 from funcshard.estimate.machine import compute_time
 from funcshard.estimate.walk import LANES, HardwareClock
+from tests.module.law import Runs, calls_on
 
 MIXED = fs.MixedPrecision(torch.bfloat16, torch.float32)
 
@@ -232,6 +233,21 @@ def test_backward_computes_modules_of_groups_again():
     remat = ["blocks.2", "blocks.0+blocks.1"]
     assert fs.estimate(profile(None), plan, remat=remat).options["remat"] == ("blocks.0", "blocks.1", "blocks.2")
     assert fs.estimate(profile(None), plan, remat=["*.1"]).options["remat"] == ("blocks.1",)
+
+
+class Coder(torch.nn.Sequential):
+    def encode(self, x):
+        return super().forward(x)
+
+
+def test_a_unit_of_which_only_a_method_runs_has_the_collectives_of_a_run():
+    """It was a KeyError."""
+    first, coder, last = torch.nn.Linear(4, 4), Coder(torch.nn.Linear(4, 4)), torch.nn.Linear(4, 4)
+    net, x = Runs(lambda m, x: m.last(m.coder.encode(m.first(x))), first=first, coder=coder, last=last), torch.ones(2, 4)
+    functional, units = fs.make_functional(net), ["first", "coder", "last"]
+    report = fs.estimate(fs.profile(*functional, x), fs.make_plan(functional[1], 2, units=units))
+    for call in calls_on(2, functional, x, units, how={"methods": {"coder": ["encode"]}}):
+        assert call.events == report.events
 
 
 @pytest.mark.parametrize("units", [[["0", "1"], ["2", "3"], "4", "5"], [["0", "1"], ["2", "3"], ["4", "5"]]])

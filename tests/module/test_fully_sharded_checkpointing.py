@@ -305,10 +305,15 @@ def test_hugging_faces_switch_keeps_the_numbers_and_the_prediction():
 
 
 @pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("units", [[], ["first"], ["field"]], ids=["root", "another unit", "its unit"])
-def test_a_module_that_backward_runs_again_by_itself_is_an_error(units, remat):
-    """Its parameters would get zeros."""
-    by_adjoint = lambda m, x: Solution.apply(m.field, m.first(x), *m.field.parameters())  # noqa: E731  # as torchdiffeq's
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("units", [[], ["first"], ["first", "field"]], ids=["root", "another unit", "its unit"])
+def test_a_module_that_backward_runs_again_by_itself_is_an_error(units, alone, remat):
+    """Its parameters would get zeros, also where backward has no shard to reach it for."""
+
+    def by_adjoint(m, x):  # as torchdiffeq's
+        state, rest = (x, m.first(x)) if alone else (m.first(x), 0.0)
+        return Solution.apply(m.field, state, *m.field.parameters()) + rest
+
     net = Runs(by_adjoint, first=nn.Linear(3, 3), field=nn.Linear(3, 3))
     _, sharded, shards = of_module(fs.Mesh(), net, units, how={"remat": remat})
     with pytest.raises(ValueError, match="its parameters would get no gradient"):

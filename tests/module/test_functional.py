@@ -255,6 +255,17 @@ def test_a_forward_that_writes_to_a_parameter_is_told(write: Any) -> None:
         apply(params, buffers, x)
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_are_an_error_until_they_are_removed(register: str) -> None:
+    """They were lost, and gradients had other values."""
+    module = nn.Linear(3, 3)
+    handle = getattr(module.bias, register)(lambda _: None)
+    with pytest.raises(ValueError, match=r"parameter 'bias' has hooks, .*: remove them"):
+        fs.make_functional(module)
+    handle.remove()
+    fs.make_functional(module)
+
+
 def test_parameters_of_inference_mode_have_no_versions_to_compare() -> None:
     apply, params, buffers = fs.make_functional(nn.Linear(3, 3))
     with torch.inference_mode():

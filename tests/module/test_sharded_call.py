@@ -503,3 +503,91 @@ def test_keyword_arguments_may_have_any_name():
     profile = fs.profile(apply, params, {}, x, loss=torch.sum)
     for options in ({}, {"remat": True}):
         assert fs.estimate(profile, plan, **options).peak > 0
+
+
+class Adds(torch.autograd.Function):
+    """Pass a tensor on, and give a weight a gradient."""
+
+    @staticmethod
+    def forward(x, weight):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.ones(3, 3)
+
+
+def penalised(m, x):
+    y = m.second(m.first(x))
+    grads = torch.autograd.grad(y.sum(), m.second.parameters(), create_graph=True, allow_unused=True)
+    return y + sum(grad.sum() for grad in grads if grad is not None)
+
+
+def hooked(m, x):
+    m.second.weight.register_hook(torch.neg)
+    return m.second(m.first(x))
+
+
+LOST = {
+    "Function": lambda m, x: m.second(Adds.apply(m.first(x), m.second.weight)),
+    "Function of an input": lambda m, x: m.second(m.first(x)) + Adds.apply(x, m.second.weight),
+    "grad": penalised,
+    "register_hook": hooked,
+}
+DERIVATIVES = {
+    "value_and_grad": fs.value_and_grad,
+    "grad": fs.grad,
+    "autograd": lambda loss_fn: lambda shards: torch.autograd.grad(
+        loss_fn({name: {key: each.requires_grad_() for key, each in shard.items()} for name, shard in shards.items()}),
+        [each for shard in shards.values() for each in shard.values()],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
+@pytest.mark.parametrize("run", LOST.values(), ids=LOST)
+def test_a_gradient_by_a_parameter_outside_of_its_unit_is_an_error(run, derivative):
+    """It was lost."""
+    apply, params, _ = fs.make_functional(Runs(run, first=nn.Linear(3, 3), second=nn.Linear(3, 3)))
+    mesh = fs.Mesh()
+    plan = fs.make_plan(params, mesh, units=["first", "second"])
+    sharded = fs.fully_shard(apply, plan, mesh)
+    with pytest.raises(ValueError, match=r"asks for the gradient of its parameter 'second\.weight'"):
+        derivative(lambda shards: sharded(shards, {}, x).sum())(fs.shard(params, plan, mesh))
+
+
+class Replaces(nn.Linear):
+    def forward(self, x):
+        self.weight = nn.Parameter(2 * self.weight.detach())
+        return super().forward(x)
+
+
+def replaced(m, x):
+    m.second.weight = nn.Parameter(torch.ones(3, 3))
+    return m.second(m.first(x))
+
+
+REPLACED = {
+    "inside": (lambda m, x: m.second(m.first(x)), Replaces),
+    "outside": (replaced, nn.Linear),
+    "functional_call": (
+        lambda m, x: torch.func.functional_call(m.second, {"weight": m.first(x)[:3]}, m.first(x)),
+        nn.Linear,
+    ),
+}
+
+
+@pytest.mark.parametrize("units", [[], ["second"]], ids=["root", "unit"])
+@pytest.mark.parametrize(("run", "cls"), REPLACED.values(), ids=REPLACED)
+def test_another_tensor_in_place_of_a_parameter_is_an_error(run, cls, units):
+    """It was computed with, and lost; or it was left out, as the argument of functional_call."""
+    net = Runs(run, first=nn.Linear(3, 3), second=cls(3, 3))
+    if units or "functional_call" not in run.__code__.co_names:
+        with pytest.raises(RuntimeError, match=r"put another tensor in place of parameter 'second\.weight'"):
+            check_equal(net, x, units, 1)
+    else:
+        check_equal(net, x, units, 1)

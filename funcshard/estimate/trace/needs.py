@@ -9,6 +9,7 @@ Forward teaches the runtime the order in which to gather ahead. Checkpoints don'
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from funcshard._utils import tree
@@ -62,7 +63,7 @@ class Needs:
         # Of each call of a unit: the moment of its last use, or -1.
         self._last: list[tuple[str, int]] = []
         self._calls: dict[str, int] = {}  # position of the last call of each unit in ``_last``
-        self._left: dict[str, int] = {}  # calls of each unit whose gradients are not complete
+        self._left = Counter[str]()  # calls of each unit whose gradients are not complete
 
     # --- forward ----------------------------------------------------------------------------------
 
@@ -75,7 +76,7 @@ class Needs:
         # calls the unit, reduces it last.
         self._moments.append(("reduce", unit))
         self._calls[unit] = len(self._last)
-        self._left[unit] = self._left.get(unit, 0) + 1
+        self._left[unit] += 1
         self._last.append((unit, -1))
 
     def save(self, unit: str, path: str) -> None:
@@ -134,7 +135,7 @@ class Needs:
             yield "free", unit
 
     def reduce(self, unit: str) -> None:
-        self._left[unit] = self._left.get(unit, 1) - 1
+        self._left[unit] -= 1
         # Why not at the last: a norm may ask for its input after it has made its weight's gradient.
         if self._left[unit] > 0:
             self._gathered.discard(unit)

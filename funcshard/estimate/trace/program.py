@@ -172,13 +172,18 @@ class _Builder:
                     awaited_grads[units.owner(below), call] += count
         # Note: no gradient ever says that backward is done with these units.
         self.ungraded = frozenset(units.members).difference(unit for unit, _ in awaited_grads)
-        forward_order, path = [""], ""
+        forward_order, path = list[str](), ""
         entered_counts, saved_bytes = Counter[str](), Counter[str]()
         grad_storages: defaultdict[str, list[int]] = defaultdict(list)
         added_bytes = Counter[str]()  # bytes of gradients in stretches
         in_backward = backward_began = False
-        self._mark("forward", "")
-        needs.call("")
+
+        def begin_unit(unit: str) -> None:
+            self._mark("forward", unit)
+            forward_order.append(unit)
+            needs.call(unit)
+
+        begin_unit("")
         for position, event in enumerate(self.events):
             if isinstance(event, Alloc):
                 category = categories[position]
@@ -240,15 +245,18 @@ class _Builder:
                 needs.enter(event.path, held=event.held)
                 entered_counts[unit] += 1
                 if is_whole:
-                    self._mark("forward", unit)
-                    forward_order.append(unit)
-                    needs.call(unit)
+                    begin_unit(unit)
             elif isinstance(event, UseParam):
                 unit = units.of_param(event.path)
                 if in_backward:
                     self._marks(needs.use(unit, path))
-                else:
-                    needs.save(unit, path)
+                    continue
+                # Note: a method of ``fully_shard(methods=...)`` calls the unit, and the trace knows
+                # calls of modules only.
+                if needs.position(unit) < 0:
+                    begin_unit(unit)
+                    self._mark("return", unit)
+                needs.save(unit, path)
             elif isinstance(event, Ask):
                 self._marks(needs.ask(event.path))
             elif isinstance(event, Grad):
