@@ -535,7 +535,7 @@ def run_in_full_precision(
 _READ_ONLY = (
     "gathered leaves are read-only, because ranks may share their memory and the change would be "
     "lost: modify a copy, keep values that change in a buffer of the module, or change the shards "
-    "between steps"
+    "between steps; call a module that initialises itself once before make_functional"
 )
 
 

@@ -249,12 +249,14 @@ class TorchStep:
 
 
 def step_with_groups(optimizer: Any, scheduled: Collection[str]) -> None:
-    """Run a step of a class that may change its groups, e.g. count its steps there.
+    """Run a step of a class that may count its steps in its groups, or in attributes.
 
     Arguments:
-        optimizer: an instance, whose groups are made of the options again in each step.
+        optimizer: an instance, which each step makes of the options again.
         scheduled: the options that are functions of the number of steps.
     """
+    attributes = vars(optimizer)
+    fresh_counts = {name: value for name, value in attributes.items() if type(value) is int}
     fresh_groups = [dict(group) for group in optimizer.param_groups]
     for group, fresh_group in zip(optimizer.param_groups, fresh_groups, strict=True):
         for parameter in group["params"]:
@@ -263,8 +265,15 @@ def step_with_groups(optimizer: Any, scheduled: Collection[str]) -> None:
                 name = entry.removeprefix(_GROUP)
                 group[name] = leaf_state.pop(entry)
                 fresh_group.pop(name, None)  # what was kept once is kept, whatever its value
+        attributes.update(
+            (name, group[f"self.{name}"]) for name in fresh_counts if f"self.{name}" in group
+        )
     optimizer.step()
     for group, fresh_group in zip(optimizer.param_groups, fresh_groups, strict=True):
+        # Why counts alone: other attributes may be this rank's, such as a norm for the log.
+        for name, fresh_count in fresh_counts.items():
+            if f"self.{name}" in group or attributes[name] != fresh_count:
+                group[f"self.{name}"] = attributes[name]
         changes = {
             f"{_GROUP}{name}": value
             for name, value in group.items()

@@ -163,14 +163,17 @@ class Counting(O.SGD):
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
+        self.turn = 0
         for group in self.param_groups:
             group["even"] = True
 
     def step(self, closure: Any = None) -> None:
+        self.turn = (self.turn + 1) % 3
         for group in self.param_groups:
             group["taken"] = group.get("taken", torch.zeros(())) + 1
             group["even"] = not group["even"]
             assert group["even"] == (group["taken"] % 2 == 0)
+            assert self.turn == group["taken"] % 3
             for p in group["params"]:
                 p.data.sub_(p.grad, alpha=group["lr"] / group["taken"].item())
 
