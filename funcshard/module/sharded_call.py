@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import functools
 import logging
+import operator
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +59,7 @@ from funcshard.core import (
     start_unit,
 )
 from funcshard.core import remat as rematerialised
-from funcshard.module.copying import TORCH_ATTRIBUTES, NamedTensors, Tensors
+from funcshard.module.copying import NamedTensors, Tensors
 from funcshard.module.functional import Functional, absent_attribute
 from funcshard.module.unit_setup import (
     CallPrecision,
@@ -441,30 +442,36 @@ class UnitCall:
         prefetcher = self.prefetcher
         if prefetcher is not None and prefetcher.returned and member.f.trainable and in_grad():
             _check_second_run(member.f.unit)
-        # Why buffers: backward needs those that forward began with. Under a transform the call's
-        # copies of buffers and of attributes belong to the transform, so they have to be arguments
-        # and results. Why by module: ``remat`` refuses a function that captured tensors, as a list
-        # of tables does.
-        in_transform, modules = bool(transforms_active()), list(module.modules())
-        # Note: under a transform, a tensor that forward adds has to be a result.
-        owners = modules if in_transform else [m for m in modules if any(_get_buffers([m]))]
+        # Why tensors apart: backward needs the values that forward began with. Under a transform,
+        # the call's copies belong to the transform, so they have to be arguments and results.
+        modules = list(module.modules())
+        in_transform = bool(transforms_active())
+        tables, places, tensors_before = _get_state(modules)
         copy = torch.clone if recording_or_transforming() else late_copy
-        # Why in an object: the modules' lists themselves have to be put back, not copies.
-        held = types.SimpleNamespace(attributes=_get_containers(modules))
+        # Why in a namespace: ``remat`` refuses a function that captured tensors in dictionaries.
+        began = types.SimpleNamespace(tables=tables, places=places, contents=_get_contents(tables))
+        del tables, places
+        began.ran = False
 
         def run(
-            shards: dict[str, Any], buffers: Buffers, held: Any, args: Args, kwargs: Kwargs
+            shards: dict[str, Any], tensors: list[torch.Tensor], args: Args, kwargs: Kwargs
         ) -> Any:
             shards_before = self.shards
             self.shards = {**shards_before, **shards}
+            contents_after = _get_contents(began.tables) if began.ran else []
+            if began.ran:
+                _put_contents(began.contents)
+            began.ran = True
             try:
                 # Why by id: a tied buffer stays tied.
-                buffer_copies = {id(b): copy(b) for b in tree.leaves(buffers)}
-                _set_buffers(owners, tree.map(lambda b: buffer_copies[id(b)], buffers))
+                copies = {id(t): copy(t) for t in tensors}
+                _put_tensors(began.places, [copies[id(t)] for t in tensors])
                 out = self.enter(member, module, forward, args, kwargs)
-                return out, _get_buffers(owners) if in_transform else []
+                # Note: a tensor that forward adds has to be a result.
+                return out, _get_state(modules)[2] if in_transform else []
             finally:
                 self.shards = shards_before
+                _put_contents(contents_after)
                 # They have no graph in forward, and another one in backward.
                 forget_parametrized(module)
 
@@ -473,9 +480,9 @@ class UnitCall:
             for name, shard in self.shards.items()
             if any(tree.is_under(inner.path, member.path) for inner in self.units[name])
         }
-        out, buffers = rematerialised(run)(shards_below, _get_buffers(owners), held, args, kwargs)
-        if buffers:
-            _set_buffers(owners, buffers)
+        out, tensors = rematerialised(run)(shards_below, tensors_before, args, kwargs)
+        if in_transform:
+            _put_tensors(_get_state(modules)[1], tensors)
         return out
 
 
@@ -510,37 +517,58 @@ def _note_second_derivatives(out: Any, shard: NamedTensors) -> None:
             tensor.register_hook(depend)
 
 
-Buffers = list[Tensors]  # of modules, by key
+# Dictionaries and lists that hold the state of modules: their attributes, submodules, buffers,
+# hooks, and what their attributes refer to.
+Table = Any
+Contents = list[tuple[Table, Table]]  # each table, and a copy
 _HOLDERS = frozenset((list, dict, collections.OrderedDict, collections.defaultdict))
+_OF_UNITS = ("_parameters", "_flat_weights")  # keys of what holds the units' leaves
 
 
-def _get_buffers(owners: Sequence[nn.Module]) -> Buffers:
-    """Return the buffers of each module, and the tensors in its attributes."""
-    return [
-        {
-            name: value
-            for name, value in table.items()
-            if isinstance(value, torch.Tensor) and not hasattr(value, "funcshard_placeholder")
-        }
-        for module in owners
-        for table in (module._buffers, module.__dict__)
-    ]
+def _get_state(
+    modules: Sequence[nn.Module],
+) -> tuple[list[Table], list[tuple[Table, Any]], list[torch.Tensor]]:
+    """Return the tables, the places of tensors in them, and the tensors."""
+    tables: list[Table] = [module.__dict__ for module in modules]
+    seen_ids = {id(module.__dict__.get(key)) for module in modules for key in _OF_UNITS}
+    places: list[tuple[Table, Any]] = []
+    for table in tables:  # Note: it grows.
+        for key, value in table.items() if isinstance(table, dict) else enumerate(table):
+            if type(value) in _HOLDERS:
+                if id(value) not in seen_ids:
+                    seen_ids.add(id(value))
+                    tables.append(value)
+            elif isinstance(value, torch.Tensor) and not hasattr(value, "funcshard_placeholder"):
+                places.append((table, key))
+    return tables, places, [table[key] for table, key in places]
 
 
-def _get_containers(owners: Sequence[nn.Module]) -> list[Any]:
-    """Return the lists and dictionaries in the modules' attributes."""
-    return [
-        value
-        for module in owners
-        for name, value in module.__dict__.items()
-        if type(value) in _HOLDERS and name not in TORCH_ATTRIBUTES and name != "_flat_weights"
-    ]
+def _put_tensors(places: Sequence[tuple[Table, Any]], tensors: Sequence[torch.Tensor]) -> None:
+    for (table, key), tensor in zip(places, tensors, strict=True):
+        table[key] = tensor
 
 
-def _set_buffers(owners: Sequence[nn.Module], buffers: Buffers) -> None:
-    tables = [table for module in owners for table in (module._buffers, module.__dict__)]
-    for table, tensors in zip(tables, buffers, strict=True):
-        table.update(tensors)
+def _get_contents(tables: Sequence[Table]) -> Contents:
+    contents = [(table, table.copy()) for table in tables]
+    for _, copy in contents:
+        if type(copy) is dict and "_parameters" in copy:
+            # Why not these: a copy would keep leaves alive.
+            copy.update((key, None) for key in _OF_UNITS if key in copy)
+    return contents
+
+
+def _put_contents(contents: Contents) -> None:
+    """Give tables the contents of their copies, except for what holds the units' leaves."""
+    for table, copy in contents:
+        if not isinstance(table, dict):
+            table[:] = copy
+        elif table or copy:
+            wanted = {**copy, **{key: table[key] for key in _OF_UNITS if key in table}}
+            # Note: a table that is read now mustn't be emptied.
+            pairs = ((wanted, table), (wanted.values(), table.values()))
+            if len(wanted) != len(table) or not all(all(map(operator.is_, *x)) for x in pairs):
+                table.clear()
+                table.update(wanted)
 
 
 def check_order(mesh: Mesh, reached: str, prefetcher: Prefetcher) -> None:

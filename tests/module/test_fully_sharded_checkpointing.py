@@ -346,21 +346,63 @@ class Stateful(nn.Module):
         return torch.stack(self.list).sum(0)
 
 
-@pytest.mark.parametrize("place", ["buffer", "buffer in place", "attribute", "dictionary", "list"])
-def test_a_unit_runs_again_with_the_state_that_forward_began_with(place):
-    """It ran with the state after forward, and had other gradients. Under torch.func a list would lose them."""
-    functional = fs.make_functional(Runs(lambda m, x: m.layer(m.layer(x)), layer=Stateful(place)), mutable=True)
-    (_, plain, shards), (_, again, _) = (
-        of_module(fs.Mesh(), functional, ["layer"], how={"remat": remat}) for remat in (False, True)
-    )
+def losses_with_and_without_remat(module):
+    """Yield the loss and its gradient with and without ``remat``, in each mode of differentiation."""
+    apply, params, buffers = fs.make_functional(module, mutable=True)
+    mesh = fs.Mesh()
+    plan = fs.make_plan(params, mesh, units=["layer"])
+    shards = fs.shard(params, plan, mesh)
 
     def loss_fn(shards, remat):
-        return (again if remat else plain)(shards, functional[2], torch.ones(2, 3))[0].square().sum()
+        torch.manual_seed(0)
+        sharded = fs.fully_shard(apply, plan, mesh, remat=remat)
+        return sharded(shards, buffers, torch.ones(2, 3))[0].square().sum()
 
     for derivative in (fs.value_and_grad, torch.func.grad_and_value):
-        expected = derivative(lambda shards: loss_fn(shards, False))(shards)
-        if derivative is torch.func.grad_and_value and place in ("dictionary", "list"):
-            with pytest.raises(ValueError, match=r"a function under fs\.remat"):
-                derivative(lambda shards: loss_fn(shards, True))(shards)
+        yield [derivative(functools.partial(loss_fn, remat=remat))(shards) for remat in (True, False)]
+
+
+@pytest.mark.parametrize("place", ["buffer", "buffer in place", "attribute", "dictionary", "list"])
+def test_a_unit_runs_again_with_the_state_that_forward_began_with(place):
+    """It ran with the state after forward, and had other gradients."""
+    for found, expected in losses_with_and_without_remat(Runs(lambda m, x: m.layer(m.layer(x)), layer=Stateful(place))):
+        optree.tree_map(torch.testing.assert_close, found, expected)
+
+
+class ForAWhile(nn.Module):
+    """Calls its layer while something in the layer differs."""
+
+    def __init__(self, difference):
+        super().__init__()
+        self.difference, self.layer = difference, nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Dropout(0.5))
+        self.layer[1].table = {"x": [torch.arange(3)]}
+
+    def forward(self, x):
+        linear, tanh, dropout = self.layer
+        if self.difference == "hook":
+            hook = tanh.register_forward_hook(lambda module, args, kwargs, out: 3 * out, with_kwargs=True)
+            try:
+                return self.layer(x)
+            finally:
+                hook.remove()
+        if self.difference == "method":
+            tanh.forward = lambda x: x.sin()[:, tanh.table["x"][0].flip(0)]
+        elif self.difference == "module":
+            self.layer[1] = nn.Sigmoid()
+        elif self.difference == "mode":
+            dropout.eval()
         else:
-            optree.tree_map(torch.testing.assert_close, derivative(lambda shards: loss_fn(shards, True))(shards), expected)
+            linear.out_features, linear.forward = 2, lambda x: nn.Linear.forward(linear, x) * linear.out_features
+        out = self.layer(x)
+        dropout.train()
+        self.layer[1] = tanh
+        linear.out_features = 3
+        tanh.__dict__.pop("forward", None)
+        return out
+
+
+@pytest.mark.parametrize("difference", ["hook", "method", "module", "mode", "attribute"])
+def test_a_unit_runs_again_as_it_was_for_a_while(difference):
+    """Its gradients were silently those of the module as forward left it."""
+    for found, expected in losses_with_and_without_remat(ForAWhile(difference)):
+        optree.tree_map(torch.testing.assert_close, found, expected)
