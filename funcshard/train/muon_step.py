@@ -175,7 +175,7 @@ class MuonStep:
     @property
     def rate(self) -> Any:
         """The learning rate of the matrices."""
-        return self.schedules.get("lr") or rate_in(self.options, torch.optim.Muon)
+        return rate_in(self.options, torch.optim.Muon)
 
     @property
     def schedules(self) -> dict[str, Schedule]:

@@ -117,15 +117,7 @@ class TorchStep:
         leaves, unflatten = tree.flatten(params)
         leaf_states = subtrees(params, state["leaves"], f"a state of {self.title}", NEW_STATE)
         all_views = self._views(grads, leaves, params)
-        num_groups: int | None = None
-        state_sizes: list[tuple[int, ...]] = [leaf.shape for leaf in leaves]
-        if self.layout is not None:
-            num_groups = self.layout.count
-            # The entries of a leaf leave out its elements of no group.
-            state_sizes = [
-                (sum(view.parameter.numel() for view in leaf_views),) for leaf_views in all_views
-            ]
-        check_entries(self, leaf_states, state_sizes, num_groups, params)
+        self._check_entries(leaf_states, all_views, params)
         group_members: list[list[torch.nn.Parameter]] = [[] for _ in self.options]
         for leaf_views in all_views:
             for view in leaf_views:
@@ -134,7 +126,7 @@ class TorchStep:
         # Note: the class looks its state up by parameter, so that of the old views moves to these.
         for leaf_views, leaf_state in zip(all_views, leaf_states, strict=True):
             view_states = [dict(leaf_state)]
-            if num_groups is not None:
+            if self.layout is not None:
                 view_states = _split_state(leaf_state, leaf_views)
             for view, view_state in zip(leaf_views, view_states, strict=True):
                 if view_state:  # a class may have made the state of the first step already
@@ -153,28 +145,67 @@ class TorchStep:
         new_states = []
         for leaf_views, leaf_state in zip(all_views, leaf_states, strict=True):
             view_states = [optimizer.state.pop(view.parameter, {}) for view in leaf_views]
-            if num_groups is None:
-                new_states += view_states
-            else:
-                new_states.append(_merge_state(leaf_state, leaf_views, view_states, num_groups))
+            if self.layout is not None:
+                merged_state = _merge_state(leaf_state, leaf_views, view_states, self.layout.count)
+                view_states = [merged_state]
+            new_states += view_states
         # Whoever uses the old state gets an error, and no tensors that a step has changed.
         state["leaves"] = DONATED_STATE
         state_after = {"steps": state["steps"] + 1, "leaves": unflatten(new_states)}
         return unflatten(donate(leaves)), state_after
 
+    def _check_entries(
+        self, leaf_states: Sequence[Any], all_views: Sequence[Sequence[_View]], params: Any
+    ) -> None:
+        """Raise ``ValueError`` unless the states have the entries and sizes that they must have."""
+        if self.known is None:
+            return
+        for leaf_index, (leaf_state, views) in enumerate(zip(leaf_states, all_views, strict=True)):
+            # The entries of a leaf leave out its elements of no group.
+            size, group_count = (sum(view.parameter.numel() for view in views),), len(self.options)
+            if self.layout is None:
+                size = tuple(views[0].parameter.shape)
+            held = {name: value for name, value in leaf_state.items() if value is not None}
+            unknown_names = held.keys() - self.known.keys()
+            fault = ""
+            # Note: a class that is not torch's may have more entries than after its first step.
+            if held and (self.known.keys() - held.keys() or (self.is_exact and unknown_names)):
+                fault = f"it must hold {sorted(self.known) or 'nothing'}; found {sorted(held)}"
+            for name, value in held.items():
+                if self.known.get(name):
+                    if getattr(value, "shape", value) != size:
+                        fault = fault or (
+                            f"its {name!r} must have shape {size}; found {outline(value)}, of "
+                            "another plan or number of ranks"
+                        )
+                elif self.is_exact and (len(value) if type(value) is tuple else 1) != group_count:
+                    fault = fault or (
+                        f"its {name!r} must have a value for each of {group_count} groups; found "
+                        f"{value!r}"
+                    )
+            if fault:
+                raise ValueError(
+                    f"the state of leaf {tree.paths(params)[leaf_index]!r} is not one of "
+                    f"{self.title}: {fault}; {NEW_STATE}"
+                )
+            # Why only the first: the class itself raises for tensors of another size. With groups
+            # it would get a slice of them.
+            if self.layout is None and leaf_state:
+                return
+
     @property
     def rate(self) -> Any:
         """The learning rate of the leaves for which no group has another one."""
-        return schedules_in(self.options[0]).get("lr") or rate_in(self.options[0], self.cls)
+        return rate_in(self.options[0], self.cls)
 
     @property
     def schedules(self) -> dict[str, Schedule]:
         """The options that are functions of the number of steps, such as ``"groups[0].lr"``."""
-        option_schedules = schedules_in(self.options[0])
-        for group_index, options in enumerate(self.options[1:]):
-            for name, schedule in schedules_in(options).items():
-                option_schedules[f"groups[{group_index}].{name}"] = schedule
-        return option_schedules
+        return {
+            f"groups[{group_index - 1}].{name}" if group_index else name: schedule
+            for group_index, options in enumerate(self.options)
+            for name, schedule in schedules_in(options).items()
+        }
 
     def param_groups(self, steps: int, paths: Sequence[str]) -> list[dict[str, Any]]:
         """Return the options of each group as ``torch.optim`` writes them, with the group's paths.
@@ -313,9 +344,9 @@ def schedules_in(options: Mapping[str, Any]) -> dict[str, Schedule]:
 
 def rate_in(options: Mapping[str, Any], cls: type) -> Any:
     """Return the learning rate in the options of a class, or its default, if any."""
-    if "lr" in options:
-        return _plain_number(options["lr"])
-    return getattr(inspect.signature(cls).parameters.get("lr"), "default", None)
+    if "lr" not in options:
+        return getattr(inspect.signature(cls).parameters.get("lr"), "default", None)
+    return schedules_in(options).get("lr") or _plain_number(options["lr"])
 
 
 def _plain_number(value: Any) -> Any:
@@ -328,13 +359,10 @@ def options_at(options: Mapping[str, Any], steps: int) -> dict[str, Any]:
     """Return options with the values that schedules have after so many steps."""
     if current_recording() is not None:
         steps = 0  # a graph that fs.trace records asks the schedules each time it runs
-    option_values = dict(options)
-    for name, value in options.items():
-        if callable(value):
-            option_values[name] = Schedule(name, value)(steps)
-        else:
-            option_values[name] = _plain_number(value)
-    return option_values
+    return {
+        name: Schedule(name, value)(steps) if callable(value) else _plain_number(value)
+        for name, value in options.items()
+    }
 
 
 def check_value(name: str, value: Any, when: str) -> None:
@@ -485,54 +513,6 @@ def subtrees(params: Any, deeper: Any, title: str, remedy: str) -> list[Any]:
         raise ValueError(
             f"{title} must be a tree like the parameters: {reason:.200}; {remedy}"
         ) from None
-
-
-def check_entries(
-    step: Any,
-    states: Sequence[Any],
-    sizes: Sequence[Any],
-    groups: int | None,
-    params: Any,
-) -> None:
-    """Raise ``ValueError`` unless each leaf's state has the entries and sizes that it must have.
-
-    Arguments:
-        step: the ``TorchStep``.
-        states: the state of each leaf, in order.
-        sizes: the shape of each leaf's flat entries.
-        groups: number of parameter groups; ``None`` without groups.
-        params: the parameters, for the paths of leaves in the error.
-    """
-    known, is_exact, group_count = step.known, step.is_exact, groups or 1
-    for leaf_index, (leaf_state, size) in enumerate(zip(states, sizes, strict=True)):
-        if known is None or not leaf_state:
-            continue
-        held = {name: value for name, value in leaf_state.items() if value is not None}
-        fault = ""
-        # Note: a class that is not torch's may have more entries than after its first step.
-        if held and (known.keys() - held.keys() or (is_exact and held.keys() - known.keys())):
-            fault = f"it must hold {sorted(known) or 'nothing'}; found {sorted(held)}"
-        for name, value in held.items():
-            if known.get(name):
-                if getattr(value, "shape", value) != tuple(size):
-                    fault = fault or (
-                        f"its {name!r} must have shape {tuple(size)}; found {outline(value)}, of "
-                        "another plan or number of ranks"
-                    )
-            elif is_exact and (len(value) if type(value) is tuple else 1) != group_count:
-                fault = fault or (
-                    f"its {name!r} must have a value for each of {group_count} groups; found "
-                    f"{value!r}"
-                )
-        if fault:
-            raise ValueError(
-                f"the state of leaf {tree.paths(params)[leaf_index]!r} is not one of {step.title}: "
-                f"{fault}; {NEW_STATE}"
-            )
-        # Why only the first: the class itself raises for tensors of another size. With groups it
-        # would get a slice of them.
-        if groups is None:
-            return
 
 
 # --- donation -------------------------------------------------------------------------------------
