@@ -10,7 +10,6 @@ have to end at once, and for ranks that finish their step and save after Ctrl-C.
 from __future__ import annotations
 
 import datetime
-import itertools
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -21,7 +20,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
@@ -88,16 +87,10 @@ def _under_torchrun() -> bool:
 
 
 def _here(job: Callable[..., None], args: tuple[Any, ...], shape: Mapping[str, int]) -> int:
-    stop, is_torchrun = Stop(), _under_torchrun()
-
-    def on_signal(again: bool) -> None:
-        stop.requested = True
-        # Why not under torchrun: it passes a signal on to ranks that may already have got it from
-        # the terminal.
-        if not is_torchrun:
-            _announce(again)
-
-    with _on_signal(on_signal):
+    is_torchrun = _under_torchrun()
+    # Why not under torchrun: it passes a signal on to ranks that may already have got it from the
+    # terminal.
+    with _on_signal(twice_ends=not is_torchrun) as stop:
         try:
             if is_torchrun and os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
                 _use_loopback()
@@ -116,14 +109,10 @@ def _spawn(job: Callable[..., None], args: tuple[Any, ...], shape: Mapping[str, 
     world = math.prod(shape.values())
     say(f"Starting {world} processes …")
     processes: list[Any] = []
-    stop = Stop()
-
-    def on_signal(again: bool) -> None:
-        stop.requested = True
-        _request_stop(processes)
-        _announce(again)
-
-    with tempfile.TemporaryDirectory(prefix="funcshard-") as failure_folder, _on_signal(on_signal):
+    with (
+        tempfile.TemporaryDirectory(prefix="funcshard-") as failure_folder,
+        _on_signal(processes, twice_ends=True) as stop,
+    ):
         try:
             start_method = _start_method(job)
             with _masked():
@@ -149,7 +138,7 @@ def _spawn(job: Callable[..., None], args: tuple[Any, ...], shape: Mapping[str, 
     return stop.exit_code
 
 
-def _request_stop(processes: list[Any]) -> None:
+def _request_stop(processes: Sequence[Any]) -> None:
     for process in processes:
         if process.is_alive():
             process.terminate()
@@ -195,8 +184,7 @@ def _rank(
     job: Callable[..., None],
     args: tuple[Any, ...],
 ) -> None:
-    stop = Stop()
-    with _on_signal(lambda again: setattr(stop, "requested", True)):
+    with _on_signal() as stop:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         threading.Thread(target=_stop_with_parent, daemon=True).start()
         try:
@@ -259,25 +247,27 @@ def _failure(rank: int, error: BaseException) -> str:
     return "\n".join([title, *trace_lines])
 
 
-def _announce(again: bool) -> None:
-    if again:
-        raise KeyboardInterrupt
-    # Why not print: the signal may have interrupted a print.
-    os.write(2, b"\nStopping after this step; Ctrl-C again ends it at once.\n")
-
-
 @contextmanager
-def _on_signal(function: Callable[[bool], None]) -> Iterator[None]:
-    """Call ``function(again)`` on SIGINT and SIGTERM."""
-    call_count = itertools.count()
+def _on_signal(processes: Sequence[Any] = (), *, twice_ends: bool = False) -> Iterator[Stop]:
+    """Yield what SIGINT and SIGTERM request, of ``processes`` too.
+
+    With ``twice_ends``, you are told so, and the second signal raises ``KeyboardInterrupt``.
+    """
+    stop = Stop()
 
     def handler(number: int, frame: Any) -> None:
-        function(next(call_count) > 0)
+        if twice_ends and stop.requested:
+            raise KeyboardInterrupt
+        stop.requested = True
+        _request_stop(processes)
+        if twice_ends:
+            # Why not print: the signal may have interrupted a print.
+            os.write(2, b"\nStopping after this step; Ctrl-C again ends it at once.\n")
 
     # The caller, such as a test, gets its own handlers back.
     handlers_before = [signal.signal(number, handler) for number in SIGNALS]
     try:
-        yield
+        yield stop
     finally:
         for number, handler_before in zip(SIGNALS, handlers_before, strict=True):
             signal.signal(number, handler_before)
