@@ -100,12 +100,8 @@ def data_bytes(tensor: torch.Tensor) -> int:
 
 def list_arguments(operation: Any) -> list[str]:
     """Return an operator's arguments that are lists of tensors or numbers."""
-    typed_names = [(argument.name, str(argument.type)) for argument in _schema(operation).arguments]
-    return [
-        name
-        for name, type_name in typed_names
-        if type_name in ("List[Tensor]", "List[number]", "List[float]")
-    ]
+    list_types = ("List[Tensor]", "List[number]", "List[float]")
+    return [a.name for a in _schema(operation).arguments if str(a.type) in list_types]
 
 
 def operator_name(target: Any) -> str:
@@ -129,9 +125,7 @@ def operator_by_name(space: str, name: str, overload: str) -> Any:
         overload_packet = getattr(getattr(getattr(torch.ops, space), name), overload)
     except (AttributeError, RuntimeError):
         return None
-    if isinstance(overload_packet, _Overload):
-        return overload_packet
-    return None
+    return overload_packet if isinstance(overload_packet, _Overload) else None
 
 
 def argument_names(operation: Any) -> list[str]:

@@ -555,12 +555,16 @@ def iter_params(
 def _iterate(
     shards: Shards, plan: Plan, mesh: Mesh, apply: Functional | None, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    units = plan.unit_list
-    gather_handles = _start(shards, units[0], mesh)
-    for unit, next_unit in zip(units, [*units[1:], None], strict=True):
+    # Note: a generator, which starts the gathers of one unit after another.
+    started_units = (
+        [start_full_buffer(shards[u.name][b.key], u, b, mesh) for b in u.buffers]
+        for u in plan.unit_list
+    )
+    gather_handles = next(started_units)
+    for unit in plan.unit_list:
         full_buffers = [gather_handle.finish() for gather_handle in gather_handles]
         # Why here: the buffers of the unit before are free, and those of two units are in memory.
-        gather_handles = [] if next_unit is None else _start(shards, next_unit, mesh)
+        gather_handles = next(started_units, [])
         named_tensors: Tensors = {}
         for buffer, full_buffer in zip(unit.buffers, full_buffers, strict=True):
             for leaf, view in zip(buffer.leaves, views(full_buffer, buffer), strict=True):
@@ -577,10 +581,3 @@ def _iterate(
             # Why a copy: a view that you keep would hold the memory of the whole unit.
             yield name, tensor.to(dtype=dtype if tensor.is_floating_point() else None, copy=True)
             del tensor
-
-
-def _start(shards: Shards, unit: UnitPlan, mesh: Mesh) -> list[AllGatherHandle]:
-    return [
-        start_full_buffer(shards[unit.name][buffer.key], unit, buffer, mesh)
-        for buffer in unit.buffers
-    ]

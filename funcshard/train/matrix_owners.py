@@ -228,10 +228,10 @@ class Matrix:
         """Return the part of the rank at ``index`` along the axis, to swap with ``peer``."""
         if stage is None:
             begin, end, _ = self.buffer.part(self.leaf, index)
-            return Part(self, peer, 0, begin, (end - begin,))
+            return Part(self.leaf.path, peer, 0, begin, (end - begin,))
         shape = self.shape(stage)
         dim = next(cut.dim for cut in self.leaf.cuts if cut.axis == stage)
-        return Part(self, peer, dim, index * shape[dim], shape)
+        return Part(self.leaf.path, peer, dim, index * shape[dim], shape)
 
     def runs(self, stage: Stage, ranks: int, back: bool) -> list[tuple[range, int]]:
         """Return the ranks whose parts are sent, in runs of equal parts, with a part's elements.
@@ -262,23 +262,18 @@ class Part(NamedTuple):
     """A part of a matrix that a rank sends or receives in a stage.
 
     Attributes:
-        matrix: the matrix.
+        path: path of the matrix.
         peer: the index along the stage's axis that it goes to, or comes from.
         dim: the dimension along which the parts follow one another.
         begin: where it begins along this dimension.
         shape: its shape; that of elements of a flat shard has one dimension.
     """
 
-    matrix: Matrix
+    path: str
     peer: int
     dim: int
     begin: int
     shape: tuple[int, ...]
-
-    @property
-    def path(self) -> str:
-        """Path of the matrix."""
-        return self.matrix.leaf.path
 
     @property
     def numel(self) -> int:

@@ -176,18 +176,12 @@ def check_options(cls: type[torch.optim.Optimizer], options: Sequence[Mapping[st
                 check_value(name, value, where)
         if signature is None:
             continue
-        schedule_names = {name for name, value in merged_options.items() if callable(value)}
+        fixed = {name: value for name, value in merged_options.items() if not callable(value)}
         try:
             signature.bind(None, **merged_options)
             # A class checks the values of schedules in each step.
-            if cls in ELEMENTWISE and schedule_names <= {"lr", "weight_decay"}:
-                cls(
-                    [_tiny()],
-                    **{
-                        name: merged_options[name]
-                        for name in merged_options.keys() - schedule_names
-                    },
-                )
+            if cls in ELEMENTWISE and merged_options.keys() - fixed <= {"lr", "weight_decay"}:
+                cls([_tiny()], **fixed)
         except (TypeError, ValueError) as error:
             raise type(error)(
                 f"{cls.__name__} does not take the options{where}: {error}; "
@@ -289,11 +283,8 @@ def check_optimizer(optimizer: Any, plan: Plan) -> None:
     if isinstance(optimizer, TorchOptimizer):
         own_plan: Plan = getattr(optimizer.step, "plan", None) or plan
         # Note: the plans may differ in what concerns no shard, such as precision.
-        own_buffers, buffers = (
-            [(unit.name, unit.buffers) for unit in unit_plans.unit_list]
-            for unit_plans in (own_plan, plan)
-        )
-        if own_buffers != buffers:
+        own_units, units = own_plan.unit_list, plan.unit_list
+        if [(u.name, u.buffers) for u in own_units] != [(u.name, u.buffers) for u in units]:
             raise ValueError(
                 "the optimizer's groups or matrices lie elsewhere in these shards: it was made "
                 f"with plan {own_plan.fingerprint()}; found plan {plan.fingerprint()} here: make "
