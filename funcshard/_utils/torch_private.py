@@ -27,6 +27,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
@@ -780,6 +781,15 @@ def refresh_flat_weights(module: torch.nn.RNNBase) -> None:
 
 
 # --- kernels --------------------------------------------------------------------------------------
+
+orthogonalise: Callable[..., torch.Tensor] = _zeropower_via_newtonschulz
+"""Return a matrix with singular values near one, of ``(update, ns_coefficients, ns_steps, eps)``.
+
+It may write into ``update``. ``torch.optim.Muon`` calls it, so the bits are the same.
+"""
+
+adjusted_rate: Callable[..., float] = _adjust_lr
+"""Return Muon's learning rate for a matrix, of ``(lr, adjust_lr_fn, shape)``."""
 
 
 def unscale_in_place(

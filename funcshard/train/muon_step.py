@@ -6,7 +6,6 @@ bring the updates to the owners of matrices, which orthogonalise them, and back.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from funcshard._utils import tree
 from funcshard._utils.options import outline
+from funcshard._utils.torch_private import adjusted_rate, orthogonalise
 from funcshard.comm import Mesh
 from funcshard.core import check_fits, check_shards
 from funcshard.plan import Plan, current_recording, trainable_buffers
@@ -33,6 +33,8 @@ from funcshard.train.optimizer_step import (
 )
 from funcshard.train.optimizers import check_options, grouped_step
 from funcshard.train.param_groups import ParamGroupLayout
+
+_ITERATION = ("ns_coefficients", "ns_steps", "eps")  # as orthogonalise takes them
 
 
 def muon(
@@ -97,8 +99,11 @@ def muon(
             f"{type(adamw).__name__}"
         )
     check_options(torch.optim.Muon, [options])
-    # Raises for values that torch.optim.Muon refuses.
-    _with_defaults(options_at(options, 0))
+    # Both raise for values that torch.optim.Muon refuses, and the second one only in a step, of
+    # which other ranks would wait for the update.
+    first_options = _with_defaults(options_at(options, 0))
+    no_update = torch.zeros(1, 1, dtype=torch.bfloat16, device="cpu")
+    orthogonalise(no_update, *(first_options[name] for name in _ITERATION))
     owners = assign_owners(plan, matrices)
     matrix_layout = ParamGroupLayout(dict.fromkeys(owners.of, 0), 1, mesh.shard.rank)
     adamw_options = dict(adamw or {})
@@ -164,11 +169,13 @@ class MuonStep:
         # AdamW first: it donates the shards, and Muon then writes into the new ones.
         params, adamw_state = self.adamw(grads, state["adamw"], params)
         parts = self._update_momentum(grads, state["momentum"], options)
+        numbers = [options[name] for name in _ITERATION]
         for matrix, param_slice, update in self.transport.updates(
-            lambda _, whole: _orthogonalise(whole[0], options), parts, grads, params
+            lambda _, whole: orthogonalise(whole[0], *numbers), parts, grads, params
         ):
             param_slice.mul_(1 - options["lr"] * options["weight_decay"])
-            param_slice.add_(update, alpha=-_adjusted_lr(options, matrix.leaf.whole_shape))
+            rate = adjusted_rate(options["lr"], options["adjust_lr_fn"], matrix.leaf.whole_shape)
+            param_slice.add_(update, alpha=-rate)
         momentum, state["momentum"] = state["momentum"], DONATED_STATE
         return params, {"steps": state["steps"] + 1, "momentum": momentum, "adamw": adamw_state}
 
@@ -231,7 +238,10 @@ class MuonStep:
                 if options["nesterov"]:
                     update = grad.lerp(momentum_shard, options["momentum"])
             # Momentum may be on the CPU, of an offloaded unit; the products run on the device.
-            update, end = update.to(self.mesh.device, torch.bfloat16).unsqueeze(0), 0
+            # Why a copy of momentum itself: orthogonalise writes into its argument.
+            is_kept = update is momentum_shard
+            update = update.to(self.mesh.device, torch.bfloat16, copy=is_kept).unsqueeze(0)
+            end = 0
             for leaf in buffer.leaves:
                 if leaf.path in self.transport.slices:
                     in_shard = self.transport.slices[leaf.path]
@@ -246,26 +256,3 @@ def _with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     (group,) = torch.optim.Muon([matrix], **options).param_groups
     del group["params"]
     return group
-
-
-def _orthogonalise(update: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
-    """Return a matrix like ``update`` with singular values near one, by Newton–Schulz iteration."""
-    if update.size(0) > update.size(1):  # the products of a wide matrix are the smaller ones
-        return _orthogonalise(update.T, options).T
-    a, b, c = options["ns_coefficients"]
-    # Why like this: operations and their order are those of ``torch.optim.Muon``, whose bits we
-    # match.
-    x = update / update.norm().clamp(min=options["eps"])
-    for _ in range(options["ns_steps"]):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x
-
-
-def _adjusted_lr(options: Mapping[str, Any], shape: tuple[int, ...]) -> float:
-    """Return the learning rate for a matrix of ``shape``, as ``torch.optim.Muon`` adjusts it."""
-    rows, columns = shape
-    lr: float = options["lr"]
-    if options["adjust_lr_fn"] == "match_rms_adamw":
-        return lr * 0.2 * math.sqrt(max(rows, columns))
-    return lr * math.sqrt(max(1, rows / columns))

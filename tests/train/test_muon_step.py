@@ -162,6 +162,16 @@ def test_matrices_that_are_local_to_a_rank_are_updated_there_without_collectives
 
 
 @on_ranks(2)
+def test_the_momentum_of_a_local_matrix_in_bfloat16_stays_as_it_is(mesh: fs.Mesh) -> None:
+    """torch's function divides its argument in place, and without look-ahead that is the momentum."""
+    params = {"expert": torch.eye(4, dtype=torch.bfloat16)}
+    plan = fs.make_plan(params, mesh, local=["expert"])
+    optimizer, shards = fs.muon(plan, mesh, nesterov=False, momentum=0.0), fs.shard(params, plan, mesh)
+    _, state = optimizer.step(fs.copy(shards), optimizer.init(shards), shards)
+    assert torch.equal(state["momentum"][""]["bfloat16.local"].view(4, 4), params["expert"])
+
+
+@on_ranks(2)
 def test_momentum_is_of_matrices_and_adamws_state_of_the_rest(mesh: fs.Mesh) -> None:
     tensors = Case({"shard": 2}, EVEN).tensors(0)
     plan = fs.make_plan(tensors, mesh, units=["blocks.*"])
