@@ -64,7 +64,8 @@ class TorchOptimizer(NamedTuple):
     step: Callable[[Any, Any, Any], tuple[Any, Any]]
 
     def __repr__(self) -> str:
-        return getattr(self.step, "title", f"TorchOptimizer({self.init!r}, {self.step!r})")
+        # Why no repr of the step: that of muon has its plan and its owners, on some pages.
+        return getattr(self.step, "title", f"<optimizer of {type(self.step).__name__}>")
 
 
 def apply_update(update: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
@@ -160,9 +161,10 @@ class TorchStep:
         """Raise ``ValueError`` unless the states have the entries and sizes that they must have."""
         if self.known is None:
             return
+        group_count = len(self.options)
         for leaf_index, (leaf_state, views) in enumerate(zip(leaf_states, all_views, strict=True)):
             # The entries of a leaf leave out its elements of no group.
-            size, group_count = (sum(view.parameter.numel() for view in views),), len(self.options)
+            size: tuple[int, ...] = (sum(view.parameter.numel() for view in views),)
             if self.layout is None:
                 size = tuple(views[0].parameter.shape)
             held = {name: value for name, value in leaf_state.items() if value is not None}
