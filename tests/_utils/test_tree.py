@@ -84,6 +84,13 @@ def test_a_defaultdict_is_refused_with_its_place() -> None:
         tree.describe(defaultdict(list, x=Leaf()))
 
 
+def test_is_under_compares_whole_components() -> None:
+    inside = ["blocks.1.w", "blocks.1"]
+    assert [path for path in [*inside, "blocks.10.w", "blocks", ""] if tree.is_under(path, "blocks.1")] == inside
+    assert tree.is_under("anything", "")
+    assert tree.is_under("", "")
+
+
 # --- classes by their names -----------------------------------------------------------------------
 
 

@@ -15,10 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import funcshard as fs
-from funcshard._utils import tree
 from funcshard.core import attention as attention_module
 from funcshard.core.attention import attention
 from tests.core.units import close, forward_mode, random
+from tests.storages import Alive
 
 pytestmark = forward_mode
 
@@ -222,22 +222,14 @@ def test_dropout_under_vmap(randomness: str) -> None:
 
 def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    sizes: list[int] = []
-
-    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            sizes.extend(t.untyped_storage().nbytes() for t in tree.leaves(out) if isinstance(t, torch.Tensor))
-            return out
-
     x = tuple(torch.randn(1, 1, 2048, 2) for _ in range(3))
-    with Largest():
+    with Alive(lambda nbytes: True) as alive:
         product(functools.partial(attention, is_causal=True), x, x)
         product(functools.partial(attention, attn_mask=torch.ones(2048, dtype=torch.bool)), x, x)
         rows = torch.zeros(2, 1, 1, 2048)
         slopes = grad(lambda q, k: loss(functools.partial(attention, attn_mask=rows), (q, k, k)))
         vmap(slopes)(torch.ones(2, 2, 1, 2048, 2), torch.ones(2, 2, 1, 2048, 2))
-    assert max(sizes) <= 4 * 2**20
+    assert max(alive.most_of) <= 4 * 2**20
 
 
 def test_torch_tells_of_a_mask_beside_causality() -> None:

@@ -175,31 +175,22 @@ def test_what_was_gathered_for_a_cast_is_each_ranks_own() -> None:
 
 
 @on_ranks(2)
-def test_frozen_buffers_may_be_left_alone(mesh: fs.Mesh) -> None:
-    net = model()
-    net[2].weight.requires_grad_(False)
-    _, sharded, shards = of_module(mesh, net, NAMES, how={"cast": eight_bits})
-    with torch.no_grad():
-        _, events = recorded(sharded, shards, {}, inputs(0))
-    trained = {(unit, "float32"): "int8" for unit in ("", *NAMES)}
-    assert {(event.unit, event.buffer): event.dtype for event in events} == {**trained, ("2", "float32.frozen"): "float32"}
-
-
-@on_ranks(2)
 def test_a_cast_meets_a_param_dtype(mesh: fs.Mesh) -> None:
-    """post_all_gather must return param_dtype; gradients are reduced in reduce_dtype."""
+    """post_all_gather must return param_dtype; gradients are reduced in reduce_dtype; frozen buffers are left alone."""
 
-    def half(unit: Any, buffer: Any) -> fs.Cast:
+    def half(unit: Any, buffer: Any) -> fs.Cast | None:
         after = blocks_of(buffer.shard_numel)
-        return fs.Cast(quantise, lambda rows: after(rows).bfloat16())
+        return fs.Cast(quantise, lambda rows: after(rows).bfloat16()) if buffer.trainable else None
 
     precision = fs.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
-    plan, sharded, shards = of_module(mesh, model(), NAMES, how={"cast": half}, precision=precision)
+    plan, sharded, shards = of_module(mesh, model(frozen=["2.weight"]), NAMES, how={"cast": half}, precision=precision)
     evaluate = fs.value_and_grad(lambda s: sharded(s, {}, inputs(0)).float().square().mean())
     (_, grads), events = recorded(evaluate, shards)
     assert events == fs.predict_events(plan, sharded.schedule, not_saved=["0"], cast=half)
     assert sharded(shards, {}, inputs(0)).dtype == torch.bfloat16
-    assert {(event.kind, event.dtype) for event in events} == {("all_gather", "int8"), ("reduce_scatter", "float32")}
+    gathered = {(event.unit, event.buffer): event.dtype for event in events if event.kind == "all_gather"}
+    assert gathered == {**{(unit, "float32"): "int8" for unit in ("", *NAMES)}, ("2", "float32.frozen"): "bfloat16"}
+    assert {event.dtype for event in events if event.kind == "reduce_scatter"} == {"float32"}
     assert {leaf.dtype for leaf in tree.leaves(grads)} == {torch.float32}
 
 

@@ -68,26 +68,19 @@ def gathers(events):
 
 @pytest.mark.parametrize(("option", "times"), [(None, (1, 2)), (True, (2, 2)), (False, (1, 1))])
 def test_the_caller_decides_whether_root_and_units_are_freed_after_forward(option, times):
-    functional = made()[2]
-    chosen, plain = (calls_on(2, functional, batch, ALL[1:], **each) for each in ({"reshard_after_forward": option}, {}))
-    for call, other in zip(chosen, plain, strict=True):
-        same_bits(call[:2], other[:2])
-        assert call.events == call.predicted()
-        assert (gathers(call.events)[""], gathers(call.events)["blocks.1"]) == times
-
-
-@pytest.mark.parametrize(("option", "alive"), [(True, 0), (False, 1)])
-@on_ranks(2)
-def test_a_root_that_is_freed_takes_no_memory_between_forward_and_backward(mesh, option, alive):
-    (_, net, functional), found = made(), []
+    (_, net, functional), alive = made(), []
 
     def program(model, x):
         loss = squares(model, x)
-        found.append(held(mesh, net.of_root))
+        alive.append(held(model.func.mesh, net.of_root))
         return loss
 
-    sharded_call(mesh, functional, batch, ALL[1:], program=program, calls=1, reshard_after_forward=option)
-    assert found == [alive]
+    chosen = calls_on(2, functional, batch, ALL[1:], program=program, calls=1, reshard_after_forward=option)
+    assert alive == [2 * (times[0] == 1)] * 2  # of both ranks, between forward and backward
+    for call, other in zip(chosen, calls_on(2, functional, batch, ALL[1:], calls=1), strict=True):
+        same_bits(call[:2], other[:2])
+        assert call.events == call.predicted()
+        assert (gathers(call.events)[""], gathers(call.events)["blocks.1"]) == times
 
 
 @pytest.mark.nightly(one_in=2)

@@ -48,6 +48,12 @@ def test_units_come_in_the_order_of_their_names_and_numbers(units: Any, expected
     assert list(fs.make_plan(model(), 2, units=units).units) == ["", *expected]
 
 
+def test_a_unit_of_a_flat_tree_takes_its_own_keys_and_no_others_that_begin_alike() -> None:
+    plan = fs.make_plan({f"blocks.{key}.w": zeros(3) for key in ("1", "1-x", "10")}, 2, units=["blocks.1"])
+    assert plan.units["blocks.1"].structure == ("dict", ("w",), (0,))
+    assert [leaf.path for leaf in plan.units[""].leaves] == ["blocks.1-x.w", "blocks.10.w"]
+
+
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat names"])
 def test_a_tensor_at_two_places_belongs_to_the_innermost_unit_that_holds_both(flat: bool) -> None:
     w = zeros(2, 2)

@@ -9,6 +9,7 @@ import torch
 
 import funcshard as fs
 from funcshard._utils import tree
+from funcshard.testing import delayed
 from tests.ranks import on_ranks, run_ranks, run_simulated
 
 Tensors = dict[str, torch.Tensor]
@@ -142,6 +143,14 @@ def test_four_steps_on_shards_are_four_steps_on_the_whole(run: Any, name: str) -
         torch.testing.assert_close(own_momentum, momentum, rtol=0, atol=0)
         torch.testing.assert_close(params, wanted)
         assert all(torch.equal(params[path], wanted[path]) for path in (momentum if case.cuts else wanted))
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_the_step_waits_for_the_all_to_alls(mesh: fs.Mesh) -> None:
+    case = Case({"shard": 2})
+    found = on_shards(delayed(mesh, "all_to_all", 0.002), case, 2)
+    torch.testing.assert_close(found, on_the_whole(case, 2), rtol=0, atol=0)
 
 
 @on_ranks(2)

@@ -136,7 +136,7 @@ def test_unscaling_is_torchs_in_place_where_gradients_are_donated(dtype: torch.d
 def test_an_infinity_on_one_rank_is_found_on_every_rank(mesh: fs.Mesh, world: Any, value: float) -> None:
     scaler = fs.GradScaler()
     for rank in range(mesh.world_size + 1):
-        grads = {"a": {"float16": torch.ones(3).half()}, "b": {"float32": torch.ones(2)}}
+        grads = {"a": {"float16": torch.ones(3).half()}, "b": {"float64": torch.ones(2).double()}}
         if rank == mesh.rank:
             grads["a"]["float16"][1] = value
         assert scaler.unscale(grads, scaler.init(mesh), mesh)[1] == (rank < mesh.world_size)
