@@ -21,7 +21,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -37,20 +36,12 @@ import torch
 import torch.distributed as dist
 
 import funcshard as fs
+from tests.comm.stores import until
 
 __all__ = [
-    "COLLECTED_AFTER",
-    "SLOW_TESTS",
-    "Pool",
-    "close_pool",
-    "forking",
-    "on_ranks",
-    "one_thread",
-    "run_ranks",
-    "run_simulated",
-    "suspend",
-    "wakes_once_stopped",
-]
+    "COLLECTED_AFTER", "SLOW_TESTS", "Pool", "close_pool", "forking", "is_whole_dump", "on_ranks", "one_thread", "run_ranks",
+    "run_simulated", "suspend",
+]  # fmt: skip
 
 # Ten times the new objects of Python's default: collections took 6 % of the time of tests that record.
 COLLECTED_AFTER = (7_000, 10, 10)
@@ -335,9 +326,7 @@ class _Call:
         for worker in self.workers:
             if worker.process.is_alive():
                 os.kill(worker.process.pid, signal.SIGUSR1)
-        end = time.monotonic() + 20.0
-        while time.monotonic() < end and not all(map(_is_whole, files.values())):
-            time.sleep(0.02)
+        until(lambda: all(map(is_whole_dump, files.values())), 20.0)
         lines = []
         for rank, file in files.items():
             state = "still running" if rank in self.pending else "has returned"
@@ -346,9 +335,9 @@ class _Call:
         return "\n".join(lines)
 
 
-def _is_whole(stack: Path) -> bool:
+def is_whole_dump(stack: Path) -> bool:
     """Return whether all lines of a dump are there; it ends with the first frame of the main thread."""
-    return stack.exists() and stack.read_text().endswith(" in <module>\n")
+    return stack.exists() and stack.read_text(errors="replace").endswith(" in <module>\n")
 
 
 def _work(connection: Connection) -> None:
@@ -438,19 +427,9 @@ def suspend(mesh: fs.Mesh) -> None:
     the lock keeps all others from the store. They then say that the store does not answer.
     """
     watch: Any = mesh.axes[0][1].desync.watch  # type: ignore[attr-defined]
-    before, end = watch.get(f"funcshard/{mesh.rank}"), time.monotonic() + 30
-    while watch.get(f"funcshard/{mesh.rank}") == before and time.monotonic() < end:
-        time.sleep(0.005)
+    before = watch.get(f"funcshard/{mesh.rank}")
+    until(lambda: watch.get(f"funcshard/{mesh.rank}") != before)
     os.kill(os.getpid(), signal.SIGSTOP)
-
-
-@contextlib.contextmanager
-def wakes_once_stopped(seconds: float) -> Iterator[None]:
-    """Let this process, once it is stopped inside the ``with`` block, go on after so many seconds."""
-    own = os.getpid()
-    stopped = f"grep -q '^State:.T' /proc/{own}/status"
-    with subprocess.Popen(["sh", "-c", f"until {stopped}; do sleep 0.05; done; sleep {seconds}; kill -CONT {own}"]):
-        yield
 
 
 def _names(ranks: Collection[int]) -> str:

@@ -18,7 +18,7 @@ def until(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
     """Return what a condition finds, once it does: a thread of a loaded machine may be late."""
     end = time.monotonic() + seconds
     while not (found := condition()) and time.monotonic() < end:
-        time.sleep(0.02)
+        time.sleep(0.01)
     return found
 
 

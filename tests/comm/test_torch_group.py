@@ -9,7 +9,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 import funcshard as fs
 from tests.collective_oracle import line, results_of
+from tests.comm.stores import until
 from tests.ranks import run_ranks, run_simulated
 from tests.storages import Alive
 
@@ -161,9 +161,7 @@ def held_after_a_gather(mesh: fs.Mesh, numel: int) -> list[int]:
         with Alive(lambda nbytes: nbytes == 4 * numel) as alive:
             handle = f.start(shard)
             f(handle)
-            end = time.monotonic() + 5
-            while alive.now().total() > 1 and time.monotonic() < end:
-                time.sleep(0.01)  # gloo's thread drops a message just after its end
+            until(lambda alive=alive: alive.now().total() <= 1, 5)  # gloo's thread drops a message just after its end
             found.append(alive.now().total())
         del handle
     return found

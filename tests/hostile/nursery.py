@@ -26,9 +26,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.comm.stores import until
 from tests.hostile.blame import fault_of
 from tests.hostile.campaign import slowness
-from tests.ranks import forking
+from tests.ranks import forking, is_whole_dump
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="the campaign reads /proc and uses prctl")
 
@@ -156,9 +157,7 @@ def wait_all(ranks: Sequence[Rank], seconds: float) -> list[Ended]:
     if late:
         for number in late:
             os.kill(ranks[number].pid, signal.SIGUSR1)
-        end = time.monotonic() + 5.0 * slowness()  # a stopped rank dumps nothing
-        while time.monotonic() < end and not all(map(_has_dumped, (ranks[number].log for number in late))):
-            time.sleep(0.02)
+        until(lambda: all(is_whole_dump(ranks[number].log) for number in late), 5.0 * slowness())  # not of a stopped rank
         stacks = "\n".join(f"rank {number}:\n{ranks[number].log.read_text()[-3000:]}" for number in late)
         for number in late:
             os.kill(ranks[number].pid, signal.SIGKILL)
@@ -167,11 +166,6 @@ def wait_all(ranks: Sequence[Rank], seconds: float) -> list[Ended]:
     for each in ranks:
         os.close(each.phases)
     return [_ended(each, codes[each.pid]) for each in ranks]
-
-
-def _has_dumped(log: Path) -> bool:
-    """Return whether the stacks of a process are there; the first frame of its main thread is the last line."""
-    return log.read_text(errors="replace").endswith(" in <module>\n")
 
 
 def _ended(rank: Rank, code: int) -> Ended:

@@ -19,7 +19,7 @@ import funcshard as fs
 from tests.hostile.campaign import Campaign
 from tests.hostile.namespaces import LIBC, NETWORK, enter_namespace
 from tests.hostile.nursery import check_nothing_left, in_nursery, needs_linux, open_files, spawn, wait_all
-from tests.hostile.training import STEPS, make_program
+from tests.hostile.training import digests_on
 
 pytestmark = [pytest.mark.hostile, needs_linux]
 
@@ -69,7 +69,7 @@ def inside(space: int) -> None:
 
 
 def rank_on_host(enter: Callable[[], None], rank: int, space: int, shape: dict[str, int], port: int, result: Path) -> None:
-    """Train as the rank of a job that torchrun started on two hosts, and write how its axes communicate, and a digest."""
+    """Train as the rank of a job that torchrun started on two hosts, and write how its axes communicate, and digests."""
     inside(space)
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2",
@@ -78,22 +78,13 @@ def rank_on_host(enter: Callable[[], None], rank: int, space: int, shape: dict[s
     }  # fmt: skip
     mesh = fs.init_mesh(shape, device="cpu")
     ways = {axis: way(group) for axis, group in mesh.groups.items()}
-    result.write_text(json.dumps({"ways": ways, "digest": train(mesh)}))
+    result.write_text(json.dumps({"ways": ways, "digests": digests_on(mesh)}))
 
 
 def way(group: object) -> str:
     if not hasattr(group, "shm"):
         return "alone"
     return "gloo" if group.shm is None else "shared memory"
-
-
-def train(mesh: fs.Mesh) -> str:
-    """Take all steps, and return a digest of the state."""
-    program = make_program(mesh)
-    state = program.first()
-    while state.step < STEPS:
-        state, _ = program.step(state, program.batch(state.step))
-    return program.digest(state)
 
 
 def run_hosts(spaces: list[int], shape: dict[str, int], folder: Path, port: int) -> list[dict[str, Any]]:
@@ -119,7 +110,7 @@ def two_hosts(name: str, seed: int) -> dict[str, int]:
         across = [axis for axis in shape if axis != inner] if len(shape) > 1 else [inner]
         assert all(found["ways"][axis] == "gloo" for axis in across), apart
         assert len(shape) == 1 or found["ways"][inner] == "shared memory", apart
-    assert [found["digest"] for found in apart] == fs.simulate(train, shape), apart
+    assert [found["digests"] for found in apart] == fs.simulate(digests_on, shape), apart
     check_nothing_left(files)
     return {"jobs": 1}
 

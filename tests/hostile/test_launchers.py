@@ -21,6 +21,7 @@ import funcshard as fs
 from funcshard.demo.gpt import GPTConfig
 from funcshard.demo.launch import Stop
 from funcshard.demo.train import Settings, train
+from tests.comm.stores import until
 from tests.hostile.campaign import slowness
 from tests.hostile.nursery import check_nothing_left, descendants, in_nursery, needs_linux, open_files
 from tests.hostile.training import empty_folder
@@ -97,13 +98,14 @@ def kill_a_process(how: str, seed: int, name: str, meant: dict[str, Any]) -> dic
     prepare(folder)
     process = start(how, folder, "killed")
     place = draw.choice(["start", "first checkpoint", "later"])
-    checkpoints, end = folder / "killed" / "checkpoints", time.monotonic() + BOUND * slowness()
-    while time.monotonic() < end and process.poll() is None:
-        if place == "start" and len(descendants(process.pid)) > 1:
-            break
-        if place != "start" and last_saved(checkpoints) >= (1 if place == "first checkpoint" else 6):
-            break
-        time.sleep(0.005)
+    checkpoints = folder / "killed" / "checkpoints"
+
+    def is_there() -> bool:
+        if place == "start":
+            return len(descendants(process.pid)) > 1
+        return last_saved(checkpoints) >= (1 if place == "first checkpoint" else 6)
+
+    until(lambda: process.poll() is not None or is_there(), BOUND * slowness())
     time.sleep(draw.random() ** 2 * (0.5 if place != "start" else 4.0))
     victim = draw.choice([process.pid, *descendants(process.pid)])
     number = draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
@@ -151,9 +153,8 @@ def interrupt(seed: int, name: str, steps: int, meant: list[float]) -> dict[str,
         launcher = ["--nproc-per-node", str(ranks), "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
         words = ["-m", "torch.distributed.run", "--standalone", *launcher, "--max-restarts", str(draw.choice([0, 1]))]
         process = run([*words, str(EXAMPLE), "--steps", str(steps), "--folder", str(checkpoints)], folder, "job")
-        end, wanted = time.monotonic() + BOUND * slowness(), last_step + draw.choice([0, 10, 20])
-        while time.monotonic() < end and process.poll() is None and last_saved(checkpoints) < wanted:
-            time.sleep(0.01)
+        wanted = last_step + draw.choice([0, 10, 20])
+        until(lambda: process.poll() is not None or last_saved(checkpoints) >= wanted, BOUND * slowness())  # noqa: B023
         time.sleep(draw.random() ** 2)
         is_kill = number == signal.SIGKILL
         with contextlib.suppress(ProcessLookupError, IndexError):
