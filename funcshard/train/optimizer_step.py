@@ -282,12 +282,7 @@ class TorchStep:
 
 
 def step_with_groups(optimizer: Any, scheduled: Collection[str]) -> None:
-    """Run a step of a class that may count its steps in its groups, or in attributes.
-
-    Arguments:
-        optimizer: an instance, which each step makes of the options again.
-        scheduled: the options that are functions of the number of steps.
-    """
+    """Run a step, and keep what it counts in groups and attributes; options in ``scheduled`` aside."""
     attributes = vars(optimizer)
     fresh_counts = {name: value for name, value in attributes.items() if type(value) is int}
     fresh_groups = [dict(group) for group in optimizer.param_groups]
