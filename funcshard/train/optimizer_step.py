@@ -282,7 +282,7 @@ class TorchStep:
 
 
 def step_with_groups(optimizer: Any, scheduled: Collection[str]) -> None:
-    """Run a step, and keep what it counts in groups and attributes; options in ``scheduled`` aside."""
+    """Run a step, and keep what it writes to groups, but for ``scheduled``, and counts itself."""
     attributes = vars(optimizer)
     fresh_counts = {name: value for name, value in attributes.items() if type(value) is int}
     fresh_groups = [dict(group) for group in optimizer.param_groups]
