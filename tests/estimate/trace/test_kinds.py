@@ -29,3 +29,17 @@ def test_kinds_that_nobody_holds_free_the_model() -> None:
     assert order_below(tree.specs)(0) == (0, 1, 2, 3, 4)
     del tree
     assert held() is None
+
+
+class Seeded(torch.nn.Module):
+    """A module that draws values, whose shapes are always the same."""
+
+    def __init__(self, seed: int, scale: int) -> None:
+        super().__init__()
+        self.seed, self.scale = seed, scale
+
+
+def test_only_a_seed_may_differ_and_be_read() -> None:
+    net = torch.nn.Sequential(*(Seeded(seed=index, scale=index) for index in range(2)))
+    differing = kinds_of(fs.make_functional(net)[0].skeleton, lambda name: None)[1]
+    assert differing == {index: {"scale": (int, index - 1)} for index in (1, 2)}
