@@ -176,6 +176,8 @@ def _read_config(file: Path) -> Any:
 
 def _unfit(file: Path, taker: str, error: Exception) -> ValueError:
     reason = " ".join(str(error).split())
+    if isinstance(error, ImportError):
+        return ValueError(f"{taker} needs a package that isn't installed ({reason}): install it")
     return ValueError(
         f"{file} isn't a configuration that {taker} takes ({type(error).__name__}: "
         f"{reason}): download the folder again, or pass {_ITSELF}"

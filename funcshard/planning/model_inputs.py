@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,6 +20,7 @@ from funcshard.plan import MixedPrecision, Plan
 
 LONGEST = 8192  # tokens of a sample by default, if the model takes so many
 OTHERS = 1024  # tokens of a sample by default for a model without a context
+SOUND = 160_000  # numbers of a sample by default for a model of sound waves: 10 s at 16 kHz
 
 InputMaker = Callable[[int, int], Any]  # of batch and seq; returns a tuple or a dictionary
 
@@ -41,20 +43,29 @@ _SAMPLE_LABELS = (
 
 def default_seq(module: Any) -> int:
     """Return the context of a model, at most ``LONGEST``, or else ``OTHERS``."""
+    if _takes_waves(module):
+        return SOUND
     return min(context_of(module) or OTHERS, LONGEST)
 
 
 def context_of(module: Any) -> int | None:
     """Return the most tokens that a model's config allows in its text part."""
-    config: Any = getattr(module, "config", None)
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()
+    config = text_config(getattr(module, "config", None))
     for name in ("max_position_embeddings", "n_positions", "max_target_positions", "context"):
         context = getattr(config, name, None)
         if isinstance(context, int) and context > 0:
             # Note: RoBERTa's table has two rows that are no positions.
             return context - 2 if context == 514 else context
     return None
+
+
+def text_config(config: Any) -> Any:
+    """Return a config's text part, or itself."""
+    if hasattr(config, "get_text_config"):
+        # Why: transformers raises it for two text parts, as of MusicGen.
+        with contextlib.suppress(ValueError):
+            return config.get_text_config()
+    return config
 
 
 def trace(
@@ -87,7 +98,7 @@ def trace(
         first_line = str(error).partition("\n")[0]
         raise ValueError(
             f"the model failed on its inputs ({type(error).__name__}: {first_line}): pass inputs "
-            "that it takes"
+            "that it takes, or another precision"
         ) from error
 
 
@@ -114,8 +125,6 @@ def _model_inputs(
 
 def _hugging_face_inputs(module: nn.Module, batch: int, seq: int) -> dict[str, Any]:
     """Return a batch of a model of transformers, with the labels of its class.
-
-    A class whose labels aren't one tensor has the mean of its first output as its loss.
 
     Arguments:
         module: the model.
@@ -147,7 +156,7 @@ def _hugging_face_inputs(module: nn.Module, batch: int, seq: int) -> dict[str, A
 
 
 def has_vision(config: Any) -> bool:
-    """Return whether a model of transformers has a part for images and one for text."""
+    """Return whether a model has a part for images and one for text."""
     return hasattr(config, "vision_config") and hasattr(config, "text_config")
 
 
@@ -166,6 +175,11 @@ def _cross_entropy(logits: Any, targets: torch.Tensor) -> torch.Tensor:
             "return its loss"
         )
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+
+def _takes_waves(module: Any) -> bool:
+    is_sound = getattr(module, "main_input_name", "") == "input_values"
+    return is_sound and not hasattr(module.config, "num_mel_bins")
 
 
 def _main_input(module: Any, batch: int, seq: int) -> dict[str, Any]:
@@ -189,10 +203,10 @@ def _main_input(module: Any, batch: int, seq: int) -> dict[str, Any]:
     elif name == "input_features" and hasattr(config, "max_source_positions"):
         # Note: Whisper's second convolution halves the frames.
         inputs[name] = empty(config.num_mel_bins, 2 * config.max_source_positions)
-    elif name == "input_values" and hasattr(config, "num_mel_bins"):  # a spectrogram
-        inputs[name] = empty(config.max_length, config.num_mel_bins)
-    elif name == "input_values":
+    elif _takes_waves(module):
         inputs[name] = empty(seq)
+    elif name == "input_values":  # a spectrogram
+        inputs[name] = empty(config.max_length, config.num_mel_bins)
     elif not takes_tokens:
         raise ValueError(
             f"plan_run knows inputs of tokens, images and sounds; found {type(module).__name__}, "

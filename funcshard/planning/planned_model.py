@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import os
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,12 +24,16 @@ from funcshard.planning.model_inputs import (
     context_of,
     has_vision,
     takes_text_alone,
+    text_config,
 )
 from funcshard.planning.task_models import CachedModel, Preferences, pairs, prompts
 from funcshard.planning.tasks import PRECISIONS, Generation, Training
 from funcshard.planning.tensor_parts import AXIS, cut_along_tensor
 
 _NO_DROPS = "The plan runs every layer: it leaves the config's layerdrop out."
+_SCAN = "mamba_selective_scan"  # the function of transformers that calls a kernel or loops
+_CHUNK = 2048  # tokens between two states that the kernel keeps
+_SCANS = "Scans take what the kernels of mamba_ssm do; without it, transformers loops over tokens."
 _DECODING = "Layers decode their packed weights in each pass, which takes no time here."
 
 
@@ -45,6 +52,7 @@ class PlannedModel:
         inputs: as in ``Training``.
         precision: as in ``profile``.
         drops_layers: whether the config would drop layers at random.
+        has_scans: whether layers scan as mamba_ssm does.
     """
 
     module: nn.Module
@@ -57,6 +65,7 @@ class PlannedModel:
     inputs: InputMaker | None
     precision: MixedPrecision | None
     drops_layers: bool
+    has_scans: bool
 
     def space(self, space: Space | None = None) -> Space:
         """Return a space of plans of this model."""
@@ -76,6 +85,9 @@ def planned_model(
     path = None if isinstance(model, nn.Module) else os.fspath(model)
     module = model if isinstance(model, nn.Module) else module_of_config(Path(model))
     drops_layers = path is not None and _without_layerdrop(module)
+    has_scans = path is not None and _fuse_scans(module)
+    if path is not None and isinstance(task, Training):
+        _without_cache(module)
     lora = task.lora if isinstance(task, Training) else None
     dpo = isinstance(task, Training) and task.dpo
     generates = isinstance(task, Generation)
@@ -122,11 +134,12 @@ def planned_model(
         inputs=inputs,
         precision=None if generates else PRECISIONS[task.precision],
         drops_layers=drops_layers,
+        has_scans=has_scans,
     )
 
 
 def _without_layerdrop(module: nn.Module) -> bool:
-    """Set all layerdrop of a model of transformers to 0, and return whether there was any."""
+    """Set all layerdrop to 0, and return whether there was any."""
     # Why: a layer that may be dropped reads a random value, which a trace doesn't have.
     drops_layers = False
     for submodule in module.modules():
@@ -138,6 +151,16 @@ def _without_layerdrop(module: nn.Module) -> bool:
     return drops_layers
 
 
+def _without_cache(module: nn.Module) -> None:
+    # Why: the forward of some models, such as LLaVA, has no use_cache.
+    for submodule in module.modules():
+        config: Any = getattr(submodule, "config", None)
+        # Note: a mask of sounds would be drawn from values, which a trace doesn't have.
+        for name in ("use_cache", "apply_spec_augment"):
+            if getattr(config, name, False):
+                setattr(config, name, False)
+
+
 def doubts_of(model: PlannedModel, hardware: Hardware) -> Iterator[str]:
     """Yield what model and hardware have that the runs didn't to which times were fitted."""
     module = model.module
@@ -146,9 +169,9 @@ def doubts_of(model: PlannedModel, hardware: Hardware) -> Iterator[str]:
         yield "another GPU"
     if "CausalLM" not in type(module).__name__ and "LMHead" not in type(module).__name__:
         yield "no decoder" if config is not None else "a model of yours"
-    if getattr(config, "num_experts_per_tok", None):
+    if getattr(text_config(config), "num_experts_per_tok", None):
         yield "experts"
-    if getattr(config, "_attn_implementation", None) == "eager":
+    if _has_eager_attention(config):
         yield "eager attention"
 
 
@@ -169,7 +192,7 @@ def notes_of(
         )
     if getattr(config, "quantization_config", None):
         yield "The config quantizes its files; the plan trains weights that aren't quantized."
-    if getattr(config, "_attn_implementation", None) == "eager":
+    if _has_eager_attention(config):
         yield (
             "Attention is eager, as transformers has no call of SDPA for this model, so each head "
             "keeps a matrix of tokens × tokens."
@@ -182,5 +205,87 @@ def notes_of(
         yield f"{seq:,} tokens are more than the {context:,} positions of the config."
     if model.drops_layers:
         yield _NO_DROPS
+    if model.has_scans:
+        yield _SCANS
     if model.storage:
         yield _DECODING
+
+
+def _has_eager_attention(config: Any) -> bool:
+    # Why heads: transformers says eager of models without attention too, such as ConvNeXt.
+    return (
+        getattr(config, "_attn_implementation", None) == "eager"
+        and getattr(config, "num_attention_heads", None) is not None
+    )
+
+
+# --- scans of state space models ------------------------------------------------------------------
+
+
+# Why: without the kernels of mamba_ssm, transformers loops over tokens, which no run does.
+def _fuse_scans(module: nn.Module) -> bool:
+    has_scans = False
+    for submodule in module.modules():
+        layer_class: Any = type(submodule)
+        if _SCAN in _plain_forward(layer_class).__code__.co_names:
+            submodule.__class__ = _fused(layer_class)
+            has_scans = True
+    return has_scans
+
+
+def _plain_forward(cls: Any) -> Any:
+    return inspect.unwrap(cls.forward)  # without the decorators of transformers
+
+
+@functools.cache
+def _fused(cls: Any) -> type[nn.Module]:
+    forward = _plain_forward(cls)
+    # Why a copy: the function is a global of transformers, which others use.
+    fused_forward = types.FunctionType(
+        forward.__code__,
+        {**forward.__globals__, _SCAN: _selective_scan},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    fused_forward.__kwdefaults__ = forward.__kwdefaults__
+    return type(cls.__name__, (cls,), {"forward": fused_forward, "__module__": cls.__module__})
+
+
+def _selective_scan(
+    hidden: torch.Tensor,
+    steps: torch.Tensor,
+    *matrices: torch.Tensor,
+    D: torch.Tensor,  # noqa: N803  # transformers' name
+    z: torch.Tensor,
+    delta_bias: torch.Tensor | None,
+    return_last_state: bool,
+    **_: Any,
+) -> Any:
+    outputs = _Scan.apply(hidden, steps, *matrices, D, z, delta_bias)
+    if not return_last_state:
+        return outputs
+    decay = matrices[0]
+    return outputs, decay.new_empty(hidden.shape[0], *decay.shape)
+
+
+class _Scan(torch.autograd.Function):
+    # What selective_scan_interface.py of mamba_ssm 2.2 keeps and moves.
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
+        hidden, steps, decay, B, C, D, gate, bias = inputs  # noqa: N806
+        hidden, steps, gate = hidden.contiguous(), steps.contiguous(), gate.contiguous()
+        batch, width, seq = hidden.shape
+        states = decay.new_empty(batch, width, -(-seq // _CHUNK), 2 * decay.shape[1])
+        scanned = (hidden * steps).to(hidden.dtype)
+        ctx.save_for_backward(hidden, steps, decay, B, C, D, gate, bias, states, scanned)
+        out: torch.Tensor = scanned * gate
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        hidden, steps, decay, B, C, D, gate, bias, _, scanned = ctx.saved_tensors  # noqa: N806
+        products = [(grad * tensor).to(tensor.dtype) for tensor in (hidden, steps, scanned)]
+        smaller = [None if x is None else torch.empty_like(x) for x in (decay, B, C, D, bias)]
+        return *products[:2], *smaller[:4], products[2].to(gate.dtype), smaller[4]

@@ -459,9 +459,12 @@ def _fastest(search: _Search) -> tuple[Best | Infeasible, int]:
     best = _plan_batch(search, 1, 1)
     step_seconds = best.report.step_time
     # Why: four samples would take little longer, or so little time that more would gain as well.
-    if best.report.exposed > step_seconds / 2 or 4 * step_seconds < _SHORT:
+    if 16 * step_seconds < _SHORT:
+        factor = LARGEST_BATCH
+    elif best.report.exposed > step_seconds / 2 or 4 * step_seconds < _SHORT:
         factor = 16
-    while best.fits and factor * batch <= LARGEST_BATCH and _may_gain(best.report):
+    while best.fits and batch < LARGEST_BATCH and _may_gain(best.report):
+        factor = min(factor, LARGEST_BATCH // batch)
         larger = _plan_batch(search, factor * batch, 1)
         seconds = larger.report.step_time / factor
         if larger.fits and seconds < best.report.step_time / (1 + _GAIN):

@@ -19,8 +19,8 @@ import funcshard as fs
 from funcshard.__main__ import main
 from funcshard.checkpoint import module_of_config
 from funcshard.estimate import load_hardware
-from funcshard.planning.model_inputs import _model_inputs
-from funcshard.planning.planned_model import _without_layerdrop
+from funcshard.planning.model_inputs import _model_inputs, default_seq, text_config
+from funcshard.planning.planned_model import _fuse_scans, _without_layerdrop
 from funcshard.planning.tasks import PRECISIONS
 from tests.demo.test_plan_command import printed
 
@@ -137,6 +137,7 @@ def test_every_architecture_is_planned_from_its_config_alone(model_type: str, co
     # The truth is a trace in which each module runs, as in a step.
     module = module_of_config(path)
     _without_layerdrop(module)
+    _fuse_scans(module)
     args, keywords = _model_inputs(module, 2, seq, None)
     functional = fs.make_functional(module)
     whole = fs.profile(*functional, *args, precision=PRECISIONS["bf16"], fold=False, **keywords)
@@ -399,6 +400,65 @@ def test_the_interval_of_the_time_is_wider_where_it_was_not_fitted(config: Any) 
     assert long_run.step_range == (0.85 * long_run.step_seconds, 1.2 * long_run.step_seconds)
     assert not any("This one has" in note for note in long_run.notes)
     assert "experts, a short step" in str(fs.plan_run(config("mixtral"), **options).notes)
+
+
+def test_a_scan_is_one_kernel_however_many_tokens_there_are(config: Any) -> None:
+    runs = [fs.plan_run(config("mamba"), gpus=2, seq=seq, batch=1) for seq in (16, 32)]
+    short, long = ([span.seconds for span in run.report.spans if span.lane == "compute"] for run in runs)
+    assert len(short) == len(long)
+    kernels = [
+        sum(work.kernels for step in run.profile.program(run.plan).steps for work in getattr(step, "work", ()))
+        for run in runs
+    ]
+    assert kernels[0] == kernels[1]
+    assert any("kernels of mamba_ssm" in note for note in runs[0].notes)
+    module: Any = module_of_config(config("mamba"))
+    mixer = type(module.backbone.layers[0].mixer)
+    assert _fuse_scans(module)
+    # Other models of the process scan as before.
+    assert type(module.backbone.layers[0].mixer) is not mixer
+    assert not _fuse_scans(module_of_config(config()))
+
+
+def test_a_model_without_attention_has_no_note_of_it(config: Any) -> None:
+    sizes = {"image_size": 32, "hidden_sizes": [8, 16, 16, 32], "depths": [1] * 4, "num_hidden_layers": 4}
+    assert "eager" not in str(fs.plan_run(config("convnext", **sizes, num_attention_heads=None), gpus=2, batch=1).notes)
+
+
+def test_a_short_step_gets_the_largest_batch(config: Any) -> None:
+    assert fs.plan_run(config(), gpus=8, seq=16).batch == 64
+
+
+def test_a_training_run_has_no_cache_in_models_that_take_no_option_for_it(config: Any) -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 4}
+    vision = {"model_type": "clip_vision_model", "num_hidden_layers": 1, **sizes, **IMAGE}
+    path = config("llava", text_config={"model_type": "llama", **SIZES, "num_hidden_layers": 6}, vision_config=vision)
+    profile = fs.plan_run(path, gpus=2, seq=16, batch=1).profile
+    # Layers that fill a cache all differ, so that none represents another.
+    assert [fold.path for fold in profile.tape().folds] == ["language_model.layers.0"]
+
+
+def test_a_model_of_sound_hears_ten_seconds() -> None:
+    sizes: Any = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48, **SOUND}
+    model = transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**sizes))
+    assert default_seq(model) == 160_000
+    spectrogram = transformers.ASTForAudioClassification(transformers.ASTConfig(num_hidden_layers=1))
+    assert default_seq(spectrogram) == 1024
+
+
+def test_a_config_with_two_texts_has_no_context() -> None:
+    parts: Any = {name: {"model_type": "t5"} for name in ("text_encoder", "audio_encoder")}
+    config = transformers.MusicgenConfig(**parts, decoder={"model_type": "musicgen_decoder"})
+    assert text_config(config) is config
+
+
+def test_a_missing_package_is_named(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def needs_timm(*_: Any) -> None:
+        raise ImportError("it requires the timm library")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "__init__", needs_timm)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM needs a package .*timm library\): install it"):
+        fs.plan_run(config(), gpus=2)
 
 
 def slow(gpu: str) -> Any:
