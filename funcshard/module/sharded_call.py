@@ -698,6 +698,15 @@ def _check_second_run(unit: UnitPlan) -> None:
         )
 
 
+def _check_leaves(
+    table: Mapping[str, Any], entries: Mapping[str, int], leaves: list[torch.Tensor], unit: UnitPlan
+) -> None:
+    """Raise if forward has put other tensors in the place of leaves that need gradients."""
+    for key, leaf_index in entries.items():
+        if leaves[leaf_index].requires_grad and table.get(key) is not leaves[leaf_index]:
+            raise _replaced(unit, leaf_index)
+
+
 def _replaced(unit: UnitPlan, leaf_index: int) -> RuntimeError:
     return RuntimeError(
         f"forward put another tensor in place of parameter {unit.leaves[leaf_index].path!r} of unit "
@@ -719,7 +728,7 @@ def forward_with_leaves(
     recomputes = torch.is_grad_enabled() and gathered.source is not None
     # Dictionary, key, and the value that the dictionary holds after forward.
     afterwards: list[tuple[dict[str, Any], str, Any]] = []
-    filled_tables: list[tuple[dict[str, Any], dict[str, int]]] = []
+    filled_tables: list[tuple[dict[str, Any], tuple[Any, ...], dict[str, int]]] = []
     try:
         for path, entries in tables:
             owner = module
@@ -735,23 +744,23 @@ def forward_with_leaves(
                 later_table = _RecomputeParams(table)
                 later_table.gathered, later_table.numbers = gathered, entries
             afterwards.append((owner.__dict__, "_parameters", later_table))
-            filled_table = owner.__dict__["_parameters"] = dict(table)
+            table = owner.__dict__["_parameters"] = dict(table)
             for key, leaf_index in entries.items():
-                leaf, before = leaves[leaf_index], table.get(key)
+                before, leaf = table.get(key), leaves[leaf_index]
+                # Note: a module at two paths holds its leaves already.
                 if not hasattr(before, "funcshard_placeholder") and before is not leaf:
                     raise _replaced(gathered.unit, leaf_index)
-                filled_table[key] = leaf
-            filled_tables.append((filled_table, entries))
+                table[key] = leaf  # type: ignore[assignment]
+            filled_tables.append((table, tuple(table.values()), entries))
             if isinstance(owner, nn.RNNBase):
                 # Why: an RNN keeps a second list of its weights, which would keep the gathered
                 # leaves alive. Why of equal length: setting a weight writes to the list, too.
                 state = owner.__dict__
                 afterwards.append((state, "_flat_weights", [None] * len(state["_flat_weights"])))
         out = forward(args, kwargs)
-        for filled_table, entries in filled_tables:
-            for key, leaf_index in entries.items():
-                if filled_table.get(key) is not leaves[leaf_index]:
-                    raise _replaced(gathered.unit, leaf_index)
+        for table, values, entries in filled_tables:
+            if not all(map(operator.is_, table.values(), values)):
+                _check_leaves(table, entries, leaves, gathered.unit)
         return out
     finally:
         # Why reversed: a module at two paths is filled twice, the second time over its leaves.
