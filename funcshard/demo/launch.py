@@ -9,6 +9,7 @@ have to end at once, and for ranks that finish their step and save after Ctrl-C.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 import multiprocessing
@@ -36,6 +37,8 @@ from funcshard.demo.display import say, show_cursor
 
 STOPPED = 130  # the exit code of shells after Ctrl-C
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# The exit code that multiprocessing gives a process whose fork server is gone, though it may live.
+_LOST = 255
 
 
 @dataclass(slots=True)
@@ -129,6 +132,9 @@ def _spawn(job: Callable[..., None], args: tuple[Any, ...], shape: Mapping[str, 
         finally:
             for process in processes:
                 process.kill()
+                if process.exitcode == _LOST:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGKILL)
                 process.join()
     if failure:
         show_cursor()

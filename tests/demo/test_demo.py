@@ -155,6 +155,24 @@ def test_a_second_ctrl_c_ends_it_at_once() -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
+def test_ranks_end_also_if_their_fork_server_was_killed(tmp_path: Path) -> None:
+    """Without it, multiprocessing counts them as ended, and one waited minutes for the others."""
+    code = f"from tests.demo.test_demo import launch, lost; raise SystemExit(launch(lost, ({str(tmp_path)!r},)))"
+    finish(start("-c", code), 1)
+    stats = [Path("/proc", pid.name, "stat") for pid in tmp_path.iterdir()]
+    assert len(stats) == 2
+    assert until(lambda: not any(stat.exists() and stat.read_text().split()[2] != "Z" for stat in stats), 10)
+
+
+def lost(mesh: fs.Mesh, stop: Stop, folder: str) -> None:
+    Path(folder, str(os.getpid())).touch()
+    fs.psum(torch.ones(1), mesh)
+    if mesh.rank == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+    deaf(mesh, stop)
+
+
 def deaf(mesh: fs.Mesh, stop: Stop) -> None:
     if mesh.rank == 0:
         print("busy", flush=True)
