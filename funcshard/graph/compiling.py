@@ -259,7 +259,7 @@ def _is_number(node: fx.Node) -> bool:
 def region_graph(region: Region, cut: Cut) -> fx.Graph:
     """Return a region as a graph."""
     graph = fx.Graph()
-    copy_of: dict[fx.Node, fx.Node] = {}
+    copy_of = dict[fx.Node, fx.Node]()
     for input_index, node in enumerate(region.inputs):
         copy_of[node] = graph.placeholder(f"in{input_index}")
         copy_of[node].meta["val"] = node.meta["val"]
@@ -418,7 +418,7 @@ def _with_fixed_sizes(step_graph: StepGraph, sizes: Mapping[str, int]) -> StepGr
 def _schedule(step_graph: StepGraph, mesh: Mesh, cut: Cut, calls: dict[Region, Boxed]) -> fx.Graph:
     storages = GraphStorages.find(step_graph.graph)
     graph = fx.Graph()
-    copy_of: dict[fx.Node, fx.Node] = {}
+    copy_of = dict[fx.Node, fx.Node]()
     for step in cut.steps:
         if isinstance(step, Region):
             region_inputs = [view_in(graph, node, cut, copy_of) for node in step.inputs]

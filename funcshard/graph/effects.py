@@ -75,8 +75,8 @@ def dependencies(graph: fx.Graph, storages: GraphStorages) -> dict[fx.Node, list
 
     The order of collectives is left out.
     """
-    nodes_before: dict[fx.Node, list[fx.Node]] = {}
-    last_writer: dict[int, fx.Node] = {}
+    nodes_before = dict[fx.Node, list[fx.Node]]()
+    last_writer = dict[int, fx.Node]()
     readers_of: dict[int, list[fx.Node]] = defaultdict(list)  # since the last write
     last_draw: list[fx.Node] = []
     for node in graph.nodes:

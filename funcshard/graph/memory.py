@@ -341,8 +341,8 @@ def sections_of(graph: fx.Graph) -> Iterator[Section]:
 def _owners(graph: fx.Graph) -> dict[fx.Node, str]:
     """Return the unit of each operation that uses parameters of one unit only."""
     storages = GraphStorages.find(graph)
-    unit_of_params: dict[int, str] = {}
-    unit_of_grads: dict[int, str] = {}
+    unit_of_params = dict[int, str]()
+    unit_of_grads = dict[int, str]()
     for storage, node in storages.made.items():
         event = node.meta.get("event")
         # Note: gathered buffers are parameters, reduced ones gradients.

@@ -21,7 +21,7 @@ def bind(step_graph: StepGraph, mesh: Mesh) -> Callable[..., list[Any]]:
     """Return a graph as a function that runs on a mesh and frees each tensor after its last use."""
     storages = GraphStorages.find(step_graph.graph)
     graph = fx.Graph()
-    copy_of: dict[fx.Node, fx.Node] = {}
+    copy_of = dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(step_graph.graph, copy_of))
     for node, copy in copy_of.items():
         lower(node, copy, step_graph, mesh, storages)
@@ -69,9 +69,8 @@ def _is_free(start: fx.Node, storages: GraphStorages) -> bool:
     )
 
 
-def _wait(pending: Any) -> torch.Tensor:
-    waited_tensor: torch.Tensor = pending.wait()
-    return waited_tensor
+def _wait(pending: Any) -> Any:
+    return pending.wait()
 
 
 def _number(function: Callable[[int], float], is_tensor: bool) -> Callable[[int], Any]:

@@ -172,7 +172,7 @@ def _names(text: str, tensor: torch.Tensor) -> Names:
 
 def sizes_of(leaves: Sequence[Any], names: Mapping[int, Names]) -> dict[str, int]:
     """Return the size of each name in the leaves; raise ``ValueError`` if two differ."""
-    sizes_by_name: dict[str, int] = {}
+    sizes_by_name = dict[str, int]()
     for leaf_index, named_dims in names.items():
         for name, size in zip(named_dims, leaves[leaf_index].shape, strict=True):
             if name is not None and sizes_by_name.setdefault(name, size) != size:
