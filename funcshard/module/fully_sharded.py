@@ -339,12 +339,13 @@ class _Placeholder(torch.Tensor):
     unit: str
     funcshard_placeholder = True  # a plan may be made from placeholders
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _OF_GRADIENTS:
-            tensor = next(x for x in tree.leaves((args, kwargs)) if isinstance(x, cls))
-            raise _without_gradient(tensor.leaf, tensor.unit)
-        return no_torch_function(func, types, args, kwargs or {})
+    # Note: torch's fast paths ask for it, and are taken only if it's this one.
+    __torch_function__ = no_torch_function
+
+    def register_hook(self, hook: Any) -> Any:
+        raise _without_gradient(self.leaf, self.unit)
+
+    register_post_accumulate_grad_hook = register_hook
 
     def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:
         if requires_grad == self.requires_grad:
@@ -376,13 +377,6 @@ class _Placeholder(torch.Tensor):
             "unit that contains every use, or name the method in fully_shard(..., "
             f"methods={{unit: [name]}})"
         )
-
-
-_OF_GRADIENTS = (
-    torch.autograd.grad,
-    torch.Tensor.register_hook,
-    torch.Tensor.register_post_accumulate_grad_hook,
-)
 
 
 def _without_gradient(leaf: str, unit: str) -> ValueError:

@@ -26,6 +26,7 @@ from funcshard._utils import tree
 from funcshard._utils.torch_modules import forget_parametrized, late_copy
 from funcshard._utils.torch_private import (
     address,
+    dispatch_modes,
     graph_task_id,
     hooks_allowed,
     in_grad,
@@ -196,7 +197,8 @@ class FullyShard:
             if unit_call.prefetcher is not None:
                 unit_call.prefetcher.post_forward()
         _log.debug("root post_forward")
-        if unit_call.prefetcher is None or not learner.known:
+        # Note: what the check computes has no place in a graph that is recorded.
+        if not dispatch_modes() and (unit_call.prefetcher is None or not learner.known):
             _check_gathered(out)
         # Note: new buffers keep the dtypes of the caller's buffers, whatever the outputs get.
         new_buffers: Tensors = {}
@@ -249,8 +251,9 @@ def _check_gathered(out: Any) -> None:
     for tensor in map(unwrapped, tensors_in(out)):
         if tensor.requires_grad and tensor.layout is torch.strided:
             with no_transforms():
-                grad = tensor.new_ones(()).expand(tensor.shape)  # takes no memory
-                torch.autograd.grad(tensor, UNGATHERED, grad, retain_graph=True, allow_unused=True)
+                # Why a view: no hook of the tensor must run.
+                view, grad = tensor.view_as(tensor), tensor.new_ones(()).expand(tensor.shape)
+                torch.autograd.grad(view, UNGATHERED, grad, retain_graph=True, allow_unused=True)
 
 
 def _begin_backward_with(out: Any, prefetcher: Prefetcher) -> None:

@@ -133,6 +133,7 @@ def made(
     call: Callable[..., Any] = lambda f, x: f(x),
     loss: Callable[[Any, Any], Any] = loss_of,
     weight: Callable[[fs.Mesh, Any], float] | None = None,
+    mutable: bool = False,
     optimizer: Callable[[], Any] = lambda: fs.torch_optimizer(torch.optim.SGD, lr=0.1),
     **options: Any,
 ) -> tuple[Any, fs.TrainState]:
@@ -140,22 +141,28 @@ def made(
     for axis, functions in (own or {}).items():
         mesh = fs.with_collectives(mesh, axis, **functions)
     torch.manual_seed(0)
-    apply, params, buffers = fs.make_functional(model(mesh))
+    apply, params, buffers = fs.make_functional(model(mesh), mutable=mutable)
     buffers |= {name: params.pop(name) + mesh.rank for name in ignored}
     cut = fs.make_plan(params, mesh, **(plan or {}))
     f = fs.fully_shard(apply, cut, mesh, ignored_params=ignored, **(sharded or {}))
 
     def loss_fn(shards: Any, buffers: Any, x: Any) -> Any:
-        found = loss(call(functools.partial(f, shards, buffers), x), x)
-        return (found, weight(mesh, x)) if weight else found
+        out, new = call(functools.partial(f, shards, buffers), x), ()
+        if mutable:
+            out, *new = out
+        found = loss(out, x)
+        results = (*(found if isinstance(found, tuple) else (found,)), *([weight(mesh, x)] if weight else ()), *new)
+        return results if len(results) > 1 else found
 
-    step = fs.make_train_step(loss_fn, optimizer(), cut, mesh, weighted=weight is not None, **options)
+    step = fs.make_train_step(loss_fn, optimizer(), cut, mesh, weighted=weight is not None, mutable=mutable, **options)
     return step, step.init(fs.shard(params, cut, mesh), buffers)
 
 
-def run(mesh: fs.Mesh, batches: list[Any], *, traced: bool, **options: Any) -> Any:
+def run(mesh: fs.Mesh, batches: list[Any], *, traced: bool, warm: bool = False, **options: Any) -> Any:
     """Take a step for each batch; return what ``steps_on`` does, and the step."""
     step, state = made(mesh, **options)
+    if warm:
+        step(fs.copy(state), batches[0])
     take = fs.trace(step, state, batches[0]) if traced else step
     return *steps_on(batches, take, state), take
 
