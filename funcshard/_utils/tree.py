@@ -487,7 +487,7 @@ def map_tensors(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
     """
     if isinstance(x, torch.Tensor):
         return f(x)
-    if isinstance(x, Mapping) and not isinstance(x, MutableMapping):
+    if isinstance(x, Mapping) and not (isinstance(x, MutableMapping) or _is_dataclass(x)):
         return x
     parts = _parts(x)
     # By identity: equality of tensors is a tensor.
@@ -531,7 +531,8 @@ def _parts(x: Any) -> Iterable[tuple[Any, Any]]:
         return parts[:1] if isinstance(x, torch.nn.utils.rnn.PackedSequence) else parts
     try:
         if _is_dataclass(x):
-            fields = dataclasses.fields(x)
+            # Why not the others: ``replace`` makes them again.
+            fields = [field for field in dataclasses.fields(x) if field.init]
             return [(field.name, getattr(x, field.name)) for field in fields]
         return [*x.items()] if isinstance(x, Mapping) else ()
     except Exception:  # of any kind: it is the code of any class

@@ -198,7 +198,8 @@ class FullyShard:
                 unit_call.prefetcher.post_forward()
         _log.debug("root post_forward")
         # Note: what the check computes has no place in a graph that is recorded.
-        if not dispatch_modes() and (unit_call.prefetcher is None or not learner.known):
+        is_first = unit_call.prefetcher is None or not learner.known
+        if is_first and torch.is_grad_enabled() and not dispatch_modes():
             _check_gathered(out)
         # Note: new buffers keep the dtypes of the caller's buffers, whatever the outputs get.
         new_buffers: Tensors = {}

@@ -8,6 +8,7 @@ import json
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -143,12 +144,26 @@ class Batch:
     image: torch.Tensor
     ids: torch.Tensor
     name: str = "batch"
-    norm: torch.Tensor | None = dataclasses.field(default=None, init=False)
+    mask: torch.Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mask = 1.0 * self.image
 
 
-@dataclasses.dataclass(frozen=True)
-class Frozen:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Frozen(Mapping):
+    """A mapping that cannot be changed, and a dataclass."""
+
     image: torch.Tensor
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return getattr(self, key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["image"])
+
+    def __len__(self) -> int:
+        return 1
 
 
 class Named(dict):

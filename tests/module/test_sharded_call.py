@@ -473,6 +473,14 @@ def test_a_module_of_a_group_may_call_another_one_without_gradients(strategy):
     check_equal(module, torch.ones(2, WIDTH), [["caller", "other"]], strategy=strategy)
 
 
+def test_a_call_without_gradients_may_return_an_input_that_needs_one():
+    module = Runs(lambda m, x: (x, m.inner(x)), inner=nn.Linear(2, 2))
+    _, sharded, shards = of_module(fs.Mesh(), module, ["inner"])
+    x = torch.ones(1, 2, requires_grad=True)
+    with torch.no_grad():
+        assert torch.equal(sharded(shards, {}, x)[0], x)
+
+
 class AnyNames(nn.Module):
     """A layer whose keyword arguments have names that the library may use, as torch_geometric's ``index``."""
 
