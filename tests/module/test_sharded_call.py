@@ -561,6 +561,16 @@ def test_a_gradient_by_a_parameter_outside_of_its_unit_is_an_error(run, derivati
         derivative(lambda shards: sharded(shards, {}, x).sum())(fs.shard(params, plan, mesh))
 
 
+def test_a_gradient_that_only_a_later_call_would_lose_is_an_error():
+    run = lambda m, x: m.second(m.first(x)) + (Adds.apply(x, m.second.weight) if x.sum() > 0 else 0)  # noqa: E731
+    module = Runs(run, first=nn.Linear(3, 3), second=nn.Linear(3, 3))
+    _, sharded, shards = of_module(fs.Mesh(), module, ["first", "second"])
+    evaluate = fs.value_and_grad(lambda shards, x: sharded(shards, {}, x).sum())
+    evaluate(shards, -torch.ones(2, 3))
+    with pytest.raises(ValueError, match=r"asks for the gradient of its parameter 'second\.weight'"):
+        evaluate(shards, torch.ones(2, 3))
+
+
 class Replaces(nn.Linear):
     def forward(self, x):
         self.weight = nn.Parameter(2 * self.weight.detach())
