@@ -102,11 +102,11 @@ class VaryingCheck(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _BACKWARDS:
             targets = args[1] if func is torch.autograd.grad else kwargs.get("inputs")
-            self._compare(list(tensors_in(args[0])), targets)
+            self._compare(tensors_in(args[0]), targets)
         # Why before the call: it may write to its inputs.
         inputs = [self._value(tensor) for tensor in tensors_in((args, kwargs))]
         result = func(*args, **kwargs)
-        if outputs := list(tensors_in(result)):
+        if outputs := tensors_in(result):
             name = getattr(func, "__name__", str(func))
             operation = _Operation(len(self._operations), name, _users_line()[0], inputs)
             self._operations.append(operation)

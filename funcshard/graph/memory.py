@@ -55,7 +55,7 @@ class GraphStorages:
         for node in graph.nodes:
             result_tensors: list[torch.Tensor] = []
             if node.op != "output":
-                result_tensors = list(tensors_in(node.meta.get("val")))
+                result_tensors = tensors_in(node.meta.get("val"))
             own_storages = list(map(storage_id, result_tensors))
             is_wait = collective_of(node) == "wait"
             if is_wait:

@@ -220,7 +220,7 @@ def _loss_of(outputs: Any) -> torch.Tensor:
     loss: torch.Tensor | None = getattr(outputs, "loss", None)
     if loss is not None:
         return loss
-    first_output = next(tensors_in(outputs))
+    first_output = tensors_in(outputs)[0]
     if first_output.ndim:
         first_output = first_output.float().mean()
     return first_output

@@ -78,7 +78,7 @@ class Region(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        inputs, results = list(tensors_in((args, kwargs))), list(tensors_in(out))
+        inputs, results = tensors_in((args, kwargs)), tensors_in(out)
         known_numbers = set(map(self._number, inputs))
         new_results = [tensor for tensor in results if self._number(tensor) not in known_numbers]
         # Note: nothing new is made, so there is nothing to keep or to compute again.

@@ -336,12 +336,11 @@ def profile(
                 ) from error
             raise
 
-    first_input = next(tensors_in((args, kwargs)), None)
-    tokens = 0
-    if first_input is not None and not (
-        first_input.is_floating_point() or first_input.is_complex()
+    input_tensors, tokens = tensors_in((args, kwargs)), 0
+    if input_tensors and not (
+        input_tensors[0].is_floating_point() or input_tensors[0].is_complex()
     ):
-        tokens = first_input.numel()
+        tokens = input_tensors[0].numel()
     new_profile = Profile(
         retrace=retrace,
         dtypes={path: dtype_name(dtype) for path, (dtype, _) in dtypes.items()},

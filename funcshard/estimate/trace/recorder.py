@@ -322,7 +322,7 @@ class Recorder(TorchDispatchMode):
         """Write down an operation."""
         if self.phase == "backward" and len(self._stack) == 1:
             self._follow_backward()
-        output_tensors = list(tensors_in(out))
+        output_tensors = tensors_in(out)
         stored_results = self.parts(output_tensors)
         new_tensors = []
         for tensor in stored_results:

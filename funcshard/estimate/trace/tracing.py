@@ -407,7 +407,7 @@ class _Tracer:
     def _call(self, index: int, path: str, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run one module, or let a stub replace it."""
         recorder = self.recorder
-        inputs = list(tensors_in((args, kwargs)))
+        inputs = tensors_in((args, kwargs))
         run_module = functools.partial(self._run, path, forward, args, kwargs, inputs)
         fold_around = recorder.fold_around()
         input_forms = None
@@ -537,7 +537,7 @@ class _Tracer:
                 input_values.append(value_of(value))
         # Note: tensors inside other objects aren't leaves of the tree, so no form describes them.
         # And a module may write to an object.
-        if len(list(tensors_in(inputs))) != tensor_count or any(map(_is_opaque, input_values)):
+        if len(tensors_in(inputs)) != tensor_count or any(map(_is_opaque, input_values)):
             return None
         return tuple(tree.paths(inputs)), tuple(input_values)
 
@@ -686,7 +686,7 @@ class _Tracer:
         taken_storages = {*recorder.params, *map(storage_id, inputs)}
         is_fresh = len(set(storages)) == len(storages) and taken_storages.isdisjoint(storages)
         leaf_tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        if not is_fresh or len(leaf_tensors) != len(list(tensors_in(out))):
+        if not is_fresh or len(leaf_tensors) != len(tensors_in(out)):
             return None
         # Note: each tensor of the result is a new one, or an input that the module passes on.
         tensor_places = {id(tensor): i for i, tensor in enumerate((*outputs, *inputs))}
@@ -749,7 +749,7 @@ def _loss_of(loss: Loss | None, targets: Any, out: Any) -> torch.Tensor:
     """Return the loss of outputs; without a loss function the outputs themselves, or their sum."""
     if loss is not None:
         return loss(out) if targets is None else loss(out, targets)
-    outputs = list(tensors_in(out))
+    outputs = tensors_in(out)
     graded_outputs = [tensor for tensor in outputs if tensor.requires_grad]
     if transforms_active() and not graded_outputs:  # forward mode requires no gradient
         graded_outputs = [tensor for tensor in outputs if tensor.is_floating_point()]
