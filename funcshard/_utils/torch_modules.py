@@ -72,8 +72,10 @@ def late_copy(tensor: torch.Tensor) -> torch.Tensor:
 
     On the CPU both share memory until one of them is written to: torch's copy on write.
     """
+    # Why not small ones: observers of quantization resize theirs, and torch then fails to write.
     if (
-        tensor.device.type != "cpu"
+        tensor.numel() < LARGE
+        or tensor.device.type != "cpu"
         or tensor.requires_grad
         or type(tensor) is not torch.Tensor
         or tensor.layout != torch.strided

@@ -38,7 +38,7 @@ from funcshard._utils.options import (
     some,
 )
 from funcshard._utils.tensors import byte_view
-from funcshard._utils.torch_modules import LARGE, late_copy
+from funcshard._utils.torch_modules import late_copy
 from funcshard._utils.torch_private import (
     callers_level,
     dispatch_modes,
@@ -197,13 +197,10 @@ class Functional:
         if not buffers:
             return {}
         # Why not below a transform: it has to see the copy, and so has a graph that is recorded.
-        large_copy: Callable[[torch.Tensor], torch.Tensor] = late_copy
+        copy: Callable[[torch.Tensor], torch.Tensor] = late_copy
         if torch.compiler.is_compiling() or recording_or_transforming():
-            large_copy = torch.clone
-        return {
-            name: buffer.clone() if buffer.numel() < LARGE else large_copy(buffer)
-            for name, buffer in buffers.items()
-        }
+            copy = torch.clone
+        return {name: copy(buffer) for name, buffer in buffers.items()}
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the method on ``module``; under a transform or dual level, with ``any_order``."""

@@ -310,10 +310,12 @@ def read_outside(module: nn.Module, inputs: Any) -> set[int]:
     for inner_module in module.modules():
         for parameter in inner_module.parameters():
             holder_ids.setdefault(id(parameter), set()).add(id(inner_module))
-    # Why a memo: the copy shares the parameters, so their ids lead back to the module.
-    clone_root = copy.deepcopy(
-        module, {id(parameter): parameter for parameter in module.parameters()}
-    )
+    # Why a memo: the copy shares the parameters, so their ids lead back to the module. Tensors that
+    # hooks compute from them, as of pruning, can't be copied.
+    computed = [
+        t for m in module.modules() for t in tensors_in(m.__dict__) if t.grad_fn is not None
+    ]
+    clone_root = copy.deepcopy(module, {id(t): t for t in (*module.parameters(), *computed)})
     running_ids: list[int] = []
     for inner_module, cloned_module in zip(module.modules(), clone_root.modules(), strict=True):
         # Why forward and no hooks: a unit is gathered in its forward, and its hooks run outside.

@@ -328,6 +328,7 @@ class Stateful(nn.Module):
         self.place, self.layer = place, nn.Linear(3, 3)
         self.state, self.states, self.list = torch.zeros(2, 3), {"h": torch.zeros(2, 3)}, []
         self.register_buffer("mean", torch.zeros(2, 3))
+        self.register_buffer("range", torch.zeros(0))
 
     def forward(self, x):
         if self.place == "buffer":
@@ -336,6 +337,10 @@ class Stateful(nn.Module):
         if self.place == "buffer in place":
             self.mean.mul_(0.5).add_(self.layer(x).detach())
             return self.layer(x) * self.mean.sin()
+        if self.place == "buffer that grows":
+            if not self.range.numel():
+                self.range.resize_(3).fill_(2.0)  # as an observer of quantization does
+            return self.layer(x) * self.range.sin()
         if self.place == "attribute":
             self.state = torch.tanh(self.layer(x) + self.state)
             return self.state
@@ -362,7 +367,7 @@ def losses_with_and_without_remat(module):
         yield [derivative(functools.partial(loss_fn, remat=remat))(shards) for remat in (True, False)]
 
 
-@pytest.mark.parametrize("place", ["buffer", "buffer in place", "attribute", "dictionary", "list"])
+@pytest.mark.parametrize("place", ["buffer", "buffer in place", "buffer that grows", "attribute", "dictionary", "list"])
 def test_a_unit_runs_again_with_the_state_that_forward_began_with(place):
     """It ran with the state after forward, and had other gradients."""
     for found, expected in losses_with_and_without_remat(Runs(lambda m, x: m.layer(m.layer(x)), layer=Stateful(place))):

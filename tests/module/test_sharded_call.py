@@ -73,7 +73,7 @@ def test_a_hook_that_reads_a_parameter_of_its_unit_is_told_when_hooks_run_and_a_
     words = r"'0\.0\.weight\w*' was read .* outside the forward of unit '0\.0', which owns it; hooks run outside too"
     with pytest.raises(ValueError, match=words):
         check_equal(net, x, ["0.0"])
-    for units in (["0", "1"], []):
+    for units in (["0", "1"], [], fs.wrap.by_size(3)(net, x)):
         check_equal(net, x, units, bits=True)
 
 
