@@ -610,9 +610,8 @@ def record_graph(
     Raises:
         ValueReadError: Python code of ``function`` depends on the value of a tensor.
     """
-    # Why here: they import sympy, which takes long.
+    # Why here: it imports sympy, which takes long.
     from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     # Why: functions of torch.compile in the code run as if they were not compiled.
     dynamo = sys.modules.get("torch._dynamo")
@@ -622,7 +621,9 @@ def record_graph(
     try:
         with patched_config:
             graph_module = make_fx(function, tracing_mode=tracing_mode)(*examples)
-    except GuardOnDataDependentSymNode as error:
+    except Exception as error:
+        if not asks_for_data(error):
+            raise
         raise ValueReadError(str(error).partition("\n")[0]) from error
     constant_names = {
         str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"
@@ -755,9 +756,15 @@ def is_zero_tensor(tensor: torch.Tensor) -> bool:
 
 def asks_for_data(error: Exception) -> bool:
     """Return whether an error says that an operation needs a fake tensor's values."""
-    # Why by name: they lie in a private module.
-    names = ("DataDependentOutputException", "DynamicOutputShapeException")
-    return any(cls.__name__ in names for cls in type(error).__mro__)
+    # Why by name: they lie in private modules. Why by words: of torch.equal, torch.tensor(
+    # [x.sum()]), .numpy() and f"{loss:.2f}" only the first one's error has a class.
+    names = (
+        "DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode"
+    )  # fmt: skip
+    words = "data is not allocated yet", ".numpy() is not supported", "FakeTensor.__format__"
+    return any(cls.__name__ in names for cls in type(error).__mro__) or any(
+        part in str(error) for part in words
+    )
 
 
 def next_sequence_number() -> int:

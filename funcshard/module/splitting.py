@@ -208,6 +208,16 @@ def _by_name(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Tensors, Name
 def _spec(
     path: str, m: nn.Module, tensor_names: Mapping[int, str], module_indices: Mapping[int, int]
 ) -> ModuleSpec:
+    try:
+        parameters = _looked_up(m._parameters, tensor_names)
+        buffers = _looked_up(m._buffers, tensor_names)
+        children = _looked_up(m._modules, module_indices)
+    except KeyError as error:  # tensordict's TensorDictParams makes other parameters
+        raise TypeError(
+            f"make_functional copies the module, and {path or '(root)'!r} ({type(m).__name__}) "
+            "copies itself with other tensors or modules than copy.deepcopy would: keep its "
+            "parameters in an nn.ParameterDict"
+        ) from error
     return ModuleSpec(
         path=path,
         cls=class_for_calls(m),
@@ -216,9 +226,9 @@ def _spec(
             for key, value in m.__dict__.items()
             if key not in TABLES and (key not in TORCH_CONTAINERS or value)
         },
-        parameters=_looked_up(m._parameters, tensor_names),
-        buffers=_looked_up(m._buffers, tensor_names),
-        children=_looked_up(m._modules, module_indices),
+        parameters=parameters,
+        buffers=buffers,
+        children=children,
     )
 
 

@@ -55,6 +55,12 @@ CASES = [
      lambda: traced(loss=lambda out, x: (out * torch.rand(1, generator=torch.Generator().manual_seed(1))).mean())),
     ("trace", "an optimizer that reads values", RuntimeError("found such code in clip.py, line"),
      lambda: traced(optimizer=torchopt.chain(torchopt.clip.clip_grad_norm(1.0), torchopt.sgd(0.1)))),
+    *[("trace", f"a loss that reads values by {reading}", RuntimeError("found such code in graph.py, line"),
+       lambda read=read: traced(loss=lambda out, x: squares(out, x) + len(str(read(out)))))
+      for reading, read in {
+          "torch.equal": lambda out: torch.equal(out, out), "a format": lambda out: f"{out.sum():.2f}",
+          "torch.tensor": lambda out: torch.tensor([out.sum()]), "NumPy": lambda out: out.detach().numpy(),
+      }.items()],
     ("trace", "an optimizer that does something else in its first call",
      RuntimeError("found one that changed its variable 'first_call'"),
      lambda: traced(optimizer=torchopt.sgd(0.1, momentum=0.9))),

@@ -421,6 +421,16 @@ def test_the_mode_of_an_exported_module_is_that_of_its_export() -> None:
     fs.make_functional(traced(two_blocks()))[0].eval()
 
 
+class CopiesItself(nn.Linear):
+    def __deepcopy__(self, memo):
+        return nn.Linear(self.in_features, self.out_features)
+
+
+def test_a_module_that_copies_itself_with_other_tensors_is_an_error() -> None:
+    with pytest.raises(TypeError, match=r"'0' \(Linear\) copies itself with other tensors or modules"):
+        fs.make_functional(nn.Sequential(CopiesItself(3, 3)))
+
+
 @of_torch
 def test_modules_of_unflatten_are_refused_as_they_cannot_be_copied() -> None:
     module = torch.export.unflatten(torch.export.export(two_blocks(), (x,)))
