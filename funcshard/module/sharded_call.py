@@ -592,7 +592,7 @@ def check_order(mesh: Mesh, reached: str, prefetcher: Prefetcher) -> None:
 _ENTRY = "_funcshard_entry"  # the key of the entry in the module's __dict__
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class UnitEntry:
     """How a module of one call enters its unit.
 
@@ -606,13 +606,16 @@ class UnitEntry:
     methods: UnitMethods
     hidden: dict[str, Any]
 
-    def exchange(self, state: dict[str, Any]) -> None:
-        """Exchange what the object has under the methods' names for what is hidden."""
+    def exchange(self, state: dict[str, Any]) -> UnitEntry:
+        """Exchange what the object has for what is hidden; return the entry that takes it back."""
+        # Why another entry: a checkpoint may run the unit again inside its forward, for which the
+        # object has its first state.
         visible = {name: state.pop(name) for name in self.methods if name in state}
         state.update(self.hidden)
-        self.hidden = visible
+        entry = UnitEntry(self.enter, self.methods, visible)
         if state.pop(_ENTRY, None) is None:
-            state[_ENTRY] = self
+            state[_ENTRY] = entry
+        return entry
 
     def end(self, module: nn.Module) -> None:
         """Let the methods refer to ``module`` weakly, so that it is freed without ``gc``."""
@@ -642,7 +645,7 @@ def through_unit(cls: type[nn.Module], name: str, compiled: Method | None = None
             # and neither may a checkpoint inside the method, which calls it again from backward.
             entry = state.get(_ENTRY)
             if entry is not None:  # or else the object is as the user made it already
-                entry.exchange(state)
+                entry = entry.exchange(state)
             try:
                 if compiled is None or name in state:
                     return getattr(module, name)(*args, **kwargs)
@@ -676,16 +679,22 @@ class _RecomputeParams(dict[str, Any]):
     numbers: dict[str, int]
 
     def __getitem__(self, name: str) -> Any:
-        leaf_index = self.numbers.get(name)
+        value, leaf_index = super().__getitem__(name), self.numbers.get(name)
         # Outside of a backward, user code has to meet the placeholder.
-        if leaf_index is None or graph_task_id() == -1:
-            return super().__getitem__(name)
+        in_backward = graph_task_id() != -1
+        if leaf_index is None or not in_backward or not hasattr(value, "funcshard_placeholder"):
+            return value
         # Note: ``torch.utils.checkpoint`` inside the unit calls a part of its forward again, from
         # backward.
-        leaf = self.gathered.leaves_again()[leaf_index]
+        leaf: Any = self.gathered.leaves_again()[leaf_index]
         if leaf.requires_grad:
             _check_second_run(self.gathered.unit)
+        leaf.funcshard_outside = value
         return leaf
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        # Note: ``functional_call`` puts back what it read.
+        super().__setitem__(name, getattr(value, "funcshard_outside", value))
 
 
 def _check_second_run(unit: UnitPlan) -> None:
@@ -751,8 +760,10 @@ def forward_with_leaves(
             table = owner.__dict__["_parameters"] = dict(table)
             for key, leaf_index in entries.items():
                 before, leaf = table.get(key), leaves[leaf_index]
-                # Note: a module at two paths holds its leaves already.
-                if not hasattr(before, "funcshard_placeholder") and before is not leaf:
+                # Note: a module at two paths holds its leaves already, and so does one that a
+                # checkpoint runs again while it runs, for a ``torch.autograd.grad`` inside it.
+                is_replaced = not hasattr(before, "funcshard_placeholder") and before is not leaf
+                if is_replaced and graph_task_id() == -1:
                     raise _replaced(gathered.unit, leaf_index)
                 table[key] = leaf  # type: ignore[assignment]
             filled_tables.append((table, tuple(table.values()), entries))

@@ -411,3 +411,33 @@ def test_a_unit_runs_again_as_it_was_for_a_while(difference):
     """Its gradients were silently those of the module as forward left it."""
     for found, expected in losses_with_and_without_remat(ForAWhile(difference)):
         optree.tree_map(torch.testing.assert_close, found, expected)
+
+
+def with_other_weights(m, x):
+    weights = {name: 1.5 * getattr(m.layer, name) for name in ("weight", "bias")}
+    return torch.func.functional_call(m.layer, weights, (m.layer(x),)).sin()
+
+
+def along_a_slope(m, x):
+    z = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(m.layer(z).sin().sum(), z, create_graph=True)
+    return m.layer(x + slope)
+
+
+INSIDE_A_UNIT = {  # what its checkpoint runs, and whether that is ``remat``
+    "functional_call": (with_other_weights, nn.Linear, False),
+    "a gradient": (along_a_slope, nn.Linear, True),
+    "complex leaves": (
+        lambda m, x: m.layer(x.cfloat()).abs().sin(),
+        functools.partial(nn.Linear, dtype=torch.cfloat),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", INSIDE_A_UNIT)
+def test_a_unit_that_a_checkpoint_runs_again_has_the_gradients_of_the_module(case):
+    """They were those of other weights, or errors."""
+    run, layer, remat = INSIDE_A_UNIT[case]
+    unit = Runs(lambda m, x: run(m, x) if remat else checkpoint(run, m, x, use_reentrant=False), layer=layer(3, 3))
+    check_equal(nn.Sequential(nn.Linear(3, 3), unit), torch.ones(2, 3), ["1"], how={"remat": ["1"] * remat})
