@@ -242,7 +242,6 @@ def run_job(mesh: fs.Mesh, job: Job, folder: Path | None = None) -> Outcome:
     if job.slow:
         mesh = delayed(mesh, job.slow, 0.002)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)  # while torch compiles
         warnings.filterwarnings("ignore", "ignored_classes of the precision hold BatchNorm2d", UserWarning)
         return train(Training.of(job, mesh), folder)

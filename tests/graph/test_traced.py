@@ -203,7 +203,6 @@ def test_the_old_state_is_donated_as_by_the_step() -> None:
             step(old._replace(shards=state.shards), linear.BATCH)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch.func.jvp's
 def test_a_forward_derivative_that_torch_cannot_record_is_named_as_the_cause() -> None:
     module, loss = nn.Sequential(nn.Linear(3, 4), nn.GroupNorm(2, 4)), lambda f, x: torch.func.jvp(f, (x,), (x,))[1].mean()
     with pytest.raises(ValueError, match=r"cannot record this torch.func.jvp: .* as for GroupNorm"):

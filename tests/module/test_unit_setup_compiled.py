@@ -19,7 +19,6 @@ from tests.storages import Log
 
 OF_TORCH = (  # torch's own warnings; Dynamo hides the first one unless it is an error
     "The .grad attribute of a Tensor that is not a leaf",
-    "`torch.jit.script",
     "`gradient_checkpointing_enable` is deprecated",
 )
 OF_OURS = pytest.mark.filterwarnings(

@@ -77,8 +77,6 @@ def run_as_a_program(mesh, name="two_dimensions", options="--steps 3"):
     ):
         # peft 0.21 reads an attribute that transformers 5.23 deprecates
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        # torch 2.13 uses it for forward mode
-        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
         patch.setattr(sys, "argv", [f"{name}.py", *options.replace("RANKS", str(mesh.world_size)).split()])
         patch.setenv("WORLD_SIZE", str(mesh.world_size))
         load(ROOT / "examples" / f"{name}.py").main()
@@ -123,7 +121,6 @@ def in_float64(mesh, name, steps):
 
 
 @pytest.mark.nightly(one_in=3)
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", IN_FLOAT64)
 def test_an_example_has_the_numbers_of_its_plain_modules_in_float64(name):
     torch.set_default_dtype(torch.float64)

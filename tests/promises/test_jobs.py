@@ -19,7 +19,7 @@ JOBS = covering()
 pytestmark = [
     # torch's own warnings, where units are compiled or traced, and what BatchNorm becomes in low precision.
     pytest.mark.filterwarnings(f"ignore:{text}")
-    for text in ("The .grad attribute of a Tensor", "`torch.jit.script", "ignored_classes of the precision hold BatchNorm2d")
+    for text in ("The .grad attribute of a Tensor", "ignored_classes of the precision hold BatchNorm2d")
 ]
 
 

@@ -308,14 +308,12 @@ TRANSFORMS = (
 
 def check(mesh, strategy, transforms=TRANSFORMS):
     world = World(mesh, strategy)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
-        for transform in transforms:
-            try:
-                transform(world)
-            except Exception as error:
-                error.add_note(f"in {transform.__name__}")
-                raise
+    for transform in transforms:
+        try:
+            transform(world)
+        except Exception as error:
+            error.add_note(f"in {transform.__name__}")
+            raise
 
 
 def run_all(run, strategy, world, *args):
