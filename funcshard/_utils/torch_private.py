@@ -757,11 +757,15 @@ def is_zero_tensor(tensor: torch.Tensor) -> bool:
 def asks_for_data(error: Exception) -> bool:
     """Return whether an error says that an operation needs a fake tensor's values."""
     # Why by name: they lie in private modules. Why by words: of torch.equal, torch.tensor(
-    # [x.sum()]), .numpy() and f"{loss:.2f}" only the first one's error has a class.
+    # [x.sum()]), .numpy() and f"{loss:.2f}" only the first one's error has a class, and neither has
+    # that of a number which code kept from an earlier recording ("not tracked").
     names = (
         "DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode"
     )  # fmt: skip
-    words = "data is not allocated yet", ".numpy() is not supported", "FakeTensor.__format__"
+    words = (
+        "data is not allocated yet", ".numpy() is not supported", "FakeTensor.__format__",
+        "not tracked with proxy",
+    )  # fmt: skip
     return any(cls.__name__ in names for cls in type(error).__mro__) or any(
         part in str(error) for part in words
     )

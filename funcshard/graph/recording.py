@@ -55,7 +55,7 @@ def record(step: Step, state: Any, batch: Any, names: Mapping[int, Any]) -> tupl
     check_thread("record with one process for each rank")
     leaves, form = tree.flatten_with_form((state, batch))
     sizes = sizes_of(leaves, names)
-    if names and any(isinstance(leaf, torch.Tensor) and is_dtensor(leaf) for leaf in leaves):
+    if names and any(map(is_dtensor, leaves)):
         raise ValueError(
             "dynamic_shapes takes plain tensors, because sizes of a DTensor belong to a whole "
             "that no rank holds; found a DTensor in the state or the batch: leave out "
@@ -247,15 +247,21 @@ class _Guard(TorchDispatchMode):
         self._set_back = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        argument_leaves = tree.leaves((args, kwargs or {}))
+        kwargs = kwargs or {}
+        argument_leaves = tree.leaves((args, kwargs))
         given_tensors = [value for value in argument_leaves if isinstance(value, torch.Tensor)]
-        if any(is_dtensor(value) for value in given_tensors):
+        if any(map(is_dtensor, given_tensors)):
             # A DTensor runs the operations of its part, which come here again.
             return NotImplemented
         self._note_phase(func, given_tensors)
+        if func.namespace == "c10d":  # Why: its schemas hide that it writes to tensors.
+            raise RuntimeError(
+                f"trace cannot record {func}, because it writes to tensors that its schema doesn't "
+                "name: call fs.psum, fs.all_gather or torch.distributed._functional_collectives"
+            )
         if func is torch.ops.funcshard.set_random_state.default:
             self._set_back = not self._set_back
-        elif graph_task_id() != -1 and not self._set_back and is_random(func, args, kwargs or {}):
+        elif graph_task_id() != -1 and not self._set_back and is_random(func, args, kwargs):
             raise RuntimeError(
                 "trace cannot record random numbers that torch.utils.checkpoint draws again in "
                 f"backward; found {func}: recompute whole units, with fully_shard(remat=...), or "
@@ -285,7 +291,7 @@ class _Guard(TorchDispatchMode):
                     "would be a constant of the graph: pass it in the state's buffers or in the "
                     "batch"
                 )
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def _note_phase(self, func: Any, tensors: list[torch.Tensor]) -> None:
         """Mark where forward, backward and the update begin."""
@@ -298,9 +304,7 @@ class _Guard(TorchDispatchMode):
                 tensor.requires_grad for tensor in tensors
             )
             gathers = func is torch.ops.funcshard.all_gather.default
-            phase = self._phase
-            if differentiates or gathers or not phase:
-                phase = "forward"
+            phase = "forward" if differentiates or gathers else self._phase or "forward"
         if phase != self._phase:
             self._phase = phase
             torch.ops.funcshard.phase(phase)

@@ -18,7 +18,7 @@ import funcshard as fs
 from funcshard.graph.step_graph import StepGraph, collective_of, starts_and_waits
 from tests.graph import linear
 from tests.graph.linear import same
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, run_ranks
 
 ADAMW, SGD = torch.optim.AdamW, torch.optim.SGD
 BFLOAT16 = fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -207,6 +207,33 @@ def test_a_forward_derivative_that_torch_cannot_record_is_named_as_the_cause() -
     module, loss = nn.Sequential(nn.Linear(3, 4), nn.GroupNorm(2, 4)), lambda f, x: torch.func.jvp(f, (x,), (x,))[1].mean()
     with pytest.raises(ValueError, match=r"cannot record this torch.func.jvp: .* as for GroupNorm"):
         fs.trace(*linear.made(fs.Mesh(), loss, module=module), torch.randn(2, 3))
+
+
+def test_a_number_that_code_keeps_between_recordings_is_an_error_of_ours() -> None:
+    counts = Counter[str]()
+
+    def counting(f: Any, x: torch.Tensor) -> torch.Tensor:
+        counts["large"] += (x > 1).sum().item()  # type: ignore[assignment]
+        return linear.squares(f, x)
+
+    with pytest.raises(RuntimeError, match=r"cannot follow Python code .* such code in test_traced.py"):
+        fs.trace(*linear.made(fs.Mesh(), counting, momentum=0.9), linear.BATCH)
+
+
+def of_a_total(f: Any, x: torch.Tensor) -> torch.Tensor:
+    outputs: torch.Tensor = f(x)
+    total = outputs.detach().clone()
+    torch.distributed.all_reduce(total)
+    return (outputs * total).mean()
+
+
+def tracing_of_a_total(mesh: fs.Mesh) -> None:
+    with pytest.raises(RuntimeError, match=r"cannot record c10d.allreduce_.default, .* call fs.psum"):
+        fs.trace(*linear.made(mesh, of_a_total), linear.BATCH)
+
+
+def test_a_collective_of_torch_is_an_error_as_a_graph_would_lose_it() -> None:
+    run_ranks(tracing_of_a_total, 2)
 
 
 def returning_the_data_of_its_all_reduce(step_graph: StepGraph) -> StepGraph:
