@@ -65,7 +65,7 @@ def any_order() -> Iterator[None]:
 
 
 def check_derivatives(error: RuntimeError) -> None:
-    """Raise an error that says what to do if ``error`` is torch's about a missing derivative."""
+    """Raise what says what to do if ``error`` is torch's and tells too little."""
     for torch_text, advice in _ADVICE.items():
         if re.search(torch_text, str(error)):
             raise RuntimeError(advice) from error
@@ -81,12 +81,22 @@ _ADVICE = {
     ),
     r"torch\.func\..* support saved tensor hooks": (
         "torch.utils.checkpoint and other saved-tensor hooks don't run inside torch.func, and so "
-        "not in fs.grad or fs.hvp: use fs.remat or fully_shard(remat=...) in place of a checkpoint"
+        "not in fs.grad or fs.hvp: use fs.remat or fully_shard(remat=...) in place of a checkpoint, "
+        "and no remat of a unit whose forward calls torch.func"
     ),
     r"autograd\.Function with functorch .*setup_context": (
         "an autograd.Function without setup_context doesn't run inside torch.func, and so not in "
         "fs.hvp: give it one; if it's of a reentrant checkpoint, use fs.remat, and remove full "
         "backward hooks"
+    ),
+    r"only change requires_grad flags of leaf": (
+        "forward set requires_grad of a computed tensor; parameters inside a unit are computed too, "
+        "and the plan decides which are trained: freeze it before make_functional, or use its "
+        "detach() in forward"
+    ),
+    r"storage_offset.* divisible": (
+        "forward viewed a tensor in a larger dtype, which starts in the middle of an element; "
+        "parameters start anywhere in the buffer of their unit: view its clone()"
     ),
 }
 

@@ -240,17 +240,29 @@ def test_a_module_may_use_a_transform_inside_its_forward(strategy):
     check_equal(net, torch.linspace(-1, 1, 4), ["*"], strategy=strategy)
 
 
-def test_a_parameter_that_forward_freezes_outside_its_unit_is_told():
-    def freezes(net, x):
-        net.second.weight.requires_grad_()  # as it is
-        net.first.weight.requires_grad_(False)
-        return net.second(net.first(x))
+def freezes(net, x):
+    net.second.weight.requires_grad_(net.second.weight.requires_grad)  # as it is
+    net.first.weight.requires_grad_(False)
+    return net.second(net.first(x))
 
-    net = Runs(freezes, first=nn.Linear(3, 3), second=nn.Linear(3, 3))
-    with pytest.raises(
-        ValueError, match=r"forward set requires_grad=False of parameter 'first.weight', .*: freeze it before"
-    ):
-        check_equal(net, torch.ones(2, 3), ["*"])
+
+def views_pairs_as_complex(net, x):
+    return net.first(x) * torch.view_as_complex(net.pairs).abs()
+
+
+@pytest.mark.parametrize(
+    ("run", "in_units", "advice"),
+    [
+        (freezes, True, "forward set requires_grad=False of parameter 'first.weight', .*: freeze it before"),
+        (freezes, False, "forward set requires_grad of a computed tensor; .*: freeze it before"),
+        (views_pairs_as_complex, False, "parameters start anywhere in the buffer .*: view its clone"),
+    ],
+)
+def test_what_parameters_of_the_module_allow_and_leaves_of_a_unit_do_not_is_told(run, in_units, advice):
+    parts = {"first": nn.Linear(3, 3), "second": nn.Linear(3, 3)}
+    net = Runs(run, alpha=nn.Parameter(torch.ones(())), pairs=nn.Parameter(torch.ones(3, 2)), **parts)
+    with pytest.raises((ValueError, RuntimeError), match=advice):
+        check_equal(net, torch.ones(2, 3), list(parts) if in_units else ())
 
 
 @on_ranks(2)
