@@ -286,10 +286,10 @@ class _Guard(TorchDispatchMode):
                         "torch.func.vjp"
                     )
                 raise ValueError(
-                    "trace records a step whose tensors all come from its arguments; found a "
-                    f"tensor of shape {tuple(tensor.shape)} and {tensor.dtype} in {func}, which "
-                    "would be a constant of the graph: pass it in the state's buffers or in the "
-                    "batch"
+                    "trace records a step whose tensors come from its arguments; found a tensor "
+                    f"of shape {tuple(tensor.shape)} and {tensor.dtype} in {func}, which would be "
+                    "a constant: pass it in the state's buffers or the batch, whose classes "
+                    "optree.register_pytree_node has to know"
                 )
         return func(*args, **kwargs)
 
