@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils.tensors import is_continuous, is_dtensor
+from funcshard._utils.tensors import is_dtensor
 from funcshard._utils.torch_private import (
     address,
     callers_level,
@@ -619,7 +619,7 @@ class Gathered:
     def leaves_again(self) -> list[torch.Tensor]:
         """Return the leaves as the model uses them, gathered again, without a graph."""
         leaf_tensors = [
-            leaf.requires_grad_(comm.plan.trainable and is_continuous(leaf))
+            leaf.requires_grad_(comm.plan.trainable)
             for comm, full_buffer in zip(self._comms, self.buffers(), strict=True)
             for leaf in decoded_views(full_buffer.detach(), comm.plan)
         ]
