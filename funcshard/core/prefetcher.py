@@ -501,7 +501,10 @@ class Gathered:
             and tensor.dtype == self.leaves[buffer_index][0].dtype
             and not tensor.is_conj()
         ):
-            view: ViewAt = tensor.shape, tensor.stride(), tensor.storage_offset()
+            # Why from the buffer's begin: backward's buffer may begin elsewhere in its storage,
+            # if a user's function makes one of the two.
+            offset = tensor.storage_offset() - self.leaves[buffer_index][0].storage_offset()
+            view: ViewAt = tensor.shape, tensor.stride(), offset
             return functools.partial(self._view, buffer_index, view)
         # Autocast made a copy, which autograd would keep until backward.
         # Why: casting the leaf again gives the same bits, so that copy can go with the buffer.
@@ -529,8 +532,8 @@ class Gathered:
             or cast_tensor.device != first_leaf.device
         ):
             return None
-        leaf_view = size, stride, first_leaf.storage_offset() + offset
         cast_view: ViewAt = tensor.shape, tensor.stride(), tensor.storage_offset()
+        leaf_view: ViewAt = size, stride, offset
         return functools.partial(self._view, buffer_index, leaf_view, tensor.dtype, cast_view)
 
     def close(self) -> None:
@@ -570,7 +573,8 @@ class Gathered:
     ) -> torch.Tensor:
         """Return a saved view of a gathered buffer, or of the cast of such a view."""
         # as_strided copies nothing, and the version counter is that of the new buffer.
-        leaf_or_view = self.buffers()[buffer_index].as_strided(*view)
+        full_buffer, (size, stride, offset) = self.buffers()[buffer_index], view
+        leaf_or_view = full_buffer.as_strided(size, stride, full_buffer.storage_offset() + offset)
         if cast_dtype is None:
             return leaf_or_view
         return leaf_or_view.to(cast_dtype).as_strided(*cast_view)
@@ -639,7 +643,7 @@ def _post_backward(
         prefetcher.post_backward(use)
 
 
-# Size, stride and storage offset.
+# Size, stride and offset: in the gathered buffer, or in the storage of a cast.
 ViewAt = tuple[Sequence[int], Sequence[int], Any]
 
 

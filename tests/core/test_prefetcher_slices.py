@@ -52,6 +52,7 @@ def same_step(calls, others):
 
 
 HALVES, KEPT = {"reshard_after_forward": 2}, {"reshard_after_forward": False}
+INSIDE = fs.Cast(torch.clone, lambda rows: torch.cat([rows[0, :1], rows.flatten()])[1:])  # begins inside its memory
 CASES = {  # world, ranks, options
     "a row of a grid": ({"replicate": 2, "shard": 4}, 2, {}),
     "over shard_grad_op": (4, 2, {"strategy": "shard_grad_op"}),
@@ -60,6 +61,7 @@ CASES = {  # world, ranks, options
     "a unit alone": (4, None, {"units": {"0": {}, "1": HALVES, "2": KEPT}}),
     "with buckets": (4, None, {"units": {"0": {}, "1": {}, "2": HALVES}, "bucket_bytes": 10**6}),
     "six ranks": (6, 3, {}),
+    "a cast": (4, 2, {"how": {"cast": lambda unit, buffer: INSIDE}}),
     "a compiled unit": (4, 2, {"how": {"compiler": lambda forward: lambda *args, **kwargs: forward(*args, **kwargs)}}),
 }
 
