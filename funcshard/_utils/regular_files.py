@@ -94,6 +94,7 @@ def release_pages(tensor: torch.Tensor) -> None:
     if tensor.data_ptr() == storage_begin or not tensor.nbytes or _DONTNEED is None:
         return
     if (madvise := _madvise()) is not None:
+        # Why rounded down: madvise takes the address of a page.
         begin = max(tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE, storage_begin)
         madvise(begin, tensor.data_ptr() + tensor.nbytes - begin, _DONTNEED)
 

@@ -114,6 +114,7 @@ def inductor(module: torch.fx.GraphModule, like: Sequence[torch.Tensor]) -> Boxe
         (output_node,) = [node for node in traced_module.graph.nodes if node.op == "output"]
         if not isinstance(output_node.args[0], tuple | list):
             output_node.args = ((output_node.args[0],),)
+        # Why: Inductor keeps the strides of such outputs alone.
         output_node.meta["user_visible_output_idxs"] = list(range(len(output_node.args[0])))
         compiled_graph: Any = compile_fx_inner(traced_module, examples, is_inference=True)
     # Why: its own __call__ looks for profilers and caches of GPU kernels.

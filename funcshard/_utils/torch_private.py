@@ -144,6 +144,7 @@ def apply_by_level(function: Any, call: Any, *tensors: torch.Tensor | None) -> A
     tensors = tuple([None if t is None else functorch.unwrap_if_dead(t) for t in tensors])
     if transform_name == "Vmap":  # whose rule the function has
         return function.apply(call, *tensors)
+    # Note: from here on each tensor is of this level, also one that is constant to it.
     tensors, _ = interpreter.lift(tensors, {})
 
     def unwrap(tensor: torch.Tensor | None) -> Any:
@@ -341,6 +342,7 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 def in_grad() -> bool:
     """Return whether ``torch.autograd.grad`` runs on this thread, and not ``loss.backward()``."""
+    # Note: torch calls it invalid in a backward by chosen inputs, as grad's always is.
     return graph_task_id() != -1 and not torch.autograd._is_checkpoint_valid()
 
 
@@ -670,6 +672,7 @@ def untraced(f: Callable[P, T], warning: str = "") -> Callable[P, T]:
 
     @functools.wraps(f)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        # Why asked first: without Dynamo nothing compiles, and the rest takes longer.
         if "torch._dynamo" not in sys.modules:
             return f(*args, **kwargs)
         # Dynamo takes the condition for true, and Python for false.

@@ -55,6 +55,8 @@ def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
         return functional.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, True)
     device_type = query.device.type
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        # Note: autocast leaves float64 as it is, and is off below, because it would cast
+        # the products of chunks, which compute in float32 at least.
         if query.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device_type)
             query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
@@ -139,6 +141,7 @@ def _outputs_jvp(chunk: Chunk, *inputs: Any, with_values: bool = False) -> Resul
     prob_dot = None
     if score_dot is not None:
         prob_dot = chunk.drop(_softmax_jvp(probs, score_dot)[0])
+    # Why dropped last: softmax has its derivative at the probabilities before dropout.
     probs = chunk.drop(probs)
     out_dot = _sum((prob_dot, value), (probs, value_dot))
     return (probs @ value, out_dot) if with_values else (out_dot,)
@@ -216,6 +219,7 @@ _DRAW_FIRST = (_outputs, _DUALS[_outputs])
 
 def _softmax_jvp(probs: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the derivative of softmax along ``values``, in either mode, and their mean."""
+    # Why in either mode: the Jacobian of softmax is symmetric.
     weighted = probs * values
     mean = weighted.sum(-1, keepdim=True)
     return _add_product(weighted, probs, -mean), mean
@@ -247,6 +251,7 @@ def _sum(*products: Any, plus: Any = None) -> Any:
         if total is None:
             total = left @ right
         elif _in_place():
+            # Note: a product is contiguous, so this is a view of it, and changes total.
             flat_total, *factors = (t.reshape(-1, *t.shape[-2:]) for t in (total, left, right))
             flat_total.baddbmm_(*factors)
         else:
@@ -367,6 +372,8 @@ class ChunkMap:
         parts: dict[int, list[torch.Tensor]] = {i: [] for i in self.wanted if self.outputs[i]}
         sums: dict[int, torch.Tensor] = {}
         random_numbers: Any = contextlib.nullcontext()
+        # Note: values draw from the generators, which move on. Derivatives draw the same
+        # numbers again, from the state that was taken before.
         if self.dropout is not None and self.f not in _DRAW_FIRST:
             random_numbers = self.dropout.state.restored()
         with random_numbers:
@@ -390,10 +397,12 @@ class ChunkMap:
         num_queries, num_batches = query.shape[-2], math.prod(query.shape[:-2])
         step = CHUNK_SCORES // max(1, num_batches * num_keys)
         step = max(LEAST_QUERIES, step // LEAST_QUERIES * LEAST_QUERIES)
+        # Why max: without queries one empty chunk runs, so that each result has its shape.
         for start in range(0, max(1, num_queries), step):
             stop = min(start + step, num_queries)
             num_seen, causal_bias, kept = num_keys, None, None
             if self.is_causal:
+                # Note: as in torch, query i sees keys up to i, even if there are more keys.
                 num_seen = min(stop, num_keys)
                 # Why no more keys: all queries of the chunk see those before it.
                 shape = stop - start, max(0, num_seen - start)

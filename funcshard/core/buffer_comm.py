@@ -70,6 +70,8 @@ class BufferComm:
     buffer: str = ""
     dtypes: CommDtypes = _AS_IS
     offload: bool = False
+    # Note: whether one gather serves two functions, a comparison of comms tells. What is
+    # left out of it changes no byte that travels.
     label: str = field(default="", compare=False)
     own: bool = False
     plan: BufferPlan = field(default=_NO_LEAVES, compare=False)
@@ -284,6 +286,7 @@ def start_gather(
     group = recorded_group("all_gather", comm, "shard", sent_data, sent_data.numel() * rank_count)
     # A gradient of a gradient may have any layout; shards are contiguous already.
     sent_data = sent_data.contiguous()
+    # Why 1-D: functions of with_collectives take such tensors, and vmap adds dims.
     is_own = comm.own and sent_data.ndim == 1
     if is_own and isinstance(group, CustomGroup) and "all_gather" in group.functions:
         work: Work = group.start_own(Op("all_gather", comm.label, None, sent_data))

@@ -143,6 +143,7 @@ def pmax(x: T, mesh: Mesh, *, axis: Axis = None) -> T:
                 f"pmax compares, and complex numbers have no order; found {leaf.dtype}: pass "
                 "x.abs(), or real and imaginary part"
             )
+    # Why amax: it divides the gradient among equal values; max(0) gives one all of it.
     return _mapped(
         "pmax", x, mesh, lambda leaf, names: _gather(leaf, mesh, names, "pmax").amax(0), axis
     )
@@ -222,6 +223,7 @@ def psum_scatter(x: T, mesh: Mesh, *, axis: Axis = None, dim: int = 0, tiled: bo
         rank_rows = _split("psum_scatter", leaf, dim_index, _count(mesh, names), tiled)
         axis_sizes = [mesh.groups[name].size for name in names]
         rank_rows = rank_rows.reshape(*axis_sizes, *rank_rows.shape[1:])
+        # Note: each reduction takes dim 0 away, so the dim of the next axis comes first.
         for name in names:
             rank_rows = Collective.apply(
                 rank_rows, AxisComm("reduce_scatter", mesh, name, "psum_scatter")
@@ -412,6 +414,7 @@ def broadcast_object(value: Any, mesh: Mesh, src: int = 0) -> Any:
                     "or dict of these with strings as keys, which JSON holds exactly; found "
                     f"{value!r:.200}: convert it, or send a tensor with psum or shard"
                 )
+    # Why gathered: a broadcast needs the length on every rank. The other texts are empty.
     return json.loads(all_gather_texts(mesh, json_text, "an object")[src])
 
 
@@ -454,6 +457,7 @@ def agree(value: Any, mesh: Mesh) -> Any:
             f"agree takes a bool, a real number, or a tensor of one; found {outline(value)}: take "
             "its norm, or .all() of conditions"
         )
+    # Note: of bools, ranks take the largest negation, which is 0 if all are true.
     is_bool = isinstance(number, bool)
     own = torch.tensor(float(not number if is_bool else number), dtype=torch.float64, device="cpu")
     largest = pmax(own.to(mesh.device), mesh, axis=tuple(mesh.groups)).item()
@@ -492,6 +496,7 @@ class Collective(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, tensor: torch.Tensor, comm: AxisComm | SumComm) -> Any:
+        # Why last: collectives run over dim 0, whose rows have all other dims.
         out = Collective.apply(tensor.movedim(in_dims[0], -1), comm)
         return out, out.ndim - 1
 
@@ -553,6 +558,7 @@ def _permuted(
     if held_pairs and has_moved:
         return held_rows[0]
     if held_pairs:
+        # Why a clone: the result of a collective shares no memory with its argument.
         return held_rows[0].clone()
     # Why a sum, of no rows: a rank that receives zeros takes part in the backward too.
     return held_rows.sum(0, dtype=held_rows.dtype)

@@ -87,6 +87,7 @@ def grad(
         def loss_and_aux(shards: Any) -> Any:
             result = named_results(loss_fn(shards, *rest, **kwargs), has_aux=has_aux)
             loss = check_loss(result["loss"])
+            # Note: in a transform, a loss that depends on no leaf requires no gradient.
             if not loss.requires_grad:
                 raise ValueError(CONSTANT)
             return loss.reshape(()), result.get("aux")
@@ -339,6 +340,7 @@ def gnvp(
         return check_loss(loss_fn(outputs)).reshape(()), None
 
     outputs = of_leaves.build_outputs(outs)
+    # Why the same use: the mean runs over the ranks of the loss's collectives too.
     of_outputs = _Leaves(loss_of, (outputs,), has_aux=True, use=of_leaves.use)
     gradient = torch.func.grad(of_outputs.scalar, has_aux=True)
     curved = torch.func.jvp(lambda *outs: gradient(outs)[0], outs, out_tangents)[1]
@@ -388,6 +390,7 @@ def jacobian(f: Callable[[Any], Any], inputs: Any, *, chunk_size: int | None = N
     rows = torch.func.jacrev(of_leaves, by_all, has_aux=True, chunk_size=chunk_size)(
         *of_leaves.leaves
     )[0]
+    # Why afterwards: only a run shows which of the inputs a unit gathers.
     for leaf in of_leaves.leaves:
         if comm := of_leaves.use.comm(leaf):
             raise ValueError(
@@ -445,6 +448,7 @@ class _Leaves:
         outputs, aux = result, None
         if self.has_aux:
             outputs, aux = result
+        # Note: transforms return tensors alone, so the form of the results is left here.
         outs, self.build_outputs = tree.flatten(outputs)
         if not outs or not all(isinstance(out, torch.Tensor) for out in outs):
             raise TypeError(

@@ -46,6 +46,7 @@ class DTensorForm:
         # Why not at the top of the file: importing this takes longer than importing this library.
         from torch.distributed.tensor import DTensor
 
+        # Why no check: it would communicate, in a collective that no plan predicts.
         return DTensor.from_local(
             local,
             self.device_mesh,

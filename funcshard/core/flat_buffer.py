@@ -215,6 +215,7 @@ def _parts(
         if leaf is None:
             leaf_row = like_tensor.new_zeros(row_shape)
         elif leaf.is_contiguous() or leaf.stride(0) == 0 or dispatch_modes():
+            # Note: of a leaf that is expanded over samples, this is a view, too.
             leaf_row = leaf.reshape(row_shape)
         else:
             # Why the group's memory: the gradient of a weight comes transposed out of vmap. New
@@ -243,6 +244,7 @@ def _by_rank(rows: Sequence[torch.Tensor], comm: BufferComm) -> torch.Tensor:
         slice_parts(rows, rank * shard_numel, (rank + 1) * shard_numel)
         for rank in range(comm.plan.shards)
     ]
+    # Why not in the group's memory: it is real, and in a recording tensors have no data.
     if dispatch_modes():
         return torch.stack([torch.cat(slices, -1) for slices in rank_slices]).view(-1)
     shape = len(rank_slices), len(rows[0]), shard_numel

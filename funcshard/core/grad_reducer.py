@@ -232,6 +232,7 @@ class GradReducer:
     def find_kept(self, comms: Sequence[BufferComm], shard: UnitShard) -> Handles | None:
         """Return the handles of a unit that stays gathered, if shard and ``comms`` are the same."""
         unit_shards = [shard[comm.buffer] for comm in comms]
+        # Note: all shards of a unit are kept and dropped together, so the first one tells.
         first_leaf = self.leaf_by_id.get(id(unit_shards[0])) if unit_shards else None
         if first_leaf is None or first_leaf.kept is None:
             return None
@@ -365,6 +366,7 @@ class GradReducer:
             leaf.kept = None
 
     def _start(self, leaf: LeafGradient, parts: list[torch.Tensor], comm: BufferComm) -> None:
+        # Note: with a hook, ``add`` has made one part of all, to which the hook may write.
         if self._on_grad is not None:
             self._on_grad(comm.unit or "", comm.plan, parts[0])
         if comm.dtypes.divided:
@@ -414,6 +416,7 @@ def _divided(leaf: LeafGradient, parts: list[torch.Tensor], comm: BufferComm) ->
     if divisor == 1:
         return parts
     leaf.divisor = divisor
+    # Note: a single part may be written to, as ``_parts`` returns no leaf's memory alone.
     whole_gradient = parts[0] if len(parts) == 1 else torch.cat(parts)
     return [whole_gradient.div_(divisor)]
 

@@ -474,6 +474,8 @@ def evaluate(
     if function.micro_batches is not None:
         calls = _calls(function.micro_batches, options.reduce, loss_fn, shards, rest, kwargs)
     shard_leaves, unflatten = tree.flatten(shards)
+    # Note: frozen shards too. Only a unit knows which are: it detaches them when it
+    # gathers, and ``_gradient`` returns None for them.
     local_leaves = [
         leaf.detach().requires_grad_(leaf.is_floating_point() or leaf.is_complex())
         for leaf in shard_leaves
@@ -566,6 +568,7 @@ def _backward(loss: torch.Tensor, local: Sequence[torch.Tensor], reducer: GradRe
             # Why single-threaded, also on CUDA: only so does backward see context variables, such
             # as the event log.
             with torch.autograd.set_multithreading_enabled(False):
+                # Why UNGATHERED too: then a placeholder in the loss raises in its backward.
                 *direct_grads, _ = torch.autograd.grad(
                     loss, [*(shard for shard, _ in trained_pairs), UNGATHERED], allow_unused=True
                 )

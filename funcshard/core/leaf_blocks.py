@@ -46,6 +46,7 @@ class LeafBlocks:
     def write(self, out: torch.Tensor, begin: int) -> None:
         """Write values into ``out``, of one dim: those from an index of the raveled tensor on."""
         numel, end = math.prod(self.shape), begin + out.numel()
+        # Note: one generator serves all blocks, because ``fill`` seeds it for each.
         generator = torch.Generator("cpu" if self.device.type == "meta" else self.device)
         same_device = out.device.type == self.device.type
         for block in range(begin // BLOCK, block_count(end)):

@@ -81,6 +81,7 @@ class ScheduleLearner:
         """Take the order of a returned call: of forward, and of the backward that may follow."""
         ran_order = tuple(prefetcher.ran)
         undo = UNDO.get()
+        # Why undone: a rank that has failed learned nothing, and all ranks need one order.
         if undo is not None:
             before = {**vars(self), "inside": {*self.inside}}
             undo.append(functools.partial(vars(self).update, before))
@@ -164,6 +165,7 @@ class Prefetcher:
     def post_forward(self) -> None:
         """End forward: drop the gathers of units that were never called."""
         self.returned = True
+        # Why wait: as in ``end_backward``, the memory has to outlive the collective.
         for handle in itertools.chain(*self._handles.values()):
             handle.work.wait()
         self._handles.clear()
@@ -183,10 +185,12 @@ class Prefetcher:
         # Why ask: a backward inside the loss function, as for a gradient penalty, is another one.
         is_own = reducer is not None and reducer.in_backward
         if is_own and self._schedule.backward_prefetch == "pre":
+            # Note: this moment lies before that of every use.
             self._prefetch(-self.now - 1, most=1)
 
     def pre_backward(self, use: Use, source: UnitSource) -> Handles:
         """Gather a use that backward reaches, if its gather has not started; prefetch the next."""
+        # Note: forward saw no use of a leaf, so a checkpoint hid it. Later calls know.
         if not use.last:
             self._learner.inside.add(use.name)
         # A frozen unit has no nodes, and tells nothing about the backward that runs.
@@ -328,6 +332,7 @@ class UnitSource:
             if comm is not None:
                 group, first_leaf = comm.mesh.shard, gathered[buffer_index][0].detach()
                 slice_numel = comm.plan.padded_numel // group.size
+                # Note: the first leaf begins where the buffer does.
                 buffer_begin = first_leaf.storage_offset()
                 all_slices = first_leaf.as_strided(
                     (group.size, slice_numel), (slice_numel, 1), buffer_begin
@@ -434,6 +439,7 @@ class Gathered:
         self.shared, self.source, self.kept = shared, source, kept
         self.needed, self.runs = False, 0
         # The index of each buffer by the identity of its storage, and of its autograd node.
+        # Note: nobody asks once the leaves are gone, so these ids are of no other object.
         self._buffer_of: dict[int, int] = {}
         self.full: list[torch.Tensor] | None = None
         self._use: tuple[Prefetcher, Use] | None = None
@@ -622,6 +628,8 @@ class Gathered:
     @unseen
     def leaves_again(self) -> list[torch.Tensor]:
         """Return the leaves as the model uses them, gathered again, without a graph."""
+        # Why requires_grad: else a checkpoint's second run would save fewer tensors than
+        # its first. No gradient reaches these leaves.
         leaf_tensors = [
             leaf.requires_grad_(comm.plan.trainable)
             for comm, full_buffer in zip(self._comms, self.buffers(), strict=True)

@@ -369,6 +369,7 @@ class _Call:
             if not pairs_with_graph:
                 return [torch.zeros_like(x) if has_zeros else None for x in chosen_inputs]
             out_tensors, out_grads = zip(*pairs_with_graph, strict=True)
+            # Note: frees the outputs of which no gradient is asked, and their graphs.
             del outs, out_pairs, pairs_with_graph
             return torch.autograd.grad(
                 out_tensors,

@@ -169,9 +169,7 @@ def cut_from_rank(
             if "shard" not in buffer.local:
                 broadcast(full_buffer, src, mesh, ["shard"])
             shard_index = mesh.shard.rank if buffer.shards > 1 else 0
-            shard_values = full_buffer.unflatten(0, (buffer.shards, buffer.shard_numel))[
-                shard_index
-            ].clone()
+            shard_values = full_buffer.view(buffer.shards, buffer.shard_numel)[shard_index]
         if repeated_axes:
             broadcast(shard_values, src, mesh, repeated_axes)
         return local_shard.copy_(shard_values)

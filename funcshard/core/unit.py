@@ -333,8 +333,11 @@ class Unshard:
                 # A frozen buffer has no autograd node, so that backward does not reduce it.
                 if not comm.plan.trainable:
                     local_shard = local_shard.detach()
+                # Note: a gather that starts here shares memory under transforms alone.
+                # Elsewhere outputs may lie in it; see ``shared`` below.
                 leaves = ShardToLeaves.apply(local_shard, comm, handle, transforms_active())
                 # Why look at the gathered leaf: a Function under no_grad is not told so.
+                # Why not in backward: a recomputation's gathers bring it no gradient.
                 if leaf is not None and reducer is not None and reducer.task is None:
                     first_leaf = leaves[0]
                     leaf.awaited += first_leaf.requires_grad or unwrapped(first_leaf).requires_grad

@@ -104,6 +104,7 @@ class DrawnValues:
         elif func in _CHANGES and self.steps:
             self.steps.append((func, args, kwargs, None))
         else:
+            # Note: a change before any write runs on the NaN of ``make_whole``, and shows.
             return False
         return True
 

@@ -239,6 +239,7 @@ def make_template(
     empty_tensor = torch.empty(0, device="meta", dtype=torch.float32)
     stand_ins: Tensors = {}
     for name, tensor in tensors.items():
+        # Why an object for each name: the memo of deepcopy goes by identity.
         stand_ins[name] = empty_tensor.detach()
         if isinstance(tensor, nn.Parameter):
             stand_ins[name] = nn.Parameter(empty_tensor, requires_grad=False)

@@ -198,6 +198,7 @@ def fully_shard(
                 for leaf in buffer.leaves:
                     outside_tensors[leaf.path] = placeholder(leaf, buffer, unit, mesh.device)
         trained_names = [b_leaf.path for _, b in trainable_buffers(plan) for b_leaf in b.leaves]
+        # Why these: placeholders outlive the modes and transforms in which you make them.
         with no_transforms(), torch.inference_mode(False), torch.enable_grad():
             trained_tensors = _Ungathered.apply(
                 UNGATHERED, [outside_tensors[name] for name in trained_names]
@@ -394,6 +395,7 @@ class _Ungathered(torch.autograd.Function):
     def forward(ctx: Any, _: torch.Tensor, placeholders: Sequence[Any]) -> tuple[Any, ...]:
         ctx.leaves = [(tensor.leaf, tensor.unit) for tensor in placeholders]
         ctx.set_materialize_grads(False)
+        # Why in a list: autograd takes what is inside for new results, and not for inputs.
         return tuple(placeholders)
 
     @staticmethod

@@ -279,6 +279,7 @@ def _reset_module(
                     blank, buffer.trainable and name not in frozen_names
                 )
             table[key] = blank_params[leaf.path]
+        # Why all before any is kept: a reset may write to other parameters of its unit.
         for path, m in unit_modules:
             _reset(path, m, reset)
         for table, key, name in table_entries:

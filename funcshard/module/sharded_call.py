@@ -250,6 +250,7 @@ def _run_inside(module: nn.Module, forward: Callable[..., Any], args: Any, kwarg
 def _check_gathered(out: Any) -> None:
     """Raise if outputs are functions of placeholders."""
     for tensor in map(unwrapped, tensors_in(out)):
+        # Note: by UNGATHERED, backward visits only what leads to placeholders, which raise.
         if tensor.requires_grad and tensor.layout is torch.strided:
             with no_transforms():
                 # Why a view: no hook of the tensor must run.
@@ -454,7 +455,6 @@ class UnitCall:
         copy = torch.clone if recording_or_transforming() else late_copy
         # Why in a namespace: ``remat`` refuses a function that captured tensors in dictionaries.
         began = types.SimpleNamespace(tables=tables, places=places, contents=_get_contents(tables))
-        del tables, places
         began.ran = False
 
         def run(
@@ -613,6 +613,7 @@ class UnitEntry:
         visible = {name: state.pop(name) for name in self.methods if name in state}
         state.update(self.hidden)
         entry = UnitEntry(self.enter, self.methods, visible)
+        # Note: inside the unit the key is gone, so ``through_unit`` does not enter again.
         if state.pop(_ENTRY, None) is None:
             state[_ENTRY] = entry
         return entry
@@ -678,6 +679,7 @@ class _RecomputeParams(dict[str, Any]):
     gathered: Gathered
     numbers: dict[str, int]
 
+    # Note: nn.Module finds attributes by this; whoever lists parameters gets placeholders.
     def __getitem__(self, name: str) -> Any:
         value, leaf_index = super().__getitem__(name), self.numbers.get(name)
         # Outside of a backward, user code has to meet the placeholder.

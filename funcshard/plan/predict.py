@@ -339,6 +339,7 @@ class _Step:
             gathers, _, ahead_units = order.call(unit_name, stays=stays)
             if gathers and unit_name not in self._kept:
                 yield from self._gathers(unit_name)
+            # Note: as ``GradReducer.keep``, which keeps no unit that backward won't need.
             if stays and (self._reductions(unit_name) or unit_name not in self._spared):
                 self._kept.add(unit_name)
             yield from self._recompute(ahead_units)

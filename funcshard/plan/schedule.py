@@ -262,6 +262,7 @@ class BackwardOrder:
         """
         ahead_uses = []
         uses_left = self.schedule.limit if most is None else most
+        # Note: the use at the moment itself is the one that backward computes with.
         first_use = bisect.bisect_left(self.uses, (moment + 1, 0, ""))
         for _, use_index, unit_name in self.uses[first_use:]:
             # What is in memory, or is never reached, takes no part of the limit.

@@ -170,6 +170,7 @@ def _decode_nf4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     levels = _nf4_levels(codes.device).expand(16, 16)
     # Why as int64: one number for two elements is found in half the time.
     byte_levels = torch.stack([levels.t(), levels], -1).view(torch.int64).flatten()
+    # Why int: torch takes no bytes as indices.
     elements = byte_levels.index_select(0, codes.flatten().int()).view(torch.float32)
     return elements.view(-1, 2 * codes.shape[1]).mul_(scales)
 
@@ -253,6 +254,7 @@ class Packing:
         Raises:
             ValueError: the functions do not return rows for rows.
         """
+        # Why two: one block would not show whether there is a row for each.
         blocks = torch.zeros(2, storage.block, dtype=dtype_of(dtype), device="cpu")
         with torch.no_grad():
             encoded = _tuple_of(storage.encode(blocks))

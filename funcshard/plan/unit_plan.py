@@ -213,6 +213,7 @@ class BufferPlan:
                 offset, shape = self.packing.numel_of(offset), leaf.unpacked or ()
             strides = [1]
             for dim_size in reversed(shape[1:]):
+                # Why at least 1: torch gives empty tensors such strides.
                 strides.append(strides[-1] * max(dim_size, 1))
             leaf_views.append((shape, tuple(reversed(strides[: len(shape)])), offset))
         return tuple(leaf_views)

@@ -82,6 +82,7 @@ def attempt(
         UNDO.reset(undo_token)
     if not failures:
         return result, {}
+    # Why: a rank that has failed drew fewer numbers than the others.
     random_before.put()
     for undo_change in reversed(undo):
         undo_change()

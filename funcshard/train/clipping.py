@@ -85,6 +85,7 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
                 sharded.append(grad)
             else:
                 unsharded.append(grad)
+    # Why norms, and not sums of powers: these overflow, and need a case for infinity.
     # Along the shard axis only, because ranks along the replicate axis hold the same shards.
     norms_of_shards = start_gather_flat(_norm(sharded, norm_type, mesh).reshape(1), mesh).finish()
     # Buffers that are not sharded are the same on all ranks, so they are counted once, here.

@@ -216,6 +216,7 @@ def learn_entries(
                 for name, value in merged.items()
                 if name not in _IGNORED
             }
+            # Why: a class may ask for a rate, though no entry depends on it.
             if "lr" in merged:
                 first_options["lr"] = 0.0
             # Two elements: an entry of this shape has a value for each element of a leaf.

@@ -166,6 +166,7 @@ def per_sample_grad(
             norms = walk.norms(squares)
             weights = torch.ones_like(norms)
             if max_norm is not None:
+                # Note: the infinite factor of a zero gradient becomes 1.
                 weights = (max_norm / norms).clamp(max=1.0)
             for buffer_sum, _, leaf, leaf_rows in rows:
                 # Why a product: it clips and adds in one pass, without a copy of the clipped

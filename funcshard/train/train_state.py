@@ -90,6 +90,7 @@ def choose_tree(is_first: torch.Tensor, first: T, second: T) -> T:
             return second_leaf
         if isinstance(second_leaf, torch.Tensor):
             return torch.where(flag_on(second_leaf.device), first_leaf, second_leaf)
+        # Why arithmetic: in a graph the flag is a symbol, on which Python cannot branch.
         return second_leaf + (first_leaf - second_leaf) * flag_number()
 
     return tree.map(choose, first, second)

@@ -308,6 +308,7 @@ class TrainStep:
         local_weight = 0.0
         local_total: Any = 0.0
 
+        # Note: each micro-batch begins with the buffers that the one before has left.
         def loss_and_rest(shards: Shards, batch: Any) -> Any:
             nonlocal buffers, local_weight, local_total
             result = named_results(
