@@ -249,7 +249,9 @@ def eigsh(
         num_vectors, rest_norm, next_vector = _extend(A, basis, projected, num_kept, dot)
         values, vectors = torch.linalg.eigh(projected[:num_vectors, :num_vectors])
         residual_norms = rest_norm * vectors[-1].abs()
+        # Why stable: of equal eigenvalues, each rank has to keep the same ones.
         best_first = {"LM": -values.abs(), "LA": -values, "SA": values}[which].argsort(stable=True)
+        # Why: the largest eigenvalue sets the rounding that every residual has.
         rounding = torch.finfo(tree.leaves(v0)[0].dtype).eps * values.abs().max()
         residual_bounds = torch.maximum(tol * values.abs(), rounding)
         if restart_number == maxiter or (residual_norms <= residual_bounds)[best_first[:k]].all():
@@ -259,6 +261,7 @@ def eigsh(
         best = best_first[:num_kept]
         _put(basis, slice(num_kept), _combine(vectors[:, best].T, basis))
         _put(basis, num_kept, next_vector)
+        # Note: ``_extend`` fills in the row that couples these to the next vector.
         projected.zero_().diagonal()[:num_kept] = values[best]
     best = best_first[:k].sort().values
     return (

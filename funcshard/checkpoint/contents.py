@@ -327,6 +327,7 @@ def time_after(folder: Path) -> int:
         if saved_time >= current_time:
             # Note: the clock of this host may be behind that of the host that saved it.
             with contextlib.suppress(OSError, ValueError):  # a damaged one
+                # Why the whole index: its first bytes alone have no checksum.
                 return min(read_contents(path).saved + 1, file_data.MOST)
     return current_time
 

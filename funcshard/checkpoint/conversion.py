@@ -238,6 +238,7 @@ def write_dcp(path: Path, folder: Path, watch: Watch = unwatched) -> Path:
 
         # Why rank by rank: a file for each, whose tensors are read one after another.
         for rank, items in items_of_ranks.items():
+            # Note: of these two, torch's writer uses only prefix and resolve_data.
             save_plan = SavePlan(items, storage_data=SimpleNamespace(prefix=f"__{rank}_"))
             planner: Any = SimpleNamespace(resolve_data=resolve_data)
             results.append(writer.write_data(save_plan, planner).wait())

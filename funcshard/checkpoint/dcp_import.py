@@ -40,6 +40,7 @@ _RECORDS = re.compile(
     r"(BytesStorageMetadata|ChunkStorageMetadata|Metadata|MetadataIndex|StorageMeta|TensorProperties"
     r"|TensorStorageMetadata|_?MEM_FORMAT_ENCODING)"
     r"|torch\.distributed\.checkpoint\.filesystem\._StorageInfo|torch\.serialization\._get_layout"
+    # Note: in Python 3.13 the classes of paths are in pathlib._local.
     r"|pathlib(\._local)?\.(Posix|Windows)Path"
 )
 
@@ -291,6 +292,7 @@ def _read_metadata(folder: Path) -> tuple[dict[str, _Tensor], str]:
                 place = places.get((title, offsets)) or places[title, ()]
                 chunks[Box(offsets, tuple(chunk.sizes))] = place
             name = _WRAPPERS.sub("", title)
+            # Note: TensorProperties are pickled as a tuple, which begins with the dtype.
             dtype = stored.properties.state[0]
             tensors[name] = _Tensor(folder, name, tuple(stored.size), dtype, chunks)
     except Exception as error:  # of any kind: the reader of pickles raises what it meets

@@ -133,6 +133,8 @@ def publish(path: Path, save: str) -> None:
     sync(path)
     # Note: a crash of the host must not keep the index and lose files that it stands for.
     os.replace(path / f"{save}.part", path / INDEX)
+    # Why before old files go: a crash of the host could bring the old index back.
+    # Note: the name of a new folder lies in its parent.
     sync(path)
     sync(path.parent)
     remove_files(path, lambda other: other != save)
@@ -161,6 +163,7 @@ def remove_unfinished(path: Path) -> None:
     """Delete a folder with files of killed saves and no index, unless a save is running."""
     if _has_index(path):  # first: a save to a checkpoint beside this one may want its lock
         return
+    # Note: filelock's Timeout is an OSError, so a running save keeps its folder.
     with contextlib.suppress(OSError), locked(path):
         if not _has_index(path) and not foreign_names(path):
             delete(path)

@@ -307,6 +307,7 @@ def _read_base(
     prefix: Any = module.base_model_prefix
     pending_converters: dict[str, Any] = {}
     source_tensors: dict[str, list[torch.Tensor]] = {}
+    # Why this order: a converter joins tensors as they come, so expert 2 before 10.
     for name in sorted(tensors, key=loading.dot_natural_key):
         # Note: transformers' own tables say which names and tensors become which.
         target, pattern = loading.rename_source_key(name, renamings, converters, prefix, names)
@@ -316,6 +317,7 @@ def _read_base(
         if target in names and pattern is None:
             yield {target: tensors[name]}, [tensors[name]]
         elif target in names:
+            # Why a copy: a converter collects in itself the tensors of one target.
             target_converter = pending_converters.setdefault(
                 target, copy.deepcopy(converter_of[pattern])
             )

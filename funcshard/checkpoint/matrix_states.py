@@ -56,6 +56,7 @@ def matrix_states_by_path(
                 else:
                     axes = [axis for axis in mesh.groups if axis not in own]
                     value = _from_rank(source, value, mesh, axes)
+                    # Why not earlier: every rank takes part in the broadcast.
                     if delivery.rank0_only and mesh.rank:
                         continue
                     value = kept_copy(value, delivery.offload)
@@ -87,6 +88,7 @@ def load_matrix_states(
             for name, value in by_path.get(matrix.holder.path, {}).items()
             if name.startswith(prefix)
         }
+        # Why not earlier: every rank takes part in the broadcasts of all matrices.
         if not place.items() <= mesh.position.items():
             continue
         # Note: init tells the form of the state, as for every pair of functions.

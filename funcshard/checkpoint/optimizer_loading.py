@@ -133,6 +133,7 @@ def optimizer_from_state_dict(
         if src == mesh.rank:
             _check_full(by_path)
             state_text = f"{to_text(by_path)}\n{to_text(options, with_elements=True)}"
+    # Note: JSON escapes line breaks, so the only one is between the two texts.
     text_lines = broadcast_text(state_text, src, mesh).split("\n")
     if src != mesh.rank:
         by_path, options = (from_text(line, mesh.device) for line in text_lines)

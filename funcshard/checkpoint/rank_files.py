@@ -159,6 +159,7 @@ def write_rank(folder: Path, save: str, rank: int, flat: FlatState, tensors: Ten
         unfinished = folder / f"{save}-{rank}.part"
         write_text(unfinished, json.dumps(encode(rank_table), separators=(",", ":")))
         # Note: rank 0 takes the name for the news that the tensors are on the disk.
+        # Note: publish syncs the folder, once for the names of all ranks.
         os.rename(unfinished, folder / table_file(save, rank))
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else error
@@ -321,6 +322,7 @@ class RankReader:
             # because reads move forward. Its memory is used again, because new pages take longer
             # than a copy.
             if len(self._blocks) >= _MOST_BLOCKS:
+                # Note: readers have copied the old block before they ask for another.
                 memory = self._blocks.pop(next(iter(self._blocks))).obj
             else:
                 memory = bytearray(CHECKED)

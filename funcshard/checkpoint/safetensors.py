@@ -270,6 +270,7 @@ def _write(
     """Write the files into a temporary folder, and rename them at the end, the index last."""
     folder.mkdir(parents=True, exist_ok=True)
     title = next(iter(files)) if is_single else "safetensors"
+    # Why inside the folder: os.replace works within one file system only.
     part_folder, export_lock = folder / f".{title}.part", FileLock(folder / f".{title}.lock")
     try:
         export_lock.acquire(timeout=0.5)
@@ -300,6 +301,7 @@ def _write(
             written_names.append(_INDEX)
             # Why first: no program finds an index beside files of two exports.
             (folder / _INDEX).unlink(missing_ok=True)
+            # Why: after a crash of the host, the old index could be back beside new files.
             sync(folder)
         for name in written_names:
             os.replace(part_folder / name, folder / name)

@@ -179,6 +179,7 @@ def save(
         # Note: also frees rank 0's lock, if the same path is saved to again.
         after.wait()
     _check_plans(plan, mesh, {"path": str(path)})
+    # Why secrets: random would shift the user's numbers, and equal seeds give equal tokens.
     save_lock, drawn_token = None, secrets.randbits(32)
     # Note: until the thread has it, an error gives back the lock and deletes the files.
     with ExitStack() as undo_stack:
@@ -293,6 +294,7 @@ def restore(
             fault = error
         # Note: a save may replace the checkpoint while ranks read it, and they may meet both.
         own_report = json.dumps([read_save, save_at(path), fault is not None])
+        # Why a set: most ranks report the same, and only what differs decides.
         rank_reports = [json.loads(text) for text in {*all_gather_texts(mesh, own_report)}]
         has_failed = any(failed for _, _, failed in rank_reports)
         if not has_failed and len({read_save for read_save, _, _ in rank_reports}) == 1:

@@ -572,6 +572,7 @@ def _iterate(
                 assert joined_leaf is not None, "every rank takes part"
                 named_tensors[leaf.path] = joined_leaf
         full_buffers.clear()
+        # Why: a generator keeps its variables' memory while you use what it yields.
         del full_buffer, view, joined_leaf
         if apply is not None:
             # Note: experts, for example, are one leaf, and several tensors in files.

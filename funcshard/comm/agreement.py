@@ -76,6 +76,7 @@ def check_once(mesh: Ranks, texts: Mapping[str, str], label: str) -> None:
     # Why only now: ranks that differ have raised, and compare again next time.
     mesh.memo[known_call] = True
     undo = UNDO.get()
+    # Why undone: a rank that failed before this would compare alone next time.
     if undo is not None:
         undo.append(lambda: mesh.memo.pop(known_call, None))
 
@@ -137,6 +138,7 @@ def text_of(value: Any) -> str:
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if callable(value):
         return f"{module}.{name}" if module and name and "<" not in name else _SOME
+    # Note: a data class itself is callable, so what comes here is an instance of one.
     if dataclasses.is_dataclass(value):
         field_names = [class_field.name for class_field in dataclasses.fields(value)]
         field_values = {field_name: getattr(value, field_name) for field_name in field_names}
@@ -148,6 +150,7 @@ def text_of(value: Any) -> str:
 
 
 def _may_be_the_same(own: str, other: str) -> bool:
+    # Why not None: a rank without a function differs from one that has any function.
     return _SOME in (own, other) and _NONE not in (own, other)
 
 
@@ -173,5 +176,6 @@ def all_gather_texts(mesh: Ranks, text: str, label: str = "") -> list[str]:
         }
         texts = []
         for group_message in group_messages:
+            # Note: all ranks had equally many texts before, so a lone one is repeated.
             texts += texts_of[group_message] * (texts_before // len(texts_of[group_message]))
     return texts

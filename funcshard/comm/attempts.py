@@ -106,6 +106,7 @@ class AttemptLog:
         self._failed = self._silent = False  # whether this rank has failed, and has said so
         self._published, self._keys = 0, list[str]()
         pulse = watch.pulse
+        # Why last: from here on the watch's thread may call ``look`` at any moment.
         pulse.attempt = self
         if pulse.look_every == math.inf:  # the first attempt wakes the thread
             pulse.look_every = _LOOK
@@ -171,6 +172,7 @@ class AttemptLog:
             RuntimeError: a rank is lost, or this one cannot follow the others.
         """
         self._failed = True
+        # Why: the watch's thread wakes, and tells the other ranks without delay.
         self._watch.pulse.questions.put(None)
         try:
             while (entry := self._entry(index := len(self.entries))) is not None:
@@ -228,6 +230,7 @@ class AttemptLog:
         if self._failed:
             self._write(store, f"failed/{self._watch.rank}", "")
             self._write(store, "failed", "")
+            # Why no more: what this rank issues from here on it has from others' logs.
             self._silent = True
 
     def _key(self, name: object) -> str:
@@ -244,6 +247,7 @@ class AttemptLog:
     def forget(self) -> None:
         """Delete what this rank has shown, after the agreement, when no rank reads it any more."""
         with contextlib.suppress(RuntimeError):
+            # Why by the thread: it alone writes these keys, and none after ``close``.
             self._watch.ask(self._delete)
 
     def _delete(self, store: Any) -> None:

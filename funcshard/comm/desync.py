@@ -169,6 +169,7 @@ class DesyncDetector:
         if new_size:
             sizes.add(numel)
             if len(self._sizes) > MOST_CONTEXTS:
+                # Note: all ranks clear at one collective, so they agree on what is new.
                 self._sizes.clear()
         # Note: sizes are no part of a context, so a batch of another length is in a known one.
         context = self._context = (*self._context[1:], kind_code)
@@ -178,6 +179,7 @@ class DesyncDetector:
         elif self.number % COMPARE_EVERY == 0:
             self._finish_comparison()
             self.comparison = self._start_comparison(0)
+        # Why here too: a desync is named sooner. Ranks may differ in when, as none waits.
         elif self.comparison is not None and has_ended(self.comparison.work):
             self._finish_comparison()
         return self.number
@@ -231,6 +233,7 @@ class DesyncDetector:
     def look(self, number: int) -> None:
         """Raise ``RuntimeError`` if this rank waits for collective ``number`` in vain."""
         if self.watch is not None and (why := self._why(number)):
+            # Why on all axes: this rank raises, and other axes' ranks wait for it in vain.
             self.watch.close_connections()
             raise RuntimeError(why)
 
@@ -256,6 +259,7 @@ class DesyncDetector:
 
     def raise_desync(self, number: int, peer: str = "another rank") -> NoReturn:
         """Raise because ``peer`` reached collective ``number`` with another history."""
+        # Why so long: ranks show their collectives in a look, first after ``patience``.
         why = self._why_within(self.limits.patience + 1, number)
         self.close_connections()
         raise RuntimeError(
@@ -339,6 +343,7 @@ class DesyncDetector:
                 "mesh: call init_mesh again, or destroy the groups last. Communication ended with: "
                 f"{error}"
             ) from error
+        # Why so short: a rank shows the cause before it closes its connections.
         why = self._why_within(min(self.limits.patience, 1.0), number)
         self.close_connections()
         if why:
@@ -374,6 +379,7 @@ class DesyncDetector:
         self.closed = True
         for connection in self.connections:
             with contextlib.suppress(OSError):
+                # Why no close: a forked child that holds the socket would keep it open.
                 connection.shutdown(socket.SHUT_RDWR)
         # Why: kernels of NCCL that wait for other ranks keep the process until their timeout.
         while self._not_aborted:
@@ -415,6 +421,7 @@ def _codes_of(entry: Entry) -> tuple[int, int]:
 def _has_come(work: Any, seconds: float) -> bool:
     """Wait for a work of torch for so long; return whether it has ended."""
     try:
+        # Note: after this timeout gloo's collectives go on, unlike its receives.
         work.wait(datetime.timedelta(seconds=seconds))
     except RuntimeError:
         # Any work that has not ended has only timed out.

@@ -168,6 +168,7 @@ def meet(
     def answer(store: Any) -> str | None:
         """Write this rank's facts, and return the answer; ``None`` if ranks have not come yet."""
         nonlocal is_told
+        # Why remembered: this runs at each look, and one text is enough.
         if not is_told:
             write_text(store, key(own_rank), json.dumps(dict(facts)))
             is_told = True
@@ -191,6 +192,7 @@ def meet(
         call_title = f"{call}, number {number} of these ranks"
         wait = Wait(group_name, number, call_title, [rank for rank in ranks if rank != own_rank])
         if why := watch.why(wait, limits.give_up, is_away=is_away):
+            # Why: this rank raises, so ranks that wait for it in collectives must fail too.
             watch.close_connections()
             raise LostError(why)
 
@@ -222,6 +224,7 @@ def meet(
                 raise_late()
             if current_time >= next_look:
                 look()
+                # Why soon: a circle of ranks counts once a second look finds it again.
                 next_look = current_time + limits.patience / 8
             # Ranks of one program come soon, and others spare the store.
             time.sleep(sleep_seconds)
@@ -249,6 +252,7 @@ def device_mesh_of(kind: str, sizes: Mapping[str, int], limits: Limits) -> Devic
     # With a device that is bound to the default group, all ranks split its communicator together.
     if backend == "fake" or getattr(job_group, "bound_device_id", None) is not None:
         return init_device_mesh(kind, shape, mesh_dim_names=axis_names)
+    # Why not after its first use of CUDA: its tensors are on the GPU that it chose.
     if kind == "cuda" and not torch.cuda.is_initialized():
         _choose_gpu(_local_rank(lambda: dist.get_rank() % torch.cuda.device_count()))
     # Why not ``init_device_mesh``: its groups have another timeout, half an hour.
@@ -256,6 +260,7 @@ def device_mesh_of(kind: str, sizes: Mapping[str, int], limits: Limits) -> Devic
     axis_groups = []
     for axis, line_ranks in lines_through(dist.get_rank(), sizes).items():
         axis_group, job_timeout = job_group, group_timeout(job_group)
+        # Note: an axis of all ranks has the default group, which lives as long as the job.
         if len(line_ranks) < world:
             axis_group = connected(line_ranks, backend, job_timeout, f"mesh axis {axis!r}", limits)
         axis_groups.append(axis_group)
@@ -354,6 +359,7 @@ def _store_of_job(
     ):
         store, *_ = next(dist.rendezvous("env://", rank, world, timeout=timeout))
         store.set_timeout(timeout)
+        # Note: torch does so with a store of its making, but not with this one.
         return dist.PrefixStore("default_pg", store)
     return dist.PrefixStore(
         f"attempt {attempt_text}", dist.TCPStore(address, port, is_master=False, timeout=timeout)

@@ -239,6 +239,7 @@ class Mesh:
             groups[axis] = LocalGroup()
             if len(line_ranks) > 1:
                 groups[axis] = group.subgroup([rows[i][0] for i in line_ranks], axis)
+        # Why a new memo: the old one has parts of the old shard axis, of other ranks.
         return Mesh(groups, self.device)
 
     @classmethod
@@ -310,6 +311,7 @@ def neighbours(mesh: Mesh, ranks: int) -> Mesh:
         # Parts are neighbours: the first ``ranks`` ranks of the row, the next ones, and so on.
         first_rank = mesh.shard.rank // ranks * ranks
         part_ranks = [*map(int, rank_texts[first_rank : first_rank + ranks])]
+        # Why plain: meshes that share this memo may have other collectives.
         plain_group = mesh.shard.subgroup(part_ranks, "shard").plain
         known_parts[part_key] = Mesh({"shard": plain_group}, mesh.device)
     plain_part: Mesh = known_parts[part_key]

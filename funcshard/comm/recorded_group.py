@@ -71,6 +71,7 @@ _OPERATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
 for _name, (_schema, _result) in _OPERATIONS.items():
     # Why this tag: the result depends on other ranks, so that torch must neither compute a constant
     # of it, nor take one operation for another with the same arguments.
+    # Why not these three: two calls with equal arguments have the same result on a rank.
     _tags = (
         () if _name in ("wait", "number", "coordinate") else (torch.Tag.nondeterministic_seeded,)
     )
@@ -112,6 +113,7 @@ class RecordedGroup(WrappedGroup):
     buffer: str = ""
 
     def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        # Why not the inner group's: a tracer doesn't see a tensor made of pool memory.
         return like.new_empty(numel)
 
     def start(self, op: Op) -> Work:

@@ -134,6 +134,7 @@ def simulate(
         return Mesh(groups, device)
 
     def run(rank: int) -> None:
+        # Why: torch's grad mode belongs to a thread, and a new thread begins with it on.
         torch.set_grad_enabled(grad_enabled)
         try:
             world.take_turn(rank)
@@ -159,6 +160,7 @@ def simulate(
             target=contextvars.copy_context().run,
             args=(run, rank),
             name=f"rank {rank}",
+            # Why: after Ctrl-C, a rank without collectives must not keep the process.
             daemon=True,
         )
         for rank in range(world.size)
@@ -315,6 +317,7 @@ class _World:
     def fail_attempt(self, rank: int) -> None:
         """Let a rank take part in all collectives of its attempt that others issue, with zeros."""
         self.attempts[rank].failed = True
+        # Why a copy: a collective that runs takes itself out of the dictionary.
         for collective in [*self._open.values()]:
             if rank in collective.ranks:
                 self._run_if_complete(collective)
@@ -329,6 +332,7 @@ class _World:
             self._waits[rank] = collective
             self._pass_turn(rank)
             self.take_turn(rank)
+        # Why a copy: every rank gets these texts, and may change its list.
         return collective.texts and [*collective.texts]
 
     def _pass_turn(self, rank: int) -> None:
@@ -338,6 +342,7 @@ class _World:
         present_ranks = [next_rank for next_rank in turn_order if next_rank not in self._left]
         for next_rank in present_ranks:
             collective = self._waits.get(next_rank)
+            # Note: after a failure each rank gets one more turn, and raises in it.
             if collective is None or collective.done or self.failure is not None:
                 break
         else:

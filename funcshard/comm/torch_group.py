@@ -129,6 +129,7 @@ class TorchGroup(Group):
         )
         torch_group = cls(
             group, rank, len(global_ranks), backend, shm, device, desync, shared_memory,
+            # Note: an attempt's ranks know groups by it, so they make them in one order.
             number=watch.count("groups"),
         )  # fmt: skip
         watch.groups[torch_group.number] = torch_group
@@ -167,6 +168,7 @@ class TorchGroup(Group):
     def open_attempt(self, ranks: Sequence[int]) -> AttemptLog:
         """Begin an attempt of some ranks of the job, by their global numbers."""
         watch, attempt_name = watch_of_job(), name_of("attempt", ranks)
+        # Why numbered: a slow rank may still delete the keys of the attempt before.
         place = f"attempts/{attempt_name}/{watch.count(attempt_name)}"
         return AttemptLog(place, ranks, watch, self.desync.limits.give_up)
 
@@ -183,6 +185,7 @@ class TorchGroup(Group):
             full_tensor = concatenate(op.data, self.empty(self.size * out.numel(), out))
             op = op._replace(data=[full_tensor])
         watch = self.desync.watch
+        # Why not inside: the log calls this again, to run the collective that it has noted.
         if watch is not None and (log := watch.pulse.attempt) is not None and not log.inside:
             return log.start(self, op)
         if kind == "all_gather_text":

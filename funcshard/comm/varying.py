@@ -157,6 +157,7 @@ class VaryingCheck(TorchFunctionMode):
             _check_copies(axis, [other.shards for other in reports])
             if axis not in AXES:
                 _check_losses(axis, reports, self._nodes)
+        # Why not this report: other ranks may still read it. All have read the one before.
         self._reports.pop((count - 1, mesh.rank), None)
         for operation in self._operations:  # frees the record of earlier steps
             operation.inputs = ()

@@ -298,6 +298,7 @@ class Watch:
         pulse, answer = self.pulse, concurrent.futures.Future[T]()
         if pulse.ended or pulse.fault:
             raise RuntimeError(pulse.fault or "the watch has ended")
+        # Note: after a silent answer, the time between two questions counts as silence too.
         begin_time = self._asked if self._silence else time.monotonic()
         pulse.questions.put((call, answer))
         is_silent = not concurrent.futures.wait([answer], _ANSWER).done
@@ -512,12 +513,14 @@ class Watch:
 
         Call it where the ranks have left the collectives of a mesh that is gone.
         """
+        # Why counted before: what is put back, or comes meanwhile, waits for the next call.
         for _ in range(len(self.unused)):
             group, comparison = self.unused.pop(0)
             if comparison is not None and not has_ended(comparison.work):
                 self.unused.append((group, comparison))
                 continue
             if comparison is not None:
+                # Why: a work ends a little before gloo's thread frees its tensors.
                 time.sleep(0.001)
             # Why the group first: torch joins gloo's threads when it destroys a group. A thread
             # that is still in a comparison needs Python's lock to free its tensors, and the join
@@ -670,6 +673,7 @@ def _beat(pulse: _Pulse) -> None:
             _answer(pulse, log.look)
         del log  # which keeps the watch
     _answer(pulse, functools.partial(_write_record, pulse, left=True))
+    # Why before the last answers: whoever asks from here on raises, and waits for nothing.
     pulse.fault = pulse.fault or "the watch has ended"
     with contextlib.suppress(queue.Empty):
         while True:
@@ -733,6 +737,7 @@ def _stop(pulse: _Pulse, thread: threading.Thread, process: int) -> None:
     pulse.ended = True
     pulse.questions.put(None)
     if thread is not threading.current_thread():
+        # Why no longer: a call of a suspended store never returns.
         thread.join(2 * _ANSWER)
 
 

@@ -110,6 +110,7 @@ def _walk(root: Path, suffix: str = "") -> list[Path]:
             for name in names
             if name.endswith(suffix) and not name.startswith(".")
         ]
+    # Why sorted: the system lists a folder in any order, and all ranks must read one text.
     return sorted(files)
 
 

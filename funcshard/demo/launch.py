@@ -180,6 +180,7 @@ def _stop_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    # Why a signal: its handler lets the ranks end together after a step, as after Ctrl-C.
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -191,6 +192,7 @@ def _rank(
     args: tuple[Any, ...],
 ) -> None:
     with _on_signal() as stop:
+        # Note: they were blocked when this process began, until it had its handlers.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         threading.Thread(target=_stop_with_parent, daemon=True).start()
         try:
@@ -213,6 +215,7 @@ def _rank(
             # ranks.
             part_file = Path(folder, f"{time.time_ns()}-{rank}.part")
             part_file.write_text(_failure(rank, error))
+            # Why renamed: the parent may look at any moment, and must not read half a text.
             part_file.rename(part_file.with_suffix(".failure"))
             os._exit(1)
         sys.exit(stop.exit_code)

@@ -105,6 +105,7 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
     state, losses = step.init(shards, buffers), []
     del shards  # the step updates them in place
     last_checkpoint = None
+    # Note: no rank saves yet, so each finds the same checkpoint by itself.
     if settings.resume:
         last_checkpoint = fs.latest(settings.checkpoints, thorough=True)
     if last_checkpoint is not None:

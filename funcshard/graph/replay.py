@@ -117,6 +117,7 @@ def _start_of(node: fx.Node, name: str, mesh: Mesh, *, donated: bool) -> Callabl
         return pending(parts if len(parts) == 1 else None, out_tensor, parts)
 
     def in_place(tensor: torch.Tensor, *src: int) -> Any:
+        # Why cloned: a group writes into its data, which other operations may read.
         return pending(None, tensor if donated else tensor.clone(), None, *src)
 
     def all_to_all(full: torch.Tensor) -> Any:

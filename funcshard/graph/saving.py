@@ -68,6 +68,7 @@ def write_file(path: Path, facts: dict[str, Any], kinds: Sequence[str]) -> None:
     """Write a file under another name, and rename it once it's complete."""
     file_text = f"{_short(facts)}\n[{','.join(kinds)}]\n"
     first_line = _short({"format": FORMAT, "sha256": text_digest(file_text)})
+    # Why the process's number: jobs that save to one path must not write the same file.
     part_path = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(part_path, "w", newline="\n") as file:

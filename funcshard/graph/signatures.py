@@ -66,6 +66,7 @@ def _leaf_facts(leaf: Any, in_state: bool) -> Hashable:
     except TypeError:
         # Note: such as a set; a text tells two of them apart well enough for a recording.
         return type(leaf), repr(leaf)
+    # Why the type: 1, 1.0 and True are equal, and compute different dtypes.
     return type(leaf), leaf
 
 

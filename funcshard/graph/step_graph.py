@@ -163,6 +163,7 @@ def fill_in(
     """
     with recording_tensors() as mode, torch.no_grad():
         tensor_leaves = [leaf for leaf in leaves if leaf is not int]
+        # Why a list: an input that does not fit is then no fault of an operation.
         input_tensors = iter(list(_inputs(tensor_leaves, sizes, memory)))
         for node in graph.nodes:
             if node.op == "output":

@@ -269,6 +269,7 @@ class Traced:
         # Note: a step that may be skipped makes its optimizer state in Python, in its first call.
         if not step_graph.replayable:
             return self.step(state, batch)
+        # Why: in an attempt, the step may run again with this state.
         keeps_state = UNDO.get() is not None
         if keeps_state:
             # Note: a copy of the state would also copy frozen shards, which the graph only reads.

@@ -70,6 +70,7 @@ def distance(value: torch.Tensor, reference: torch.Tensor, scale: float = 0.0) -
         return math.inf
     if not torch.equal(value.isfinite(), reference.isfinite()):
         return math.inf
+    # Why a least number: two tensors of zeros are 0 apart, and 0 / 0 is an error.
     return largest_of(value - reference) / max(largest_of(reference), scale, 1e-300)
 
 
@@ -133,6 +134,7 @@ def _combinations(
         yield {}, values[0]
         return
     axis, size = long_sizes.popitem()
+    # Note: the last axis varies fastest, so ``size`` values in a row are on one line of it.
     choices = list(_joined(list(zip(*[iter(values)] * size, strict=True)), reference))
     if axis not in AXES:  # terms are more likely than parts, if both make up the whole
         choices.sort(key=lambda choice: {"copy": 0, "sum": 1}.get(choice[0], 2))

@@ -159,10 +159,12 @@ class Exchange:
             if peer.open and peer.connection.fileno() >= 0:  # else it is closed already
                 self._poll.unregister(peer.connection)
             peer.open = False
+            # Why no shutdown: a child's would end the connection of its rank too.
             peer.connection.close()
 
     def begin(self, number: int) -> int:
         """Begin a collective, unless it has begun; return the key of its first phase."""
+        # Why once: before a second phase, the history may get later collectives.
         if number not in self.in_progress:
             self.in_progress[number] = self.desync.history
             self._ends[number] = time.monotonic() + self.timeout

@@ -112,6 +112,7 @@ def _take_calls(
         while expected:
             connection, _ = listener.accept()
             connection.setblocking(False)
+            # Note: a rank has sent its message by now, so only a stranger's can be missing.
             message = b""
             with contextlib.suppress(OSError):  # it has sent nothing
                 message = connection.recv(2 * _TOKEN)
@@ -140,6 +141,7 @@ def _machine() -> str:
     # would fail on one rank in the middle of a collective.
     if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
         return ""
+    # Why made for nothing: a sandbox may forbid it, and no rank must find that out later.
     os.close(os.memfd_create("funcshard"))
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("net", "user")]

@@ -412,6 +412,7 @@ def measure(
         "collectives": {key: seconds[key] for key in collectives},
         "memory_bandwidth": peaks.pop("memory_bandwidth"),
         "copy": peaks.pop("copy"),
+        # Note: the two lines above have taken out what is no dtype.
         "flops": peaks,
         "kernel_overhead": kernel_overhead,
         "step_flops": step_flops,

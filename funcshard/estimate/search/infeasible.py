@@ -210,6 +210,7 @@ def _changed(
         report = resharded((mesh[0], mesh[1] * rank_factor), ())
         if report.fits:
             break
+    # Note: if no factor is enough, this is the largest, and the change does not fit.
     yield f"{rank_factor} times as many ranks", report
 
 

@@ -187,6 +187,7 @@ def _record(
 
         with recorder:
             result = run_operator(transform, out, loss_of, shards, vector)
+        # Why before ``del``: callers keep the result, so its end is not the operator's.
         items = [item for *_, item in log]
         del result
     return items, gathered
