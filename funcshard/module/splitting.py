@@ -317,12 +317,22 @@ def _check_module(modules: Modules, parameters: NamedTensors, buffers: NamedTens
                     "input first"
                 )
             check_plain(tensor, f"{noun} {name!r}")
-    hooked_name = next((name for name, p in parameters.items() if has_gradient_hooks(p)), None)
-    if hooked_name is not None:
-        raise ValueError(
-            f"parameter {hooked_name!r} has hooks, which no call would run: remove them; change "
-            "gradients in fs.value_and_grad(on_grads=...), or those of outputs by hooks of modules"
-        )
+    for name, parameter in parameters.items():
+        if has_gradient_hooks(parameter):
+            raise ValueError(
+                f"parameter {name!r} has hooks, which no call would run: remove them; change gradients "
+                "in fs.value_and_grad(on_grads=...), or those of outputs by hooks of modules"
+            )
+        if (
+            parameter.requires_grad
+            and parameter.is_leaf
+            and parameter.grad_dtype != parameter.dtype
+        ):
+            raise ValueError(
+                f"parameter {name!r} has grad_dtype={parameter.grad_dtype}, and its gradients would be "
+                f"of {parameter.dtype}: set grad_dtype to that, and reduce_dtype and "
+                "keep_low_precision_grads of MixedPrecision for sums of another dtype"
+            )
     compiled_path = next((path for path, m in modules if is_compiled_in_place(m)), None)
     if compiled_path is not None:
         warnings.warn(

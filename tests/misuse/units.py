@@ -22,6 +22,12 @@ def with_two_tensor():
     return net
 
 
+def with_grad_dtype(dtype):
+    net = nn.Linear(3, 3)
+    net.weight.grad_dtype = dtype
+    return net
+
+
 def started_in_order_of_ranks(s):
     for name in ("2", "0") if s.mesh.rank else ("0", "2"):
         fs.reshard(fs.unshard(identity, s.plan.units[name], s.mesh)).start(s.shards[name])
@@ -42,6 +48,9 @@ CASES = [
     ("make_functional", "an embedding with max_norm",
      ValueError("module '(root)' (EmbeddingBag) has max_norm=2.0,…parameter 'weight',…: set max_norm to None"),
      lambda: fs.make_functional(nn.EmbeddingBag(5, 3, max_norm=2.0))),
+    ("make_functional", "a parameter with a grad_dtype",
+     ValueError("parameter 'weight' has grad_dtype=torch.float64,…: set grad_dtype to that, and reduce_dtype"),
+     lambda: fs.make_functional(with_grad_dtype(torch.float64))),
     ("fully_shard Schedule", "names instead of a schedule", TypeError("make it with make_schedule(plan, order)"),
      lambda s: called_with(s, schedule=["0", "2"])),
     ("unshard", "ranks call units in different orders", DESYNC,
