@@ -43,13 +43,11 @@ class CannotFoldError(Exception):
     """Some modules are called in ways in which no other one can represent them.
 
     Attributes:
-        depth: what may be folded: 2 all but ``paths``, 1 no modules inside folded ones, 0 none.
-        paths: paths of modules that may not be folded.
+        paths: paths of modules that may not be folded; if empty, all those inside folded ones.
     """
 
-    def __init__(self, depth: int, paths: Iterable[str] = ()) -> None:
-        super().__init__(depth)
-        self.depth = depth
+    def __init__(self, paths: Iterable[str] = ()) -> None:
+        super().__init__()
         self.paths = frozenset(paths)
 
 
@@ -181,7 +179,13 @@ class _Folder:
                 more_given = sum(
                     storage not in call_frame.output_grads for storage in given_storages
                 )
-                backward_form = left_sizes, more_given, tuple(call_frame.grad_forms)
+                # Note: the module itself may make a gradient of an output, as no stub does.
+                grad_forms = frozenset(
+                    (*place_form, bool(storages))
+                    for *place_form, storages in call_frame.grad_forms
+                    if storages.isdisjoint(made_storages)
+                )
+                backward_form = left_sizes, more_given, grad_forms
                 by_path = self._backwards.setdefault(call_frame.fold, {})
                 by_path.setdefault(call_frame.path, set()).add(backward_form)
         else:
@@ -232,7 +236,7 @@ class _Folder:
             usual_shape, _ = shapes.most_common(1)[0]
             wrong_paths.update(path for path, shape in by_path.items() if shape != usual_shape)
         if wrong_paths:
-            raise CannotFoldError(2, wrong_paths)
+            raise CannotFoldError(wrong_paths)
 
     def _check(self, window: _Window, given: Sequence[int], left: Sequence[int]) -> None:
         """Raise unless backward of a module inside a folded one is that of its fold."""
@@ -249,7 +253,7 @@ class _Folder:
             or len(given) > 1
             or self._left.setdefault(frame.fold, left_sizes) != left_sizes
         ):
-            raise CannotFoldError(1)
+            raise CannotFoldError
 
     # Note: a stub's backward makes gradients of inputs, though those of the fold may have been made
     # elsewhere.
@@ -296,6 +300,7 @@ class Traced:
         build: from output tensors and the inputs to the module's result.
         kept_inputs: positions of the input tensors that autograd kept.
         kept_outputs: positions of the output tensors that autograd kept.
+        graded_inputs: positions of the input tensors on which outputs depend.
         reads: attributes that differ in its kind, and that it read: place in ``order_below``, name
             and value.
     """
@@ -305,6 +310,7 @@ class Traced:
     build: Callable[[Sequence[Any], Sequence[Any]], Any]
     kept_inputs: tuple[int, ...]
     kept_outputs: tuple[int, ...]
+    graded_inputs: tuple[int, ...]
     reads: tuple[tuple[int, str, Hashable], ...]
 
 

@@ -24,6 +24,7 @@ from funcshard.estimate.trace.program import (
     equal_units,
     make_program,
     merge,
+    similar_border,
 )
 from funcshard.estimate.trace.tape import Tape
 from funcshard.estimate.trace.tracing import ModelCall, leaf_dtypes, trace_model
@@ -127,17 +128,26 @@ class Profile(Shown):
         for equal_group in sorted(equal_units(plan, base_program), key=len, reverse=True):
             names = [unit.name for unit in equal_group if unit.name in base_program.order]
             wanted_count = len(remat.intersection(names))
-            if wanted_count != len(names) // 2 and remat.issuperset(names[:wanted_count]):
+            if remat.issuperset(names[:wanted_count]):
                 groups.append((names, wanted_count))
 
         def recomputing(names: Sequence[str], count: int) -> Program:
             return self.program(plan, remat=remat.difference(names).union(names[:count]))
 
-        # Note: similar units, and borders near the first or the last one, take two more traces.
-        for margin in (MARGIN, 0):
+        # Note: similar units, and borders near the first or the last one, take two more traces. A
+        # border between units of other kinds takes a third one.
+        for margin, borders_of in (
+            (MARGIN, _half),
+            (0, _half),
+            (0, functools.partial(similar_border, base_program)),
+        ):
             for names, wanted_count in groups:
-                border_count = len(names) // 2
-                if border_count > MARGIN and margin < wanted_count < len(names) - margin:
+                border_count = borders_of(names, wanted_count)
+                if (
+                    len(names) // 2 > MARGIN
+                    and margin < wanted_count < len(names) - margin
+                    and border_count != wanted_count
+                ):
                     end_counts = (border_count, border_count) if margin else (0, len(names))
                     counts = (*end_counts, border_count)
                     none, all_units, border = (recomputing(names, count) for count in counts)
@@ -354,6 +364,10 @@ def profile(
     # Why now: errors of the model belong to profile, not to the first estimate.
     new_profile.tape()
     return new_profile
+
+
+def _half(names: Sequence[str], _: int) -> int:
+    return len(names) // 2
 
 
 def _autocast() -> torch.dtype | None:

@@ -485,6 +485,17 @@ def merge(
     return merged_program if is_even else None
 
 
+def similar_border(program: Program, names: Sequence[str], wanted: int) -> int:
+    """Return the number of units nearest the half whose border lies between such units too."""
+    pieces = _pieces(program)
+
+    def around(count: int) -> list[Any]:
+        return [pieces.get((name, i)) for name in names[count - 1 : count + 1] for i in range(2)]
+
+    counts = sorted(range(1, len(names)), key=lambda count: abs(count - len(names) // 2))
+    return next((count for count in counts if around(count) == around(wanted)), wanted)
+
+
 def _pieces(program: Program) -> dict[tuple[str, int], Piece]:
     """Return the steps of a unit in a row, by its name and how many such rows came before.
 

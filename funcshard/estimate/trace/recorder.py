@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -56,7 +57,8 @@ class Frame:
         again: whether a checkpoint runs it again in backward.
         compiled: whether a compiler fuses the module's operations.
         output_grads: storages of the gradients of its outputs, if these are watched.
-        grad_forms: the forms of the gradients of its outputs and inputs, if these are watched.
+        grad_forms: place and form of each gradient of its inputs and outputs, with the storages
+            of the latter, if these are watched.
     """
 
     path: str
@@ -201,23 +203,19 @@ class Recorder(TorchDispatchMode):
     def watch_grads(self, frame: Frame, inputs: Iterable[torch.Tensor], out: Any) -> None:
         """Note the gradients of a call's inputs and outputs when backward reaches them."""
 
-        def note(grads: Any) -> None:
-            grad_parts = self.parts(grad for grad in grads if grad is not None)
-            frame.output_grads.update(map(self.number, grad_parts))
-            frame.grad_forms.append(tuple(map(_form, grads)))
+        def note(place: int, is_output: bool, grad: torch.Tensor | None) -> None:
+            if grad is None:
+                return
+            storages = set(map(self.number, self.parts([grad]))) if is_output else set[int]()
+            frame.output_grads |= storages
+            frame.grad_forms.append((place, _form(grad), storages))
 
-        for node in dict.fromkeys(
-            tensor.grad_fn for tensor in tensors_in(out) if tensor.grad_fn is not None
-        ):
-            # Note: hooks of nodes run before them, when the gradients of all outputs have been
-            # added up.
-            node.register_prehook(note)
-        for place, tensor in enumerate(inputs):
-            # Note: a hook of a tensor sees the gradient that this call adds, whoever adds it up.
-            if tensor.requires_grad:
-                tensor.register_hook(
-                    lambda grad, place=place: frame.grad_forms.append((place, _form(grad)))
-                )
+        # Note: hooks of outputs run when their gradients have been added up. Those of inputs see
+        # the gradient that this call adds, whoever adds it up.
+        for is_output, tensors in enumerate((inputs, tensors_in(out))):
+            for place, tensor in enumerate(tensors):
+                if tensor.requires_grad:
+                    tensor.register_hook(functools.partial(note, place, bool(is_output)))
 
     # --- storages ---------------------------------------------------------------------------------
 
@@ -373,7 +371,5 @@ class Recorder(TorchDispatchMode):
         return bytes_moved
 
 
-def _form(tensor: torch.Tensor | None) -> Any:
-    if tensor is None or tensor.layout is not torch.strided:
-        return None
-    return Form.of(tensor)
+def _form(tensor: torch.Tensor) -> Form | None:
+    return Form.of(tensor) if tensor.layout is torch.strided else None

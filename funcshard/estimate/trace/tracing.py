@@ -12,7 +12,7 @@ import functools
 import itertools
 import warnings
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter, UserDict, defaultdict
 from collections.abc import (
     Callable,
     Collection,
@@ -52,6 +52,8 @@ from funcshard.plan import Plan
 Loss = Callable[..., torch.Tensor]
 
 _ATTEMPTS = 3  # traces that fold something
+# By the template of a model: the modules that no other one could represent in earlier traces.
+_WHOLE_PATHS = weakref.WeakKeyDictionary[nn.Module, set[str]]()
 _NESTED = 4  # least number of equal modules that are folded inside a folded module
 
 
@@ -106,19 +108,19 @@ def trace_model(
     with call.without_data(), AcceleratorKernels() if accelerator else contextlib.nullcontext():
         args, kwargs, buffers, targets, loss = call.faked()
         depth = 2 if fold else 0
-        whole_paths = frozenset[str]()
+        whole_paths = _WHOLE_PATHS.setdefault(call.apply.skeleton.template, set())
         # Note: that a module can't be folded shows only when backward has run. Then the model is
         # traced again, with fewer folds.
         for attempt_index in itertools.count():
             model_tracer = _Tracer(
                 call.apply, plan, forms, frozenset(remat), frozenset(apart), frozenset(compiled), depth,
-                whole_paths,
+                frozenset(whole_paths),
             )  # fmt: skip
             model_tracer.know(targets)
             try:
                 return model_tracer.run(buffers, args, kwargs, loss)
             except CannotFoldError as error:
-                depth = min(depth, error.depth if attempt_index < _ATTEMPTS else 0)
+                depth = min(depth, 2 if error.paths else 1) if attempt_index < _ATTEMPTS else 0
                 whole_paths |= error.paths
         raise AssertionError("a trace that folds nothing raises no such error")
 
@@ -204,9 +206,7 @@ class _Tracer:
         self.below = order_below(self.skeleton.specs)
         self.names = {index: path for path, index in self.paths.items()}
         self.making = False
-        # By index of a module: paths of those around it that may be folded.
-        self.roots: dict[int, list[str]] = {}
-        self.outside: set[str] = set()  # those of them whose parameters code outside of them reads
+        self.outside: set[str] = set()  # modules whose parameters code outside of them reads
         # Attributes that modules read which may represent others.
         self.reading: list[set[tuple[int, str]]] = []
         self.nested = depth > 1
@@ -215,17 +215,13 @@ class _Tracer:
         # Why not modules whose calls are apart, and those around them: their gradients come when a
         # call is over.
         nodes_around = {node_path for path in apart for node_path in tree.upwards(path)}
-        # Why not inside a recomputed module that no other one is like: two folded modules in one
-        # checkpoint would share what it keeps.
-        single_paths = {path for path in remat if self.paths.get(path) not in self.kinds}
-        closed_paths = compiled | single_paths
         # Why not around many recomputed modules: none of those could represent another one inside.
         again_counts = Counter(node_path for path in remat for node_path in _around(path))
         nodes_around.update(path for path, count in again_counts.items() if count >= _NESTED)
         for path, index in self.paths.items():
             if (
                 path in nodes_around
-                or closed_paths.intersection(_around(path))
+                or compiled.intersection(_around(path))
                 or apart.intersection(tree.upwards(path))
             ):
                 self.kinds.pop(index, None)
@@ -292,8 +288,9 @@ class _Tracer:
             recorder.frame = loss_frame  # where backward begins
             self._backward(loss_value)
         # Note: code outside of a folded module uses its parameters, so a stub can't stand for it.
-        if self.outside:  # autograd adds a gradient that comes from there
-            raise CannotFoldError(2, self.outside)
+        folded_paths = {*self.fold_paths, *(path for path, _ in self.stubbed)}
+        if wrong_paths := self.outside & folded_paths:  # autograd adds a gradient from there
+            raise CannotFoldError(wrong_paths)
         return fold_log(recorder.log, self.fold_paths)
 
     def _backward(self, loss: list[torch.Tensor]) -> None:
@@ -324,6 +321,8 @@ class _Tracer:
     def _modules(self, buffers: dict[str, torch.Tensor]) -> list[nn.Module]:
         """Return the modules of the call; each tells the recorder when it runs."""
         specs, skeleton = self.skeleton.specs, self.skeleton
+        # Why weak: they live as long as their modules, which a checkpoint may hold.
+        self.buffers = weakref.WeakValueDictionary(buffers)
 
         def known_fake(tensor: torch.Tensor) -> torch.Tensor:
             # Note: the tensors of attributes may be on any device, as on meta.
@@ -368,13 +367,10 @@ class _Tracer:
             return
         if self.making:
             return
-        if index not in self.roots:
-            nodes_around = tree.upwards(self.names[index])
-            self.roots[index] = [
-                path for path in nodes_around if self.paths.get(path) in self.kinds
-            ]
         # Note: code outside of a module that may be folded reads its parameters.
-        self.outside.update(path for path in self.roots[index] if not self.recorder.runs(path))
+        for path in tree.upwards(self.names[index]):
+            if self.paths.get(path) in self.kinds and not self.recorder.runs(path):
+                self.outside.add(path)
 
     def _make(self, index: int) -> None:
         """Make the parameters of a module and those below it, except for modules of a kind."""
@@ -415,22 +411,25 @@ class _Tracer:
             self._watch_inputs(path, inputs)
         if index in self.kinds and (fold_around is None or self._nests(fold_around.path, index)):
             input_forms = self._described(args, kwargs)
-        if input_forms is None or self._hooked(index):
+        if input_forms is None or self._hooked(index) or path in self.outside:
             return run_module()[0]
+        # Why buffers too: autograd may keep these copies.
+        inputs += self._buffers(index)
         in_backward, call_place = recorder.phase == "backward", (path, input_forms)
         # Note: in backward a checkpoint runs modules again. It expects a module to save as much as
         # before, so a module that ran is run, also if its first call was a part of another module.
-        if path in self.ran or (in_backward and call_place not in self.stubbed):
+        # Why not a second one: two folded modules in one checkpoint would share what it keeps.
+        if (
+            path in self.ran
+            or (in_backward and call_place not in self.stubbed)
+            or self._shares_checkpoint()
+        ):
             return run_module(self.ran.get(path) if in_backward else None)[0]
-        # Note: two folded modules in one checkpoint would share what it keeps.
-        self._check_checkpoint()
-        autocast_dtype = None
-        if torch.is_autocast_enabled("cpu"):
-            autocast_dtype = torch.get_autocast_dtype("cpu")
         traced_key = (
             self.kinds[index],
             torch.is_grad_enabled(),
-            autocast_dtype,
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
             self._hooks_are_own(),
             input_forms,
             fold_around is None,
@@ -465,6 +464,12 @@ class _Tracer:
             self.traced.setdefault(traced_key, []).append(call_result)
         return out
 
+    def _buffers(self, index: int) -> list[torch.Tensor]:
+        """Return the buffers of a module and those below it."""
+        specs = [self.skeleton.specs[module_index] for module_index in self.below(index)]
+        names = [name for spec in specs for name in spec.buffers.values() if name is not None]
+        return [self.buffers[name] for name in names]
+
     def _stub(self, index: int, path: str, traced: Traced, inputs: list[torch.Tensor]) -> Any:
         recorder, below = self.recorder, self.below(index)
         for place, name, _ in traced.reads:
@@ -472,7 +477,11 @@ class _Tracer:
         with recorder.call(path) as frame:
             frame.fold, frame.stub = traced.fold, True
             recorder.emit(Enter(path, tuple(map(recorder.number, inputs))))
-            outputs = Stub.apply(traced, recorder, self.anchor, *inputs)
+            stub_inputs = [
+                tensor if place in traced.graded_inputs else tensor.detach()
+                for place, tensor in enumerate(inputs)
+            ]
+            outputs = Stub.apply(traced, recorder, self.anchor, *stub_inputs)
             out = traced.build(outputs, inputs)
             recorder.emit(Exit(path, tuple(map(recorder.number, tensors_in(out)))))
         recorder.watch_grads(frame, inputs, outputs)
@@ -509,14 +518,14 @@ class _Tracer:
         ]
         tensor_versions = [
             (storage_id(value), version(value))
-            for value in tree.leaves((args, kwargs))
+            for value in tree.leaves(_opened((args, kwargs)))
             if isinstance(value, torch.Tensor)
         ]
         return module_state, tensor_versions, self._described(args, kwargs)
 
     def _described(self, args: Any, kwargs: Any) -> Hashable | None:
         """Return all in a module's inputs that can change its operations, or ``None``."""
-        inputs = (args, kwargs)
+        inputs = _opened((args, kwargs))
         input_values: list[Hashable] = []
         tensor_count = 0
         storage_places: dict[
@@ -652,16 +661,15 @@ class _Tracer:
         ):
             yield True
 
-    def _check_checkpoint(self) -> None:
-        """Raise if another module of a kind ran in the innermost checkpoint."""
+    def _shares_checkpoint(self) -> bool:
+        """Return whether another module of a kind ran in the innermost checkpoint."""
         outer_hooks = outer_saved_tensors_hooks()
         checkpoint_before, self.checkpoint = self.checkpoint, None
         if outer_hooks is not None and not self._hooks_are_own():
             # Why weak: the hook holds the inputs of its checkpoint.
             self.checkpoint = weakref.ref(outer_hooks[0])
         # Note: two references are equal while they are to one hook.
-        if self.checkpoint is not None and self.checkpoint == checkpoint_before:
-            raise CannotFoldError(0)
+        return self.checkpoint is not None and self.checkpoint == checkpoint_before
 
     def _hooks_are_own(self) -> bool:
         """Return whether no checkpoint hides from the recorder what autograd saves."""
@@ -723,6 +731,7 @@ class _Tracer:
             kept_outputs=tuple(
                 i for i, tensor in enumerate(outputs) if number(tensor) in saved_storages
             ),
+            graded_inputs=_reached(inputs, outputs),
             reads=own_reads,
         )
 
@@ -731,6 +740,35 @@ def _new_tensors(out: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]
     """Return the tensors of a module's result that aren't its inputs."""
     input_ids = set(map(id, inputs))
     return [tensor for tensor in tensors_in(out) if id(tensor) not in input_ids]
+
+
+def _opened(inputs: Any) -> Any:
+    """Return inputs with dictionaries in place of the ``UserDict`` objects among them."""
+
+    def opened(value: Any) -> Any:
+        is_plain_table = isinstance(value, UserDict) and vars(value).keys() == {"data"}
+        return {str(type(value)): value.data} if is_plain_table else value
+
+    return tree.map(opened, inputs)
+
+
+def _reached(inputs: Sequence[torch.Tensor], outputs: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """Return the positions of the inputs on which the outputs depend."""
+    ends = {(tensor.grad_fn, tensor.output_nr) for tensor in inputs}
+    edges = [(tensor.grad_fn, tensor.output_nr) for tensor in outputs]
+    visited_edges = set[Any]()
+    while edges:
+        edge = edges.pop()
+        if edge not in visited_edges:
+            visited_edges.add(edge)
+            if edge[0] is not None and edge not in ends:
+                edges += edge[0].next_functions
+    # Note: a leaf has no node here, so it counts as one that is reached.
+    return tuple(
+        place
+        for place, tensor in enumerate(inputs)
+        if tensor.grad_fn is None or (tensor.grad_fn, tensor.output_nr) in visited_edges
+    )
 
 
 def _in_region(region: Region, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
