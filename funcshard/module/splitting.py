@@ -323,10 +323,11 @@ def _check_module(modules: Modules, parameters: NamedTensors, buffers: NamedTens
                 f"parameter {name!r} has hooks, which no call would run: remove them; change gradients "
                 "in fs.value_and_grad(on_grads=...), or those of outputs by hooks of modules"
             )
+        # Why None passes: it means any dtype.
         if (
             parameter.requires_grad
             and parameter.is_leaf
-            and parameter.grad_dtype != parameter.dtype
+            and parameter.grad_dtype not in (None, parameter.dtype)
         ):
             raise ValueError(
                 f"parameter {name!r} has grad_dtype={parameter.grad_dtype}, and its gradients would be "
