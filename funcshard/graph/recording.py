@@ -250,8 +250,8 @@ class _Guard(TorchDispatchMode):
         kwargs = kwargs or {}
         argument_leaves = tree.leaves((args, kwargs))
         given_tensors = [value for value in argument_leaves if isinstance(value, torch.Tensor)]
-        if any(map(is_dtensor, given_tensors)):
-            # A DTensor runs the operations of its part, which come here again.
+        if any(hasattr(value, "__tensor_flatten__") for value in given_tensors):
+            # Such as a DTensor: it runs the operations of its parts, which come here again.
             return NotImplemented
         self._note_phase(func, given_tensors)
         if func.namespace == "c10d":  # Why: its schemas hide that it writes to tensors.

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 import torchopt
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import funcshard as fs
 from funcshard.graph.step_graph import StepGraph, collective_of, starts_and_waits
@@ -207,6 +208,17 @@ def test_a_forward_derivative_that_torch_cannot_record_is_named_as_the_cause() -
     module, loss = nn.Sequential(nn.Linear(3, 4), nn.GroupNorm(2, 4)), lambda f, x: torch.func.jvp(f, (x,), (x,))[1].mean()
     with pytest.raises(ValueError, match=r"cannot record this torch.func.jvp: .* as for GroupNorm"):
         fs.trace(*linear.made(fs.Mesh(), loss, module=module), torch.randn(2, 3))
+
+
+def weighted_by_a_pair(f: Any, x: torch.Tensor) -> torch.Tensor:
+    weights: torch.Tensor = (TwoTensor(x, x.clone()) * 2).a.sum(1)
+    return (f(x).square().mean(1) * weights).mean()
+
+
+def test_a_tensor_that_consists_of_tensors_is_recorded_inside_a_step() -> None:  # as torchao's of float8
+    step, state = linear.made(fs.Mesh(), weighted_by_a_pair)
+    traced = fs.trace(step, state, linear.BATCH)
+    assert same(traced(fs.copy(state), linear.BATCH), step(state, linear.BATCH))
 
 
 def test_a_number_that_code_keeps_between_recordings_is_an_error_of_ours() -> None:
