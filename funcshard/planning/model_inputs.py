@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from funcshard._utils.options import outline
+from funcshard._utils.torch_private import asks_for_data
 from funcshard._utils.tree import tensors_in
 from funcshard.checkpoint import is_hugging_face
 from funcshard.estimate import Profile, profile
@@ -95,6 +96,8 @@ def trace(
     try:
         return profile(apply, params, buffers, *args, precision=precision, **keywords)
     except Exception as error:  # of any kind: the model is the user's
+        if error.__cause__ is not None and asks_for_data(error.__cause__):
+            raise  # no other inputs and no other precision would help
         first_line = str(error).partition("\n")[0]
         raise ValueError(
             f"the model failed on its inputs ({type(error).__name__}: {first_line}): pass inputs "

@@ -1,5 +1,7 @@
 """A traced step against what must be true of every trace, and folded traces against whole ones."""
 
+from collections import UserDict
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -453,7 +455,51 @@ def repeats(count, name, *values, kind=Repeats):
     return nn.Sequential(linear(), *(kind(count, **{name: value}) for value in values))
 
 
+def weighted(net, x):
+    """Return what the result is made of too."""
+    weights = net.block(x).softmax(-1)
+    return x * weights, weights
+
+
+def with_weights():
+    def run(net, x):
+        x = net.first(x)
+        for each in net.blocks:
+            x, _ = each(x)
+        return x
+
+    return made(run, first=linear(), blocks=[Runs(weighted, block=block()) for _ in range(4)])
+
+
+class Scaled(Layer):
+    """A layer whose backward needs a buffer."""
+
+    def __init__(self, number):
+        super().__init__(number)
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def with_tables():
+    """Modules that read one of two tensors, in a table that is no dictionary."""
+
+    def run(net, x):
+        x = net.first(x)
+        table = UserDict(read=net.memory(x), other=net.other(x))
+        for each in net.blocks:
+            x = each(x, table)
+        return x + table["other"]
+
+    blocks = [Runs(lambda net, x, table: x + net.block(x) * table["read"], block=block()) for _ in range(4)]
+    return made(run, first=linear(), memory=linear(), other=linear(), blocks=blocks)
+
+
 ALIKE = {
+    "an output that the module reads": with_weights,
+    "a buffer that autograd keeps": lambda: nn.Sequential(linear(), *map(Scaled, range(4))),
+    "tables of tensors": with_tables,
     "a depth that is no number of a layer": lambda: repeats(lambda m: m.depth, "depth", 1, 8, 8),
     "configurations of one class": lambda: repeats(lambda m: m.config.steps, "config", *map(Settings, (1, 8, 8))),
     "a ratio": lambda: repeats(lambda m: int(8 * m.ratio), "ratio", 0.25, 1.0, 1.0),
@@ -484,7 +530,14 @@ def test_one_module_stands_for_others_only_if_they_trace_alike(name):
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [("a ratio", 2), ("the number of a layer that forward reads", 4), ("functions with closures", 2)],
+    [
+        ("a ratio", 2),
+        ("the number of a layer that forward reads", 4),
+        ("functions with closures", 2),
+        ("an output that the module reads", 1),
+        ("a buffer that autograd keeps", 1),
+        ("tables of tensors", 1),
+    ],
 )
 def test_modules_that_read_equal_values_are_traced_once(name, number):
     assert len(trace(ALIKE[name](), torch.zeros(8, 4, 16)).folds) == number
