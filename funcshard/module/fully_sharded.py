@@ -272,16 +272,27 @@ def unit_modules(
 
 def table_entries(unit: UnitPlan, skeleton: Skeleton) -> dict[str, TableEntries]:
     """Return the entries at and below each module of ``unit`` that hold its leaves."""
-    unit_tables: dict[str, dict[tuple[str, ...], dict[str, int]]] = {
+    unit_tables: dict[str, dict[tuple[str, ...], tuple[dict[str, int], list[str]]]] = {
         path: {} for path in unit.paths
     }
     # Note: a tied leaf is in the tables of all of its names, so a unit gathers it once.
-    for leaf_index, leaf in enumerate(unit.leaves):
-        for name in skeleton.parameters[leaf.path]:
-            for path in filter(unit_tables.__contains__, tree.upwards(name)):
-                *modules, key = name.removeprefix(f"{path}.").split(".")
-                unit_tables[path].setdefault(tuple(modules), {})[key] = leaf_index
-    return {path: tuple(entries.items()) for path, entries in unit_tables.items()}
+    places: list[tuple[str, int | None]] = [
+        (name, leaf_index)
+        for leaf_index, leaf in enumerate(unit.leaves)
+        for name in skeleton.parameters[leaf.path]
+    ]
+    for name, leaf_index in places + [(alias, None) for alias in skeleton.aliases]:
+        for path in filter(unit_tables.__contains__, tree.upwards(name)):
+            *modules, key = name.removeprefix(f"{path}.").split(".")
+            entries, aliases = unit_tables[path].setdefault(tuple(modules), ({}, []))
+            if leaf_index is None:
+                aliases.append(key)
+            else:
+                entries[key] = leaf_index
+    return {
+        path: tuple((place, *entries) for place, entries in tables.items())
+        for path, tables in unit_tables.items()
+    }
 
 
 def entering_methods(

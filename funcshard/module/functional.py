@@ -294,6 +294,7 @@ class Skeleton:
         copied_attributes: (index of a module, name) of the attributes that each call copies,
             because it could change them or they lead into the tree.
         hook_tables: the same for tables of hooks that are functions.
+        aliases: the names of copied lists, tuples and dictionaries that lead to parameters.
         large: large tensors in copied attributes, copied when they are written.
         generators: random generators in copied attributes.
         parameters: name of each parameter -> all of its names, this one first.
@@ -307,6 +308,7 @@ class Skeleton:
     indices: dict[str, int]
     copied_attributes: tuple[tuple[int, str], ...]
     hook_tables: tuple[tuple[int, str], ...]
+    aliases: tuple[str, ...]
     references: References
     large: tuple[torch.Tensor, ...]
     generators: tuple[torch.Generator, ...]

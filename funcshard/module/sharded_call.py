@@ -79,9 +79,9 @@ Kwargs = dict[str, Any]
 Inputs = tuple[nn.Module, Forward, Args, Kwargs]  # what runs in a unit
 UnitMethods = Mapping[str, Method]  # name -> the method that runs through the unit
 
-# The parameter tables that hold a unit's leaves: path of a module below the unit's module -> (key
-# in the module's parameter table -> index of the leaf in the unit).
-TableEntries = tuple[tuple[tuple[str, ...], dict[str, int]], ...]
+# Where a unit's leaves are put: path of a module below the unit's module, key in the module's
+# parameter table -> index of the leaf in the unit, and names of attributes that refer to leaves.
+TableEntries = tuple[tuple[tuple[str, ...], dict[str, int], list[str]], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -744,11 +744,15 @@ def forward_with_leaves(
     # Dictionary, key, and the value that the dictionary holds after forward.
     afterwards: list[tuple[dict[str, Any], str, Any]] = []
     filled_tables: list[tuple[dict[str, Any], tuple[Any, ...], dict[str, int]]] = []
+    referring: list[tuple[dict[str, Any], str]] = []
+    leaf_of: dict[int, Any] = {}
+    placeholder_of: dict[int, Any] = {}
     try:
-        for path, entries in tables:
+        for path, entries, aliases in tables:
             owner = module
             for name in path:
                 owner = owner._modules[name]  # type: ignore[assignment]
+            referring += [(owner.__dict__, alias) for alias in aliases]
             table = owner._parameters
             # Why another table afterwards: a checkpoint inside the unit runs parts of this forward
             # again from backward, and then has to read the leaves, gathered again. All other code
@@ -768,12 +772,11 @@ def forward_with_leaves(
                 if is_replaced and graph_task_id() == -1:
                     raise _replaced(gathered.unit, leaf_index)
                 table[key] = leaf  # type: ignore[assignment]
+                leaf_of.setdefault(id(before), leaf)
+                placeholder_of.setdefault(id(leaf), before)
             filled_tables.append((table, tuple(table.values()), entries))
-            if isinstance(owner, nn.RNNBase):
-                # Why: an RNN keeps a second list of its weights, which would keep the gathered
-                # leaves alive. Why of equal length: setting a weight writes to the list, too.
-                state = owner.__dict__
-                afterwards.append((state, "_flat_weights", [None] * len(state["_flat_weights"])))
+        if referring:
+            _exchange(referring, leaf_of)
         out = forward(args, kwargs)
         for table, values, entries in filled_tables:
             if not all(map(operator.is_, table.values(), values)):
@@ -783,3 +786,12 @@ def forward_with_leaves(
         # Why reversed: a module at two paths is filled twice, the second time over its leaves.
         for table, key, value in reversed(afterwards):
             table[key] = value
+        if referring:
+            _exchange(referring, placeholder_of)
+
+
+def _exchange(places: Sequence[tuple[dict[str, Any], str]], tensors: Mapping[int, Any]) -> None:
+    """Exchange tensors in attributes, e.g. in an RNN's second list of its weights, by their ids."""
+    for state, key in places:
+        if key in state:
+            state[key] = tree.map_tensors(lambda t: tensors.get(id(t), t), state[key])

@@ -172,6 +172,12 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, Tensors, Tensors]:
         indices={path: original_indices[id(m)] for path, m in all_paths},
         copied_attributes=tuple(copied_attributes),
         hook_tables=tuple(hook_tables),
+        aliases=tuple(
+            f"{specs[index].path}.{key}".removeprefix(".")
+            for index, key, value in own_attributes
+            if isinstance(value, list | tuple | dict)
+            and any(id(inner) in tensor_names for inner in reachable(value))
+        ),
         references=references,
         large=_large_tensors(copied_values),
         generators=tuple(v for v in reachable(copied_values) if isinstance(v, torch.Generator)),

@@ -77,6 +77,22 @@ def test_a_hook_that_reads_a_parameter_of_its_unit_is_told_when_hooks_run_and_a_
         check_equal(net, x, units, bits=True)
 
 
+class Refers(nn.Linear):
+    """Reads its parameters through another attribute, as a cell of ncps does."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.held = {"weights": [self.weight]}, (self.bias,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, *self.held[0]["weights"], *self.held[1])
+
+
+@pytest.mark.parametrize("units", [["0", "1"], [["0", "1"]], []], ids=str)
+def test_a_unit_may_read_its_parameters_through_lists_and_dictionaries(units) -> None:
+    check_equal(nn.Sequential(Refers(), Refers()), x, units, bits=True)
+
+
 class Base(nn.Linear):
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         return torch.tanh(super().forward(x)) * scale
