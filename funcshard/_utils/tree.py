@@ -512,17 +512,11 @@ def map_tensors(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
 
 def tensors_in(x: Any) -> list[torch.Tensor]:
     """Return the tensors in ``x``, in the order of ``map_tensors``, also of read-only mappings."""
-    tensors: list[torch.Tensor] = []
-    _add_tensors(x, tensors)
-    return tensors
-
-
-def _add_tensors(x: Any, tensors: list[torch.Tensor]) -> None:
     if isinstance(x, torch.Tensor):
-        tensors.append(x)
-    elif not isinstance(x, _TENSORLESS):
-        for _, part in _parts(x):
-            _add_tensors(part, tensors)
+        return [x]
+    if isinstance(x, _TENSORLESS):
+        return []
+    return [tensor for _, part in _parts(x) for tensor in tensors_in(part)]
 
 
 def _parts(x: Any) -> Iterable[tuple[Any, Any]]:

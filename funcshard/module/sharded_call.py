@@ -745,8 +745,8 @@ def forward_with_leaves(
     afterwards: list[tuple[dict[str, Any], str, Any]] = []
     filled_tables: list[tuple[dict[str, Any], tuple[Any, ...], dict[str, int]]] = []
     referring: list[tuple[dict[str, Any], str]] = []
-    leaf_of: dict[int, Any] = {}
-    placeholder_of: dict[int, Any] = {}
+    leaves_by_id: dict[int, Any] = {}
+    placeholders_by_id: dict[int, Any] = {}
     try:
         for path, entries, aliases in tables:
             owner = module
@@ -772,11 +772,16 @@ def forward_with_leaves(
                 if is_replaced and graph_task_id() == -1:
                     raise _replaced(gathered.unit, leaf_index)
                 table[key] = leaf  # type: ignore[assignment]
-                leaf_of.setdefault(id(before), leaf)
-                placeholder_of.setdefault(id(leaf), before)
             filled_tables.append((table, tuple(table.values()), entries))
         if referring:
-            _exchange(referring, leaf_of)
+            for (table, _, entries), (_, _, table_before) in zip(
+                filled_tables, afterwards, strict=True
+            ):
+                for key in entries:
+                    before, leaf = table_before.get(key), table[key]
+                    leaves_by_id.setdefault(id(before), leaf)
+                    placeholders_by_id.setdefault(id(leaf), before)
+            _exchange(referring, leaves_by_id)
         out = forward(args, kwargs)
         for table, values, entries in filled_tables:
             if not all(map(operator.is_, table.values(), values)):
@@ -787,7 +792,7 @@ def forward_with_leaves(
         for table, key, value in reversed(afterwards):
             table[key] = value
         if referring:
-            _exchange(referring, placeholder_of)
+            _exchange(referring, placeholders_by_id)
 
 
 def _exchange(places: Sequence[tuple[dict[str, Any], str]], tensors: Mapping[int, Any]) -> None:
