@@ -96,7 +96,7 @@ def trace(
     try:
         return profile(apply, params, buffers, *args, precision=precision, **keywords)
     except Exception as error:  # of any kind: the model is the user's
-        if error.__cause__ is not None and asks_for_data(error.__cause__):
+        if isinstance(error.__cause__, Exception) and asks_for_data(error.__cause__):
             raise  # no other inputs and no other precision would help
         first_line = str(error).partition("\n")[0]
         raise ValueError(
