@@ -19,7 +19,6 @@ from funcshard.estimate.walk import (
     HardwareClock,
     OptimizerMemory,
     Runtime,
-    check_runtime,
     reserved_band,
     reserved_how,
     simulate_operator,
@@ -107,7 +106,10 @@ def estimate(
     asked_budget, budget_limit = budget_on(target_hardware, budget)
     remat_modules = recomputed_modules(plan, remat)
     clock = HardwareClock(target_hardware, plan.mesh_axes)
-    check_runtime(runtime)
+    if not isinstance(runtime, Runtime | None):
+        raise TypeError(
+            f"runtime must be a Runtime, such as Runtime.fsdp2(), or None; found {runtime!r}"
+        )
     check_transform(transform, accumulation)
     on_device = runtime or Runtime.on(target_hardware.device)
     # Note: a GPU saves less for attention and dropout than a CPU does.
@@ -146,14 +148,6 @@ def estimate(
     reserved_range = (0, 0, "")  # the CPU's allocator keeps no pools
     if on_device.accelerator:
         reserved_range = reserved_band(pool_bytes, target_hardware.memory)
-    report_options = {
-        "remat": tuple(remat_modules),
-        "accumulate": accumulation,
-        "optimizer": optimizer,
-        "runtime": runtime,
-        "budget": asked_budget,
-        "transform": transform,
-    }
     return Report(
         plan=plan,
         schedule=simulation.schedule,
@@ -182,7 +176,14 @@ def estimate(
             if budget_limit == asked_budget
             else target_hardware.sources["memory"].how,
         },
-        options=report_options,
+        options={
+            "remat": tuple(remat_modules),
+            "accumulate": accumulation,
+            "optimizer": optimizer,
+            "runtime": runtime,
+            "budget": asked_budget,
+            "transform": transform,
+        },
     )
 
 

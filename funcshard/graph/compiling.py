@@ -12,6 +12,7 @@ memory.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import operator
 import threading
@@ -263,42 +264,51 @@ def region_graph(region: Region, cut: Cut) -> fx.Graph:
     for input_index, node in enumerate(region.inputs):
         copy_of[node] = graph.placeholder(f"in{input_index}")
         copy_of[node].meta["val"] = node.meta["val"]
+    copy = viewer(graph, cut, copy_of)
     for node in region.nodes:
-        copy_of[node] = graph.node_copy(node, lambda used: view_in(graph, used, cut, copy_of))
+        copy_of[node] = graph.node_copy(node, copy)
     graph.output([copy_of[node] for node in region.outputs])
     for node_index, node in enumerate(graph.nodes):
         node.name = f"n{node_index}"  # so that equal regions have equal texts
     return graph
 
 
-def view_in(graph: fx.Graph, node: fx.Node, cut: Cut, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Return the copy of a node in another graph; make views in as few operations as possible."""
-    if node not in copies:
-        copies[node] = _view(graph, node, cut, copies)
-    return copies[node]
+def viewer(
+    graph: fx.Graph, cut: Cut, copies: dict[fx.Node, fx.Node]
+) -> Callable[[fx.Node], fx.Node]:
+    """Return a function from a node to its copy in another graph.
 
+    It makes views in as few operations as possible.
+    """
 
-def _view(graph: fx.Graph, node: fx.Node, cut: Cut, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-    base = cut.behind(node)
-    view_value, base_value = node.meta["val"], base.meta["val"]
-    # Note: the result of a split is a tuple, and a view of another dtype needs its own operation.
-    if (
-        isinstance(view_value, torch.Tensor)
-        and isinstance(base_value, torch.Tensor)
-        and view_value.dtype == base_value.dtype
-    ):
-        if layout_of(view_value) == layout_of(base_value):
-            return view_in(graph, base, cut, copies)
-        # Why: a chain of views then is one call, in each step.
-        is_reshaped = view_value.numel() == base_value.numel()
-        if is_reshaped and view_value.is_contiguous() and base_value.is_contiguous():
-            viewed = view_in(graph, base, cut, copies)
-            return graph.call_function(
-                torch.ops.aten.view.default, (viewed, list(view_value.shape))
-            )
-    if written_by(node):  # done by another region, in the memory that the node views
-        return view_in(graph, cut.views[node], cut, copies)
-    return graph.node_copy(node, lambda viewed: view_in(graph, viewed, cut, copies))
+    def copy(node: fx.Node) -> fx.Node:
+        if node not in copies:
+            copies[node] = view(node)
+        return copies[node]
+
+    def view(node: fx.Node) -> fx.Node:
+        base = cut.behind(node)
+        view_value, base_value = node.meta["val"], base.meta["val"]
+        # Note: the result of a split is a tuple, and a view of another dtype needs its own
+        # operation.
+        if (
+            isinstance(view_value, torch.Tensor)
+            and isinstance(base_value, torch.Tensor)
+            and view_value.dtype == base_value.dtype
+        ):
+            if layout_of(view_value) == layout_of(base_value):
+                return copy(base)
+            # Why: a chain of views then is one call, in each step.
+            is_reshaped = view_value.numel() == base_value.numel()
+            if is_reshaped and view_value.is_contiguous() and base_value.is_contiguous():
+                return graph.call_function(
+                    torch.ops.aten.view.default, (copy(base), list(view_value.shape))
+                )
+        if written_by(node):  # done by another region, in the memory that the node views
+            return copy(cut.views[node])
+        return graph.node_copy(node, copy)
+
+    return copy
 
 
 def region_text(graph: fx.Graph) -> str:
@@ -355,22 +365,23 @@ class CompilingBind:
             for dim, size in enumerate(leaf_facts[0]) if isinstance(leaf_facts, tuple) else ():
                 if isinstance(size, str):
                     dim_of_name.setdefault(size, (input_index, dim))
-        own_sizes = tuple(step_graph.sizes[name] for name in dim_of_name)
-        # Why at once: compiling takes long, and belongs to the call of ``compile``.
-        run_of_sizes = {own_sizes: self(_with_fixed_sizes(step_graph, step_graph.sizes), mesh)}
+
+        @functools.cache
+        def run_of(sizes: tuple[int, ...]) -> Callable[..., list[Any]]:
+            size_of_name = dict(zip(dim_of_name, sizes, strict=True))
+            _log.debug(
+                "compile compiles a step for %s; it has compiled %d sizes",
+                size_of_name,
+                run_of.cache_info().currsize + 1,
+            )
+            return self(_with_fixed_sizes(step_graph, size_of_name), mesh)
 
         def run(*inputs: Any) -> list[Any]:
             sizes = tuple([inputs[index].shape[dim] for index, dim in dim_of_name.values()])
-            if sizes not in run_of_sizes:
-                size_of_name = dict(zip(dim_of_name, sizes, strict=True))
-                _log.debug(
-                    "compile compiles a step for %s; it has compiled %d sizes",
-                    size_of_name,
-                    len(run_of_sizes) + 1,
-                )
-                run_of_sizes[sizes] = self(_with_fixed_sizes(step_graph, size_of_name), mesh)
-            return run_of_sizes[sizes](*inputs)
+            return run_of(sizes)(*inputs)
 
+        # Why at once: compiling takes long, and belongs to the call of ``compile``.
+        run_of(tuple(step_graph.sizes[name] for name in dim_of_name))
         return run
 
     def _compile(self, text: str, graph: fx.Graph) -> None:
@@ -419,20 +430,20 @@ def _schedule(step_graph: StepGraph, mesh: Mesh, cut: Cut, calls: dict[Region, B
     storages = GraphStorages.find(step_graph.graph)
     graph = fx.Graph()
     copy_of = dict[fx.Node, fx.Node]()
+    copy = viewer(graph, cut, copy_of)
     for step in cut.steps:
         if isinstance(step, Region):
-            region_inputs = [view_in(graph, node, cut, copy_of) for node in step.inputs]
             # Why a call: after it the list alone holds the inputs, so the region can free them.
-            boxed_inputs = graph.call_function(_boxed, tuple(region_inputs))
+            boxed_inputs = graph.call_function(_boxed, tuple(map(copy, step.inputs)))
             region_call = graph.call_function(calls[step], (boxed_inputs,))
             for output_index, node in enumerate(step.outputs):
                 copy_of[node] = graph.call_function(operator.getitem, (region_call, output_index))
                 copy_of[node].meta["val"] = node.meta["val"]
         else:
-            copy_of[step] = graph.node_copy(step, lambda node: view_in(graph, node, cut, copy_of))
+            copy_of[step] = graph.node_copy(step, copy)
             lower(step, copy_of[step], step_graph, mesh, storages)
     output_nodes: Any = step_graph.graph.output_node().args[0]
-    graph.output(fx.node.map_arg(output_nodes, lambda node: view_in(graph, node, cut, copy_of)))
+    graph.output(fx.node.map_arg(output_nodes, copy))
     return graph
 
 

@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -97,16 +97,14 @@ def _traced(
     path: str,
 ) -> Traced:
     file_plan = plan_from_data(facts["plan"])
-    expected_plan = file_plan if plan is None else plan
-    if step is not None:
-        expected_plan = step.plan
+    used_step = step or LoadedStep(file_plan if plan is None else plan, path)
     for recorded, current in (
         (f"with torch {facts['torch']}", f"with torch {torch_version()}"),
         (
             f"on a mesh of {axes_text(facts['mesh'], ones=facts['mesh'])}",
             f"on a mesh of {axes_text(mesh.shape, ones=mesh.shape)}",
         ),
-        (f"with plan {file_plan.fingerprint()}", f"with plan {expected_plan.fingerprint()}"),
+        (f"with plan {file_plan.fingerprint()}", f"with plan {used_step.plan.fingerprint()}"),
     ):
         if recorded != current:
             _, _, found_text = current.partition(" ")
@@ -114,7 +112,7 @@ def _traced(
                 f"it was recorded {recorded}; found {found_text}: trace the step again"
             )
     recordings = kinds[facts["of_rank"][mesh.rank]]
-    schedules = {} if step is None else step.schedules
+    schedules = used_step.schedules
     for name in sorted({name for recording in recordings for name in recording["numbers"]}):
         if name not in schedules:
             raise ValueError(
@@ -132,7 +130,7 @@ def _traced(
             "and save the step again"
         )
     return Traced(
-        step or LoadedStep(file_plan, path),
+        used_step,
         mesh,
         by_signature(Entry(step_graph, bind(step_graph, mesh)) for step_graph in step_graphs),
         _fixed=fixed_reason,
@@ -147,10 +145,7 @@ class LoadedStep:
 
     plan: Plan
     path: str
-
-    @property
-    def schedules(self) -> dict[str, Any]:
-        return {}
+    schedules: ClassVar[dict[str, Any]] = {}
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         raise ValueError(

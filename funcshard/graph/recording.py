@@ -29,7 +29,7 @@ from funcshard._utils.torch_private import (
     record_graph,
 )
 from funcshard._utils.torch_symbols import record_sized_graph
-from funcshard.graph.signatures import Conditions, signature_of, sizes_of
+from funcshard.graph.signatures import Conditions, paths_of, signature_of, sizes_of
 from funcshard.graph.step_graph import (
     Constant,
     Place,
@@ -91,7 +91,7 @@ def record(step: Step, state: Any, batch: Any, names: Mapping[int, Any]) -> tupl
         return output_values
 
     conditions = Conditions()
-    leaf_paths = tree.code_paths(state, "state") + tree.code_paths(batch, "batch")
+    leaf_paths = paths_of(form)
     example_inputs = [_example(leaves[i]) for i in input_leaves]
     # Why: an optimizer that changes a variable of its own would compute with the old value for
     # ever.
@@ -129,15 +129,14 @@ def record(step: Step, state: Any, batch: Any, names: Mapping[int, Any]) -> tupl
     }
     placeholders = graph.find_nodes(op="placeholder")
     for node, leaf_index in zip(placeholders, input_leaves, strict=True):
-        node.meta["path"], node.meta["unit"] = (
-            leaf_paths[leaf_index],
-            unit_of_leaf.get(id(leaves[leaf_index])),
-        )
+        unit = unit_of_leaf.get(id(leaves[leaf_index]))
+        node.meta.update(path=leaf_paths[leaf_index], unit=unit)
     signature = signature_of(leaves, form, in_state, names)._replace(conditions=conditions.texts)
+    state_after = step_facts.pop("after")
     if names:
         # Why first: a recording whose state grows with the batch would be recorded again in each
         # step.
-        _check_after(step_facts["after"], sizes)
+        _check_after(state_after, sizes)
         # Note: the results get forms with numbers in place of symbols; counters are still tensors.
         counter_facts = torch.Size(), torch.int64, torch.device("cpu"), (), False
         leaf_facts = [signature.leaves[i] for i in tensor_leaves]
@@ -148,17 +147,14 @@ def record(step: Step, state: Any, batch: Any, names: Mapping[int, Any]) -> tupl
         graph=graph,
         signature=signature,
         inputs=input_leaves,
-        results=step_facts["results"],
-        form=step_facts["form"],
-        donated=step_facts["donated"],
-        spent=step_facts["spent"],
         constants=constants,
         numbers=tuple(recording.numbers),
         replayable=recording.replayable,
         sizes=sizes,
         conditions=conditions,
+        **step_facts,
     )
-    return step_graph, step_facts["after"]
+    return step_graph, state_after
 
 
 def _usable(rules: Sequence[tuple[str, str]], sizes: Mapping[str, int]) -> Conditions:
@@ -177,8 +173,7 @@ def _usable(rules: Sequence[tuple[str, str]], sizes: Mapping[str, int]) -> Condi
 def _check_after(state: Any, sizes: Mapping[str, int]) -> None:
     """Raise if the form of the next state depends on the sizes of this batch."""
     for leaf, path in zip(tree.leaves(state), tree.code_paths(state, "state"), strict=True):
-        leaf_shape = leaf.shape if isinstance(leaf, torch.Tensor) else ()
-        if any(isinstance(size, torch.SymInt) for size in leaf_shape):
+        if any(isinstance(size, torch.SymInt) for size in getattr(leaf, "shape", ())):
             raise ValueError(
                 f"the state after a step has the form of the state before it; found `{path}`, "
                 f"whose size depends on {', '.join(map(repr, sizes))} of the batch: keep such "

@@ -328,9 +328,17 @@ def _checked_operator(operation: str, args: tuple[Any, ...], kwargs: dict[str, A
         raise ValueError(f"found arguments of {operation} that are named {list(kwargs)}")
     # Why: arithmetic of plain numbers, such as 9**9**9, would run now and may never end.
     has_node = any(isinstance(argument, fx.Node) for argument in args)
-    if operation in FUNCTIONS and (kwargs or not has_node):
-        raise ValueError(f"found {operation} without an operation that it depends on")
-    return operator_of(operation)
+    if operation in FUNCTIONS:
+        if kwargs or not has_node:
+            raise ValueError(f"found {operation} without an operation that it depends on")
+        return FUNCTIONS[operation]
+    named_operator = operator_by_name(*_check(operation))
+    if named_operator is None:
+        raise ValueError(
+            f"the file holds the operation {operation!r}, and this torch ({torch.__version__}) has "
+            "none of that name"
+        )
+    return named_operator
 
 
 # --- names of operations --------------------------------------------------------------------------
@@ -370,7 +378,7 @@ _NAMED: dict[str, dict[str, Any]] = {
 
 
 def target_name(target: Any) -> str:
-    """Return the name of an operation for a file; ``operator_of`` is the inverse."""
+    """Return the name of an operation for a file."""
     if full_name := operator_full_name(target):
         _check(full_name)
         return full_name
@@ -379,19 +387,6 @@ def target_name(target: Any) -> str:
     except (KeyError, TypeError):
         name = getattr(target, "__name__", target)
         raise _error(f"{getattr(target, '__module__', '?')}.{name}") from None
-
-
-def operator_of(name: str) -> Any:
-    """Return the operation of a name."""
-    if name in FUNCTIONS:
-        return FUNCTIONS[name]
-    named_operator = operator_by_name(*_check(name))
-    if named_operator is None:
-        raise ValueError(
-            f"the file holds the operation {name!r}, and this torch ({torch.__version__}) has none "
-            "of that name"
-        )
-    return named_operator
 
 
 def _check(name: str) -> tuple[str, str, str]:
@@ -453,11 +448,6 @@ def decoded(data: Any, nodes: Mapping[str, fx.Node], device: torch.device) -> An
     if key == "dtype":
         return dtype_of(coded_value)
     if key == "device":
-        return device_from(coded_value, device)
+        # Note: a rank's tensors are on its own GPU, whatever number the one that saved had.
+        return device if device.type == coded_value else torch.device(coded_value)
     return _NAMED[key][coded_value]
-
-
-def device_from(device_type: str, device: torch.device) -> torch.device:
-    """Return the mesh's device if it's of this type, or else a device of this type."""
-    # Note: a rank's tensors are on its own GPU, whatever number the one that saved had.
-    return device if device.type == device_type else torch.device(device_type)

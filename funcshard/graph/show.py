@@ -124,9 +124,9 @@ def _line(node: fx.Node, names: dict[fx.Node, str]) -> str:
     if not operation_name:  # a constant, or a function on numbers
         operation_name = getattr(node.target, "__name__", str(node.target))
     operand_texts = [_operand(operand, names) for operand in node.args]
-    for key, value in node.kwargs.items():
-        if value is not None:
-            operand_texts.append(f"{key}={_operand(value, names)}")
+    operand_texts += [
+        f"{key}={_operand(value, names)}" for key, value in node.kwargs.items() if value is not None
+    ]
     return f"{result_text} {operation_name} {' '.join(operand_texts)}".rstrip()
 
 
@@ -197,7 +197,8 @@ class StepDifference(Shown):
             ("Operations", self.operations),
         ):
             if heading_lines:
-                yield Bullets(heading, _shortened(heading_lines))
+                more = [f"and {len(heading_lines) - _MOST} more"] * (len(heading_lines) > _MOST)
+                yield Bullets(heading, [*heading_lines[:_MOST], *more])
             else:
                 yield f"{heading}: the same, in the same order."
 
@@ -242,10 +243,3 @@ def _edits(before: Sequence[str], after: Sequence[str]) -> Iterable[tuple[str, s
         if kind != "equal":
             yield from (("gone", line) for line in before[old_begin:old_end])
             yield from (("new", line) for line in after[new_begin:new_end])
-
-
-def _shortened(lines: Sequence[str]) -> list[str]:
-    shown_lines = list(lines[:_MOST])
-    if len(lines) > _MOST:
-        shown_lines.append(f"and {len(lines) - _MOST} more")
-    return shown_lines

@@ -272,7 +272,10 @@ def nearest_difference(found: Signature, recorded: Iterable[Signature]) -> str:
 
 
 def _differences(recorded: Signature, found: Signature) -> list[str]:
-    old_paths, new_paths = dict.fromkeys(_paths(recorded.form)), dict.fromkeys(_paths(found.form))
+    old_paths, new_paths = (
+        dict.fromkeys(paths_of(recorded.form)),
+        dict.fromkeys(paths_of(found.form)),
+    )
     if recorded.form != found.form:
         texts = [
             f"the tree has the new leaf `{path}`" for path in new_paths if path not in old_paths
@@ -294,7 +297,7 @@ def _differences(recorded: Signature, found: Signature) -> list[str]:
     return sorted(texts, key=lambda text: not text.startswith("leaf `batch"))
 
 
-def _paths(form: Any) -> list[str]:
+def paths_of(form: Any) -> list[str]:
     """Return the path of each leaf of ``(state, batch)``."""
     state, batch = tree.build_form(form, range(form.num_leaves))
     return tree.code_paths(state, "state") + tree.code_paths(batch, "batch")

@@ -77,10 +77,8 @@ class StepGraph:
     @property
     def events(self) -> tuple[Event, ...]:
         """The collectives that start in the graph, in order."""
-        graph_events = [
-            node.meta.get("event") for node in self.graph.nodes if collective_of(node) in STARTS
-        ]
-        return tuple(event for event in graph_events if event is not None)
+        nodes = self.graph.nodes
+        return tuple(node.meta["event"] for node in nodes if node.meta.get("event"))
 
 
 def collective_of(node: fx.Node) -> str:

@@ -23,7 +23,7 @@ def tidy(graph: fx.Graph, *, counters: int) -> None:
         counters: number of its last placeholders, which are counters.
     """
     _take_phases(graph)
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    placeholders = graph.find_nodes(op="placeholder")
     for node in placeholders[len(placeholders) - counters :]:
         _take_items(graph, node)
     for node in list(graph.nodes):

@@ -114,13 +114,6 @@ Change = Callable[[StepGraph], StepGraph]  # a pass: it leaves its argument as i
 Bind = Callable[[StepGraph, Mesh], Callable[..., list[Any]]]
 
 
-def _run_later(make: Callable[[], Callable[..., list[Any]]]) -> Callable[..., list[Any]]:
-    """Return a function that's made in its first call."""
-    # Note: a cache of no arguments; the compiled code of fx takes a while to make.
-    make_once = functools.cache(make)
-    return lambda *inputs: make_once()(*inputs)
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class Traced:
     """A step as a graph, made by ``trace``. You call it like the step.
@@ -155,14 +148,14 @@ class Traced:
             check_graph(new_graph.graph)
             return new_graph
 
-        new_entries = []
-        for entry in self._entries.values():
-            step_graph = checked(entry.step_graph)
-            # Why later: most passes are not the last.
-            run = _run_later(functools.partial(self._bind, step_graph, self.mesh))
-            new_entries.append(Entry(step_graph, run))
-        changes = (*self._changes, checked)
-        return dataclasses.replace(self, _entries=by_signature(new_entries), _changes=changes)
+        def entry(step_graph: StepGraph) -> Entry:
+            # Why in the first call: fx takes a while to make a function, and most passes are not
+            # the last.
+            make_run = functools.cache(functools.partial(self._bind, step_graph, self.mesh))
+            return Entry(step_graph, lambda *inputs: make_run()(*inputs))
+
+        new_entries = by_signature(map(entry, map(checked, self._graphs)))
+        return dataclasses.replace(self, _entries=new_entries, _changes=(*self._changes, checked))
 
     def compile(self, backend: Backend = "inductor") -> Traced:
         """Return a new step with compiled operations.
@@ -195,8 +188,9 @@ class Traced:
             [1, 1]
         """
         bind = CompilingBind(backend)
-        step_graphs = [entry.step_graph for entry in self._entries.values()]
-        new_entries = [Entry(step_graph, bind(step_graph, self.mesh)) for step_graph in step_graphs]
+        new_entries = [
+            Entry(step_graph, bind(step_graph, self.mesh)) for step_graph in self._graphs
+        ]
         return dataclasses.replace(self, _entries=by_signature(new_entries), _bind=bind)
 
     def with_sizes(self, **sizes: int) -> Traced:
@@ -349,7 +343,11 @@ class Traced:
     @property
     def graph(self) -> StepGraph:
         """The graph of the last recording: that of all steps but the first."""
-        return next(reversed(self._entries.values())).step_graph
+        return self._graphs[-1]
+
+    @property
+    def _graphs(self) -> list[StepGraph]:
+        return [entry.step_graph for entry in self._entries.values()]
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -416,8 +414,8 @@ class Traced:
         }
         collectives = [
             f"{collective_of(start)} {start.meta.get('event')}"
-            for entry in self._entries.values()
-            for start, _ in starts_and_waits(entry.step_graph.graph)
+            for step_graph in self._graphs
+            for start, _ in starts_and_waits(step_graph.graph)
         ]
         # Note: a rank with an error calls this too, because the others wait for it there.
         save_together(path, file_facts, own_text, "\n".join(collectives), self.mesh, error=error)
@@ -431,8 +429,7 @@ class Traced:
         return text_digest(self._text())[:16]
 
     def _text(self) -> str:
-        step_graphs = (entry.step_graph for entry in self._entries.values())
-        return graphs_text(step_graphs, self.step.schedules)
+        return graphs_text(self._graphs, self.step.schedules)
 
     @property
     def plan(self) -> Plan:

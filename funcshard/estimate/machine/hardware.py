@@ -223,12 +223,8 @@ class Hardware:
 
     def to_json(self) -> str:
         """Return the description as JSON; ``from_json`` is the inverse."""
-        data: dict[str, Any] = {
-            "name": self.name,
-            "aliases": self.aliases,
-            "about": self.about,
-            "device": self.device,
-        }
+        names = ("name", "aliases", "about", "device")
+        data: dict[str, Any] = {name: getattr(self, name) for name in names}
         for name, value in self._numbers().items():
             # Note: a figure is written beside its source; those of dtypes have their own table.
             table_name, _, dtype = name.rpartition(".")

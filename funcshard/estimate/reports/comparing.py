@@ -125,8 +125,7 @@ def _changes(before: Report, after: Report) -> Iterator[str]:
             if old_unit.strategy == unit.strategy or not change.startswith("reshard"):
                 units_by_change[change].add(unit.name)
     for change, names in units_by_change.items():
-        is_named = {unit: unit.name in names for unit in common_units}
-        groups = fold_units(common_units, key=is_named.__getitem__)
+        groups = fold_units(common_units, key=lambda unit: unit.name in names)
         titles = [group.title for group in groups if group.first.name in names]
         is_all = len(names) == len(common_units) > 1
         clauses.append(f"{'all units' if is_all else ' and '.join(titles)}: {change}")

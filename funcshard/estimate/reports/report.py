@@ -130,10 +130,8 @@ class Report(Shown):
     @property
     def tracks(self) -> dict[str, tuple[Span, ...]]:
         """The spans of each lane that is used."""
-        spans_by_lane: dict[str, list[Span]] = {lane: [] for lane in LANES}
-        for span in self.spans:
-            spans_by_lane[span.lane].append(span)
-        return {lane: tuple(spans) for lane, spans in spans_by_lane.items() if spans}
+        tracks = {lane: tuple(span for span in self.spans if span.lane == lane) for lane in LANES}
+        return {lane: spans for lane, spans in tracks.items() if spans}
 
     @property
     def categories(self) -> list[str]:
@@ -256,12 +254,11 @@ def _summary(report: Report) -> Table:
     for track, spans in report.tracks.items():
         busy_seconds = sum(span.seconds for span in spans)
         if busy_seconds:
-            source = report.source_of("step_time")
             row(
                 f"{track} lane",
                 table.duration(busy_seconds),
                 _of_step(busy_seconds, report),
-                source,
+                report.source_of("step_time"),
             )
     if report.tokens:
         tokens = f"{table.count(report.tokens)} a rank and step"
@@ -269,8 +266,13 @@ def _summary(report: Report) -> Table:
     if report.mfu:
         row("MFU", f"{100 * report.mfu:.1f} %", "model FLOPs of the hardware's peak")
     for axis, size in report.traffic.items():
-        source = report.source_of("traffic")
-        row(f"traffic along {axis}", table.size(size), "sent by a rank in a step", source)
+        # Note: "traffic along shard" is no name of a number, so the row needs its source.
+        row(
+            f"traffic along {axis}",
+            table.size(size),
+            "sent by a rank in a step",
+            report.source_of("traffic"),
+        )
     plan = report.plan
     title = (
         f"Report of plan {plan.fingerprint()} for {mesh_text(plan.mesh_axes)}, {report.hardware}"

@@ -266,7 +266,7 @@ def _search(
         if fixed_figures[i].held > budget:
             continue
         rungs = range(rung_count)
-        if len(rungs) > MOST_RUNGS:
+        if rung_count > MOST_RUNGS:
             # Why the first one before: most ladders end there, as slower than the best plan. Before
             # there is one, a first rung that recomputes other units would take a trace.
             is_traced = not any(choice.remat for choice in all_ladders[i].first.choices)

@@ -86,11 +86,11 @@ class Infeasible(Shown):
             ]
             for change in self.changes
         ]  # fmt: skip
-        leanest_text = (
-            f"The leanest one, {self.text}, needs {bytes_over} too much in the {peak_text}."
-        )
         return [
-            f"None of {self.considered:,} plans fits {table.size(self.budget)}. {leanest_text}",
+            (
+                f"None of {self.considered:,} plans fits {table.size(self.budget)}. The leanest one, "
+                f"{self.text}, needs {bytes_over} too much in the {peak_text}."
+            ),
             memory_table(report, "Memory at its peak"),
             Table(
                 "Changes of it that the space does not hold",
@@ -144,10 +144,10 @@ def changes_to_fit(
     for change_text, report in _changed(before, module_names, unit_saved, estimated):
         seconds = report.step_time - before.step_time
         share = seconds / before.step_time if before.step_time else 0.0
-        if report.peak < before.peak:
-            saved_peak = report.peak - before.peak
+        more_bytes = report.peak - before.peak
+        if more_bytes < 0:
             saving_changes.append(
-                Change(change_text, saved_peak, seconds, share, report.fits, report)
+                Change(change_text, more_bytes, seconds, share, report.fits, report)
             )
     saving_changes.sort(key=lambda c: (not c.fits, c.seconds if c.fits else c.peak))
     return tuple(saving_changes)

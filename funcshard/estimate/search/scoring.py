@@ -200,10 +200,8 @@ class Scorer:
         forward_seconds = backward_seconds = 0.0
         last_seconds = [0.0, 0.0]  # on the lane of reductions, and on that of all-reduces
         for name, base in bases.items():
-            (gathers, reductions, _), (one_gather, *one_reduction) = (
-                base.seconds[name],
-                base.once[name],
-            )
+            gathers, reductions, _ = base.seconds[name]
+            one_gather, *one_reduction = base.once[name]
             calls = bounds.calls[name]
             forward_seconds += one_gather * (calls > 0)
             # Note: a unit that is called again may be gathered once more, or stay gathered.

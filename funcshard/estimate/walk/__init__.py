@@ -24,13 +24,12 @@ from funcshard.estimate.walk.runtime import (
     OptimizerMemory,
     Runtime,
     UnitSizes,
-    check_runtime,
     sizes_by_unit,
 )
 from funcshard.estimate.walk.simulator import Simulation, simulate_step
 
 __all__ = [
     "CATEGORIES", "HardwareClock", "LANES", "OPTIMIZERS", "Moment", "OptimizerMemory", "RESERVED_RUNS",
-    "Runtime", "Simulation", "Span", "UnitSizes", "check_runtime", "reserved_band", "reserved_how",
+    "Runtime", "Simulation", "Span", "UnitSizes", "reserved_band", "reserved_how",
     "simulate_operator", "simulate_step", "sizes_by_unit",
 ]  # fmt: skip

@@ -122,10 +122,10 @@ class Lanes:
             self.spans.append(Span("compute", run.what, run.unit, self.now, *cost))
         self.now += cost[0]
 
-    def move(self, what: str, nbytes: int) -> None:
+    def update(self, nbytes: int) -> None:
         """Read and write device memory, as the optimizer does."""
         seconds, source = update_time(self._clock.hardware, nbytes)
-        self.spans.append(Span("compute", what, "", self.now, seconds, nbytes, 0, source))
+        self.spans.append(Span("compute", "optimizer", "", self.now, seconds, nbytes, 0, source))
         self.now += seconds
 
     def copy(self, lane: str, nbytes: int) -> None:

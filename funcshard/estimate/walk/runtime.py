@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -131,14 +130,6 @@ class Runtime:
         # Why 2: ``record_stream`` makes the allocator count a freed buffer until the other stream
         # has passed, and the rate limiter lets two gathers run ahead.
         return cls(lingering=2, streams=True, replicates_apart=True)
-
-
-def check_runtime(runtime: Any) -> None:
-    """Raise ``TypeError`` unless ``runtime`` is a runtime or ``None``."""
-    if runtime is not None and not isinstance(runtime, Runtime):
-        raise TypeError(
-            f"runtime must be a Runtime, such as Runtime.fsdp2(), or None; found {runtime!r}"
-        )
 
 
 # --- sizes ----------------------------------------------------------------------------------------
@@ -278,7 +269,6 @@ def _buffer_sizes(unit: UnitPlan, buffer: BufferPlan, *, accelerator: bool) -> B
         axis for axis, size in unit.mesh_axes.items() if size > 1 and axis not in buffer.local
     ]
     trained_factor = int(buffer.trainable)  # a factor: frozen buffers have no gradients
-    grad_bytes = trained_factor * buffer.numel * gathered_itemsize
     casts_grads = reduced_dtype != gathered_dtype
     reduced_bytes = trained_factor * shard_numel * reduced_itemsize
     keeps_dtype = unit.precision is not None and unit.precision.keep_low_precision_grads
@@ -297,7 +287,7 @@ def _buffer_sizes(unit: UnitPlan, buffer: BufferPlan, *, accelerator: bool) -> B
         * padded_numel
         * gathered_itemsize
         * (casts_grads and not is_cut),
-        cast_grads=grad_bytes * casts_grads,
+        cast_grads=trained_factor * buffer.numel * gathered_itemsize * casts_grads,
         reduced=reduced_bytes,
         kept=reduced_bytes if keeps_dtype else trained_factor * shard_numel * buffer.itemsize,
     )

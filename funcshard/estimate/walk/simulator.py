@@ -75,7 +75,6 @@ def simulate_step(
         runtime: how ranks communicate.
         schedule: how far to gather ahead.
         accumulation: what the step runs; each micro-batch is one program.
-        reduce: when gradients are reduced, as in ``predict_step``.
     """
     units, reached_places = plan.units, program.reached
     if "" not in units:
@@ -407,10 +406,8 @@ class _Walk:
         """Join the gradients of a unit, for the reduction whose events follow."""
         unit_sizes = self.sizes[name]
         self.left[name] -= 1
-        more_coming, is_last = (
-            self.left[name] > 0,
-            self.backwards == self.accumulation.micro_batches,
-        )
+        more_coming = self.left[name] > 0
+        is_last = self.backwards == self.accumulation.micro_batches
         # Note: a kept unit serves all its calls, so only the last reduction of a backward frees it.
         if not (unit_sizes.stays and more_coming) and (
             self.units[name].reshard_after_backward or is_last
@@ -520,7 +517,7 @@ class _Walk:
         ledger.add("temporaries", temporary_bytes)
         self.note("optimizer", "")
         # Why three: the update reads the gradient, and reads and writes the shard.
-        self.lanes.move("optimizer", sum(shard_sizes) * (3 + 2 * states))
+        self.lanes.update(sum(shard_sizes) * (3 + 2 * states))
         ledger.free("temporaries", temporary_bytes)
         ledger.free("optimizer", copied_bytes)
 

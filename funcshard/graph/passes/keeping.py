@@ -164,7 +164,7 @@ def _value_of(value: Any) -> Hashable:
     if isinstance(value, fx.Node) and is_pure(value):
         return value.target, _value_of(value.args), _value_of(value.kwargs)
     if isinstance(value, Mapping):
-        return tuple((key, _value_of(item)) for key, item in value.items())
+        return _value_of(tuple(value.items()))
     if isinstance(value, tuple | list):
         return tuple(map(_value_of, value))
     hashable: Hashable = value
@@ -191,9 +191,8 @@ def _chosen(candidates: list[_Candidate], limit: int) -> list[_Candidate]:
     held_bytes: Counter[int] = Counter()
     chosen_candidates = set()
     for candidate in sorted(candidates, key=lambda candidate: len(candidate.moments)):
-        held_moments = candidate.moments
-        if all(held_bytes[moment] + candidate.bytes <= limit for moment in held_moments):
-            held_bytes.update(dict.fromkeys(held_moments, candidate.bytes))
+        if all(held_bytes[moment] + candidate.bytes <= limit for moment in candidate.moments):
+            held_bytes.update(dict.fromkeys(candidate.moments, candidate.bytes))
             # Note: gathers that follow each other closely hold memory for the shortest time.
             chosen_candidates.add(candidate)
     return [candidate for candidate in candidates if candidate in chosen_candidates]
