@@ -130,6 +130,8 @@ class DesyncDetector:
         self._context = (0,) * CONTEXT_LENGTH
         self._agreed_contexts: set[tuple[int, ...]] = set()
         self._warned = False
+        # Note: a detector with a name uses the group of another one, which lives longer.
+        self._own_group = None if self.name else self.control
         if self.watch is not None:
             self.name = self.name or str(self.control.group_name)
             self.watch.add(self.name, self)
@@ -137,7 +139,7 @@ class DesyncDetector:
     def __del__(self) -> None:
         # Why only noted: Python collects garbage on any thread and in the middle of torch's code.
         if self.watch is not None and not sys.is_finalizing():
-            self.watch.unused.append((self.control, self.comparison))
+            self.watch.unused.append((self._own_group, self.comparison))
 
     def record(
         self,

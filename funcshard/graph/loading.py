@@ -104,7 +104,10 @@ def _traced(
             f"on a mesh of {axes_text(facts['mesh'], ones=facts['mesh'])}",
             f"on a mesh of {axes_text(mesh.shape, ones=mesh.shape)}",
         ),
-        (f"with plan {file_plan.fingerprint()}", f"with plan {used_step.plan.fingerprint()}"),
+        *[
+            (f"with plan {file_plan.fingerprint()}", f"with plan {your_plan.fingerprint()}")
+            for your_plan in (used_step.plan, plan or file_plan)
+        ],
     ):
         if recorded != current:
             _, _, found_text = current.partition(" ")

@@ -778,9 +778,8 @@ def forward_with_leaves(
                 filled_tables, afterwards, strict=True
             ):
                 for key in entries:
-                    before, leaf = table_before.get(key), table[key]
-                    leaves_by_id.setdefault(id(before), leaf)
-                    placeholders_by_id.setdefault(id(leaf), before)
+                    leaves_by_id.setdefault(id(table_before.get(key)), table[key])
+                    placeholders_by_id.setdefault(id(table[key]), table_before.get(key))
             _exchange(referring, leaves_by_id)
         out = forward(args, kwargs)
         for table, values, entries in filled_tables:

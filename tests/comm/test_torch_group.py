@@ -110,6 +110,7 @@ def left_after_meshes(world: fs.Mesh, shape: dict[str, int], shared_memory: bool
         connections = sum(map(is_connection, os.listdir("/proc/self/fd")))
         found.append((connections, len(dist.distributed_c10d._world.pg_map)))
         fs.psum(torch.ones(()), world)
+        assert world.shard.desync.control in dist.distributed_c10d._world.pg_map  # it was destroyed by the next mesh
     return found
 
 

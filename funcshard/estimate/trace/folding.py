@@ -300,7 +300,6 @@ class Traced:
         build: from output tensors and the inputs to the module's result.
         kept_inputs: positions of the input tensors that autograd kept.
         kept_outputs: positions of the output tensors that autograd kept.
-        graded_inputs: positions of the input tensors on which outputs depend.
         reads: attributes that differ in its kind, and that it read: place in ``order_below``, name
             and value.
     """
@@ -310,7 +309,6 @@ class Traced:
     build: Callable[[Sequence[Any], Sequence[Any]], Any]
     kept_inputs: tuple[int, ...]
     kept_outputs: tuple[int, ...]
-    graded_inputs: tuple[int, ...]
     reads: tuple[tuple[int, str, Hashable], ...]
 
 

@@ -314,7 +314,7 @@ def profile(
         )
     param_forms = {name: _form(param, dtypes[name][1]) for name, param in params.items()}
 
-    model_call = ModelCall(apply, buffers, args, kwargs, loss, targets)
+    model_call = ModelCall(apply, buffers, args, kwargs, loss, targets, set())
     # Note: estimates trace again later, outside of the caller's autocast.
     autocast_dtype = _autocast()
 

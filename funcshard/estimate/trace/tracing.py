@@ -12,7 +12,7 @@ import functools
 import itertools
 import warnings
 import weakref
-from collections import Counter, UserDict, defaultdict
+from collections import Counter, defaultdict
 from collections.abc import (
     Callable,
     Collection,
@@ -52,20 +52,22 @@ from funcshard.plan import Plan
 Loss = Callable[..., torch.Tensor]
 
 _ATTEMPTS = 3  # traces that fold something
-# By the template of a model: the modules that no other one could represent in earlier traces.
-_WHOLE_PATHS = weakref.WeakKeyDictionary[nn.Module, set[str]]()
 _NESTED = 4  # least number of equal modules that are folded inside a folded module
 
 
 class ModelCall(NamedTuple):
-    """What ``profile`` was given; tensors may be real, fake or on the meta device."""
+    """What ``profile`` was given; tensors may be real, fake or on the meta device.
+
+    ``whole_paths`` grows: the modules that no other one could represent in earlier traces.
+    """
 
     apply: Any
     buffers: Mapping[str, torch.Tensor]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    loss: Loss | None = None
-    targets: Any = None
+    loss: Loss | None
+    targets: Any
+    whole_paths: set[str]
 
     @contextlib.contextmanager
     def without_data(self) -> Iterator[None]:
@@ -108,20 +110,19 @@ def trace_model(
     with call.without_data(), AcceleratorKernels() if accelerator else contextlib.nullcontext():
         args, kwargs, buffers, targets, loss = call.faked()
         depth = 2 if fold else 0
-        whole_paths = _WHOLE_PATHS.setdefault(call.apply.skeleton.template, set())
         # Note: that a module can't be folded shows only when backward has run. Then the model is
         # traced again, with fewer folds.
         for attempt_index in itertools.count():
             model_tracer = _Tracer(
                 call.apply, plan, forms, frozenset(remat), frozenset(apart), frozenset(compiled), depth,
-                frozenset(whole_paths),
+                frozenset(call.whole_paths),
             )  # fmt: skip
             model_tracer.know(targets)
             try:
                 return model_tracer.run(buffers, args, kwargs, loss)
             except CannotFoldError as error:
                 depth = min(depth, 2 if error.paths else 1) if attempt_index < _ATTEMPTS else 0
-                whole_paths |= error.paths
+                call.whole_paths.update(error.paths)
         raise AssertionError("a trace that folds nothing raises no such error")
 
 
@@ -477,11 +478,7 @@ class _Tracer:
         with recorder.call(path) as frame:
             frame.fold, frame.stub = traced.fold, True
             recorder.emit(Enter(path, tuple(map(recorder.number, inputs))))
-            stub_inputs = [
-                tensor if place in traced.graded_inputs else tensor.detach()
-                for place, tensor in enumerate(inputs)
-            ]
-            outputs = Stub.apply(traced, recorder, self.anchor, *stub_inputs)
+            outputs = Stub.apply(traced, recorder, self.anchor, *inputs)
             out = traced.build(outputs, inputs)
             recorder.emit(Exit(path, tuple(map(recorder.number, tensors_in(out)))))
         recorder.watch_grads(frame, inputs, outputs)
@@ -518,14 +515,14 @@ class _Tracer:
         ]
         tensor_versions = [
             (storage_id(value), version(value))
-            for value in tree.leaves(_opened((args, kwargs)))
+            for value in tree.leaves((args, kwargs))
             if isinstance(value, torch.Tensor)
         ]
         return module_state, tensor_versions, self._described(args, kwargs)
 
     def _described(self, args: Any, kwargs: Any) -> Hashable | None:
         """Return all in a module's inputs that can change its operations, or ``None``."""
-        inputs = _opened((args, kwargs))
+        inputs = (args, kwargs)
         input_values: list[Hashable] = []
         tensor_count = 0
         storage_places: dict[
@@ -731,7 +728,6 @@ class _Tracer:
             kept_outputs=tuple(
                 i for i, tensor in enumerate(outputs) if number(tensor) in saved_storages
             ),
-            graded_inputs=_reached(inputs, outputs),
             reads=own_reads,
         )
 
@@ -740,35 +736,6 @@ def _new_tensors(out: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]
     """Return the tensors of a module's result that aren't its inputs."""
     input_ids = set(map(id, inputs))
     return [tensor for tensor in tensors_in(out) if id(tensor) not in input_ids]
-
-
-def _opened(inputs: Any) -> Any:
-    """Return inputs with dictionaries in place of the ``UserDict`` objects among them."""
-
-    def opened(value: Any) -> Any:
-        is_plain_table = isinstance(value, UserDict) and vars(value).keys() == {"data"}
-        return {str(type(value)): value.data} if is_plain_table else value
-
-    return tree.map(opened, inputs)
-
-
-def _reached(inputs: Sequence[torch.Tensor], outputs: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """Return the positions of the inputs on which the outputs depend."""
-    ends = {(tensor.grad_fn, tensor.output_nr) for tensor in inputs}
-    edges = [(tensor.grad_fn, tensor.output_nr) for tensor in outputs]
-    visited_edges = set[Any]()
-    while edges:
-        edge = edges.pop()
-        if edge not in visited_edges:
-            visited_edges.add(edge)
-            if edge[0] is not None and edge not in ends:
-                edges += edge[0].next_functions
-    # Note: a leaf has no node here, so it counts as one that is reached.
-    return tuple(
-        place
-        for place, tensor in enumerate(inputs)
-        if tensor.grad_fn is None or (tensor.grad_fn, tensor.output_nr) in visited_edges
-    )
 
 
 def _in_region(region: Region, forward: Any, /, *args: Any, **kwargs: Any) -> Any:

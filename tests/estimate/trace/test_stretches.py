@@ -21,7 +21,7 @@ def traced(make, *, remat=(), folds=(True,)):
         path for path, module in model.named_modules()
         if path and next(module.parameters(), None) is not None and not isinstance(module, nn.ModuleList)
     ]  # fmt: skip
-    call = ModelCall(apply, buffers, args, {})
+    call = ModelCall(apply, buffers, args, {}, None, None, set())
     return *(trace_model(call, plan, params, remat=remat, fold=fold) for fold in folds), modules
 
 

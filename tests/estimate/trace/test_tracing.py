@@ -1,7 +1,5 @@
 """A traced step against what must be true of every trace, and folded traces against whole ones."""
 
-from collections import UserDict
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -190,7 +188,7 @@ MODELS = {
 
 def trace(model, *args, loss=None, **options):
     apply, params, buffers = fs.make_functional(model)
-    return trace_model(ModelCall(apply, buffers, args, {}, loss), fs.make_plan(params, 1), params, **options)
+    return trace_model(ModelCall(apply, buffers, args, {}, loss, None, set()), fs.make_plan(params, 1), params, **options)
 
 
 def tape_of(name, **options):
@@ -482,24 +480,9 @@ class Scaled(Layer):
         return super().forward(x) * self.scale
 
 
-def with_tables():
-    """Modules that read one of two tensors, in a table that is no dictionary."""
-
-    def run(net, x):
-        x = net.first(x)
-        table = UserDict(read=net.memory(x), other=net.other(x))
-        for each in net.blocks:
-            x = each(x, table)
-        return x + table["other"]
-
-    blocks = [Runs(lambda net, x, table: x + net.block(x) * table["read"], block=block()) for _ in range(4)]
-    return made(run, first=linear(), memory=linear(), other=linear(), blocks=blocks)
-
-
 ALIKE = {
     "an output that the module reads": with_weights,
     "a buffer that autograd keeps": lambda: nn.Sequential(linear(), *map(Scaled, range(4)), linear()),
-    "tables of tensors": with_tables,
     "a depth that is no number of a layer": lambda: repeats(lambda m: m.depth, "depth", 1, 8, 8),
     "configurations of one class": lambda: repeats(lambda m: m.config.steps, "config", *map(Settings, (1, 8, 8))),
     "a ratio": lambda: repeats(lambda m: int(8 * m.ratio), "ratio", 0.25, 1.0, 1.0),
