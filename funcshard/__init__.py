@@ -62,7 +62,13 @@ from funcshard.core import (
 )
 from funcshard.estimate import auto_plan, compare, estimate, profile
 from funcshard.graph import load_traced, passes, trace
-from funcshard.module import fully_shard, init_buffers, init_module, init_shards, make_functional
+from funcshard.module import (
+    fully_shard,
+    init_buffers,
+    init_module,
+    init_shards,
+    make_functional,
+)
 from funcshard.plan import (
     Accumulation,
     Cast,

@@ -32,7 +32,9 @@ from funcshard.demo.train import Settings, check, train
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help lists the options)\n")
+        self.exit(
+            2, f"{self.prog}: error: {message} ({self.prog} --help lists the options)\n"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,7 +145,9 @@ def _parser() -> argparse.ArgumentParser:
         "path", metavar="PATH", help="a checkpoint, or a folder of checkpoints"
     )
     add_inspect.add_argument(
-        "--check", action="store_true", help="read the whole checkpoint and compare the checksums"
+        "--check",
+        action="store_true",
+        help="read the whole checkpoint and compare the checksums",
     )
     convert = add_inspect.add_argument_group("write one checkpoint for other programs")
     convert.add_argument(
@@ -152,7 +156,9 @@ def _parser() -> argparse.ArgumentParser:
         help="a checkpoint of torch.distributed.checkpoint, as FSDP2 reads",
     )
     convert.add_argument(
-        "--to-safetensors", metavar="PATH", help="the parameters: a .safetensors file, or a folder"
+        "--to-safetensors",
+        metavar="PATH",
+        help="the parameters: a .safetensors file, or a folder",
     )
     convert.add_argument(
         "--to-hf",
@@ -160,10 +166,15 @@ def _parser() -> argparse.ArgumentParser:
         help="a folder that AutoModel.from_pretrained reads; with --config",
     )
     convert.add_argument(
-        "--config", metavar="DIR", help="a folder with the config.json of the model, for --to-hf"
+        "--config",
+        metavar="DIR",
+        help="a folder with the config.json of the model, for --to-hf",
     )
     convert.add_argument(
-        "--tree", metavar="NAME", default="model", help="what to write in place of the parameters"
+        "--tree",
+        metavar="NAME",
+        default="model",
+        help="what to write in place of the parameters",
     )
     return parser
 

@@ -23,7 +23,13 @@ from typing import Any, Literal
 import torch
 
 from funcshard._utils import tree
-from funcshard._utils.options import check_choice, check_count, check_flag, check_number, outline
+from funcshard._utils.options import (
+    check_choice,
+    check_count,
+    check_flag,
+    check_number,
+    outline,
+)
 from funcshard.comm import Mesh
 from funcshard.core import axpy, randn_like, vdot
 from funcshard.plan import Plan
@@ -124,7 +130,10 @@ def cg(
         if not curvature.abs() > 0:
             return x, -1
         step_length = new_fall / curvature
-        x, residual = axpy(step_length, search_direction, x), axpy(-step_length, product, residual)
+        x, residual = (
+            axpy(step_length, search_direction, x),
+            axpy(-step_length, product, residual),
+        )
     return x, 0 if dot(residual, residual).sqrt() <= residual_bound else maxiter
 
 
@@ -250,11 +259,16 @@ def eigsh(
         values, vectors = torch.linalg.eigh(projected[:num_vectors, :num_vectors])
         residual_norms = rest_norm * vectors[-1].abs()
         # Why stable: of equal eigenvalues, each rank has to keep the same ones.
-        best_first = {"LM": -values.abs(), "LA": -values, "SA": values}[which].argsort(stable=True)
+        best_first = {"LM": -values.abs(), "LA": -values, "SA": values}[which].argsort(
+            stable=True
+        )
         # Why: the largest eigenvalue sets the rounding that every residual has.
         rounding = torch.finfo(tree.leaves(v0)[0].dtype).eps * values.abs().max()
         residual_bounds = torch.maximum(tol * values.abs(), rounding)
-        if restart_number == maxiter or (residual_norms <= residual_bounds)[best_first[:k]].all():
+        if (
+            restart_number == maxiter
+            or (residual_norms <= residual_bounds)[best_first[:k]].all()
+        ):
             break
         # Why more than k: the eigenvectors beside the k best ones make these converge faster.
         num_kept = (k + basis_size) // 2
@@ -439,7 +453,10 @@ def _extend(
         slot, num_filled = vector_number % num_slots, min(vector_number + 1, num_slots)
         # The number of the vector in each slot.
         slot_numbers = torch.tensor(
-            [vector_number - (slot - other_slot) % num_slots for other_slot in range(num_filled)],
+            [
+                vector_number - (slot - other_slot) % num_slots
+                for other_slot in range(num_filled)
+            ],
             dtype=torch.long,
             device="cpu",
         )
@@ -460,7 +477,9 @@ def _extend(
             raise ValueError(
                 "a product with A has values that are not finite: check the loss at these parameters"
             )
-        projected[vector_number, slot_numbers] = projected[slot_numbers, vector_number] = matrix_row
+        projected[vector_number, slot_numbers] = projected[slot_numbers, vector_number] = (
+            matrix_row
+        )
         if rest_norm == 0:
             return vector_number + 1, 0.0, product
         product = _scaled(1 / rest_norm, product)
@@ -580,4 +599,6 @@ def _put(basis: Any, index: Any, vectors: Any) -> None:
 def _combine(scales: torch.Tensor, basis: Any) -> Any:
     """Return one or several sums of a basis' first vectors, each times a number."""
     count = scales.shape[-1]
-    return tree.map(lambda stack: torch.tensordot(scales.to(stack), stack[:count], dims=1), basis)
+    return tree.map(
+        lambda stack: torch.tensordot(scales.to(stack), stack[:count], dims=1), basis
+    )

@@ -83,7 +83,12 @@ def _walk(value: Any, *, everything: bool) -> Iterator[Any]:
 
 def _named_globals(function: types.FunctionType) -> list[Any]:
     """Return the modules and callables in global variables that the code names."""
-    followed_types = (torch.nn.Module, types.FunctionType, types.MethodType, functools.partial)
+    followed_types = (
+        torch.nn.Module,
+        types.FunctionType,
+        types.MethodType,
+        functools.partial,
+    )
     followed_values: dict[str, Any] = {}
     all_codes = [function.__code__]
     for code in all_codes:

@@ -46,7 +46,9 @@ def _fields(cls: Any) -> dict[str, tuple[dataclasses.Field[Any], Any, bool]]:
 
 @functools.cache
 def _required_keys(cls: Any) -> list[str]:
-    return [key for key, (f, *_) in _fields(cls).items() if f.default is dataclasses.MISSING]
+    return [
+        key for key, (f, *_) in _fields(cls).items() if f.default is dataclasses.MISSING
+    ]
 
 
 @functools.cache
@@ -105,15 +107,21 @@ def decode(hint: Any, data: Any, where: str) -> Any:
     if type_arguments[1:] == (...,):
         # Why: most lists hold numbers or texts, and a plan has thousands of them.
         if (check := _PLAIN.get(type_arguments[0])) is not None:
-            return tuple([check(f"{where}[{index}]", item) for index, item in enumerate(items)])
+            return tuple(
+                [check(f"{where}[{index}]", item) for index, item in enumerate(items)]
+            )
         type_arguments = type_arguments[:1] * len(items)
     if len(items) != len(type_arguments):
-        raise ValueError(f"{where} must be a list of {len(type_arguments)}; found {len(items)}")
+        raise ValueError(
+            f"{where} must be a list of {len(type_arguments)}; found {len(items)}"
+        )
     make: Callable[[Any], Any] = getattr(hint, "_make", tuple)  # of a named tuple
     return make(
         [
             decode(item_hint, item, f"{where}[{index}]")
-            for index, (item_hint, item) in enumerate(zip(type_arguments, items, strict=True))
+            for index, (item_hint, item) in enumerate(
+                zip(type_arguments, items, strict=True)
+            )
         ]
     )
 

@@ -17,7 +17,12 @@ T = TypeVar("T")
 MOST = 2**63 - 1  # the largest number of elements or bytes that torch counts
 _DEEPEST = 500  # levels; the functions that walk a tree call themselves on each
 _TOO_DEEP = f"it is nested in more than {_DEEPEST} levels"
-_TITLES: dict[type, str] = {str: "a text", bool: "true or false", list: "a list", dict: "an object"}
+_TITLES: dict[type, str] = {
+    str: "a text",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}
 
 
 def parse(data: str | bytes) -> Any:
@@ -36,7 +41,9 @@ def parse(data: str | bytes) -> Any:
         json_text = data.decode() if isinstance(data, bytes) else data
         parsed_data = json.loads(json_text, object_pairs_hook=_without_doubles)
     except UnicodeDecodeError as error:
-        raise ValueError(f"it isn't text in UTF-8, because of the byte at {error.start}") from None
+        raise ValueError(
+            f"it isn't text in UTF-8, because of the byte at {error.start}"
+        ) from None
     except json.JSONDecodeError as error:
         raise ValueError(f"it is no JSON: {error}") from None
     except RecursionError:

@@ -44,7 +44,11 @@ def check_count(
         return count_value
     rule = f"a whole number{of and f' of {of}'}, at least {least}{none and f', or None {none}'}"
     # A float, as 1e6 is: say which whole number to pass.
-    if isinstance(count_value, float) and count_value >= least and math.isfinite(count_value):
+    if (
+        isinstance(count_value, float)
+        and count_value >= least
+        and math.isfinite(count_value)
+    ):
         remedy = f"pass {int(count_value)}" if count_value.is_integer() else "round it"
     raise _error(name, rule, value, count_value, remedy or f"pass at least {least}")
 
@@ -53,7 +57,10 @@ def check_bytes(name: str, value: Any, *, example: str = "5GB") -> int:
     """Return bytes from a number or from text: ``"5GB"`` is 5 · 10⁹, ``"1KiB"`` 1024."""
     if not isinstance(value, str):
         return check_count(
-            name, value, of="bytes", remedy=f"pass text such as {example!r} for the usual size"
+            name,
+            value,
+            of="bytes",
+            remedy=f"pass text such as {example!r} for the usual size",
         )
     size_match = re.fullmatch(r"(\d+) *([KMGT]I?B)", value.strip().upper())
     if size_match is None or not int(size_match[1]):
@@ -94,7 +101,9 @@ def check_number(
         for words, limit, holds in limits
         if limit is not None
     }
-    is_valid = number is not None and (math.isfinite(number) or (infinite and number == number))
+    is_valid = number is not None and (
+        math.isfinite(number) or (infinite and number == number)
+    )
     if is_valid and all(bounds.values()):
         return
     rule = f"a finite number{' and'.join(bounds)}"
@@ -120,7 +129,11 @@ def check_device(value: Any) -> torch.device:
         raise TypeError(f"{rule}; found {value!r}: pass its name")
     try:
         return torch.device(value)
-    except (RuntimeError, ValueError, OverflowError) as error:  # the last two for large numbers
+    except (
+        RuntimeError,
+        ValueError,
+        OverflowError,
+    ) as error:  # the last two for large numbers
         raise ValueError(
             f"{rule}; found {value!r}: pass one that this torch has, {str(error).splitlines()[0]}"
         ) from None
@@ -139,7 +152,10 @@ def check_path(name: str, value: Any) -> Path:
 
 
 def check_choice(
-    name: str, value: Any, choices: Sequence[str | None], usual: Mapping[str, str] | None = None
+    name: str,
+    value: Any,
+    choices: Sequence[str | None],
+    usual: Mapping[str, str] | None = None,
 ) -> None:
     """Raise unless ``value`` is one of ``choices``.
 
@@ -166,7 +182,9 @@ def did_you_mean(value: str, names: Iterable[str], *, otherwise: str) -> str:
     # Names of other libraries often differ in capitals only.
     by_lower_case = {name.lower(): name for name in names}
     close_matches = difflib.get_close_matches(value.lower(), by_lower_case, n=1)
-    return f"did you mean {by_lower_case[close_matches[0]]!r}?" if close_matches else otherwise
+    return (
+        f"did you mean {by_lower_case[close_matches[0]]!r}?" if close_matches else otherwise
+    )
 
 
 def absent(title: str, name: str, remedies: Mapping[str, str]) -> AttributeError:
@@ -260,7 +278,9 @@ def _number(value: Any) -> int | float | None:
     return None
 
 
-def _error(name: str, rule: str, value: Any, number: float | None, remedy: str) -> Exception:
+def _error(
+    name: str, rule: str, value: Any, number: float | None, remedy: str
+) -> Exception:
     if number is not None:
         return ValueError(f"{name} must be {rule}; found {value!r}: {remedy}")
     remedy = "pass the number itself" if isinstance(value, str) else "pass a number"

@@ -51,7 +51,9 @@ class RandomState:
             cuda_state = torch.cuda.get_rng_state()
         # A run of a graph takes the state of that moment.
         cpu_state = (
-            torch.ops.funcshard.random_state() if recording_graph() else torch.get_rng_state()
+            torch.ops.funcshard.random_state()
+            if recording_graph()
+            else torch.get_rng_state()
         )
         return cls(cpu_state, cuda_state, random.getstate() if python else None)
 

@@ -70,7 +70,9 @@ def _check(path: str | os.PathLike[str], mode: int) -> None:
         remedy = "remove it"
         if stat.S_ISLNK(mode):
             remedy = "copy the folder with its files in place of links, as cp -rL does"
-        raise ValueError(f"{os.fspath(path)} must be a regular file; found {file_kind}: {remedy}")
+        raise ValueError(
+            f"{os.fspath(path)} must be a regular file; found {file_kind}: {remedy}"
+        )
 
 
 # --- mapped files ---------------------------------------------------------------------------------

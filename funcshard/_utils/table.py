@@ -30,7 +30,9 @@ class Table(NamedTuple):
 
         def line(row: Sequence[str]) -> str:
             aligned_cells = zip(aligns, row, widths, strict=True)
-            return "  ".join(align(cell, width) for align, cell, width in aligned_cells).rstrip()
+            return "  ".join(
+                align(cell, width) for align, cell, width in aligned_cells
+            ).rstrip()
 
         rule_line = "─" * (sum(widths) + 2 * (len(widths) - 1))
         body = [*map(line, self.rows), rule_line, *map(line, last_rows)]

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-_NAMED = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_NAMED = {
+    name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
+}
 
 # Dtypes for which torch lacks most operations: below a byte, and bits without a meaning.
 _NO_NUMBERS = re.compile(r"bits\w+|u?int[1-7]|float4\w+|qu?int\w+")

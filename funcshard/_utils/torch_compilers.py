@@ -106,10 +106,20 @@ def inductor(module: torch.fx.GraphModule, like: Sequence[torch.Tensor]) -> Boxe
     pure_function: Any = torch.func.functionalize(
         lambda *inputs: module(*inputs), remove="mutations"
     )
-    inductor_options = {"size_asserts": False, "nan_asserts": False, "alignment_asserts": False}
-    with _compiling() as fake_mode, V.set_fake_mode(fake_mode), config.patch(inductor_options):
+    inductor_options = {
+        "size_asserts": False,
+        "nan_asserts": False,
+        "alignment_asserts": False,
+    }
+    with (
+        _compiling() as fake_mode,
+        V.set_fake_mode(fake_mode),
+        config.patch(inductor_options),
+    ):
         examples = [_fake_like(fake_mode, tensor) for tensor in like]
-        traced_module = make_fx(pure_function, decomposition_table=select_decomp_table())(*examples)
+        traced_module = make_fx(pure_function, decomposition_table=select_decomp_table())(
+            *examples
+        )
         traced_module = joint_graph_passes(traced_module)
         (output_node,) = [node for node in traced_module.graph.nodes if node.op == "output"]
         if not isinstance(output_node.args[0], tuple | list):

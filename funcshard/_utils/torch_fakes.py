@@ -164,7 +164,11 @@ class _FakeTensors(FakeTensorMode):
             if result is None or place is not None:
                 recipes.append(place)
                 continue
-            if type(result) is not FakeTensor or not self._is_plain(result) or result.requires_grad:
+            if (
+                type(result) is not FakeTensor
+                or not self._is_plain(result)
+                or result.requires_grad
+            ):
                 return None
             storage = storage_id(result)
             form = tuple(result.shape), result.stride(), result.dtype

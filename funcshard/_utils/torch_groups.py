@@ -78,7 +78,9 @@ def has_ended(work: Any) -> bool:
     return bool(work.is_completed() if future is None else future().done())
 
 
-def new_group(ranks: Sequence[int], backend: str, timeout: datetime.timedelta, name: str) -> Any:
+def new_group(
+    ranks: Sequence[int], backend: str, timeout: datetime.timedelta, name: str
+) -> Any:
     """Return a new process group. Exactly its ranks have to call this.
 
     Arguments:

@@ -19,7 +19,9 @@ def class_for_calls(module: nn.Module) -> type[nn.Module]:
     # class was made for, so a call would get those of other calls. This class keeps them on the
     # copies.
     class_namespace = {
-        key: value for key, value in vars(cls).items() if key not in ("__dict__", "__weakref__")
+        key: value
+        for key, value in vars(cls).items()
+        if key not in ("__dict__", "__weakref__")
     }
     parametrized_names = [
         name
@@ -30,7 +32,10 @@ def class_for_calls(module: nn.Module) -> type[nn.Module]:
         cls.__name__,
         cls.__bases__,
         class_namespace
-        | {name: _cached_on_copy(name, class_namespace[name]) for name in parametrized_names},
+        | {
+            name: _cached_on_copy(name, class_namespace[name])
+            for name in parametrized_names
+        },
     )
 
 
@@ -50,7 +55,9 @@ def _cached_on_copy(name: str, usual: property) -> property:
             return parametrization()
         # Note: torch makes another table when the last cached() ends.
         cache_table = getattr(parametrize, "_cache", None)
-        cached_table, tensor = parametrization.__dict__.get("_funcshard_cached", (None, None))
+        cached_table, tensor = parametrization.__dict__.get(
+            "_funcshard_cached", (None, None)
+        )
         if tensor is None or cached_table is not cache_table:
             tensor = parametrization()
             parametrization.__dict__["_funcshard_cached"] = cache_table, tensor
@@ -83,7 +90,9 @@ def late_copy(tensor: torch.Tensor) -> torch.Tensor:
     ):
         return tensor.clone()
     try:
-        with _lock:  # simulated ranks copy the same tensor, and torch changes it for its first copy
+        with (
+            _lock
+        ):  # simulated ranks copy the same tensor, and torch changes it for its first copy
             return torch._lazy_clone(tensor)
     except RuntimeError:  # memory of NumPy, of a file, or shared between processes
         return tensor.clone()

@@ -16,7 +16,16 @@ from funcshard._utils.torch_private import storage_id
 from funcshard._utils.tree import tensors_in
 
 # Operations that do not read the memory that they write into, or write nothing into new memory.
-_FILLS = ("copy_", "zero_", "fill_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_")
+_FILLS = (
+    "copy_",
+    "zero_",
+    "fill_",
+    "bernoulli_",
+    "normal_",
+    "uniform_",
+    "random_",
+    "exponential_",
+)
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
@@ -60,7 +69,9 @@ def written_arguments(operation: Any, args: Any, kwargs: Any) -> list[Any]:
 def new_tensors(arguments: Any, results: Any) -> list[torch.Tensor]:
     """Return the results of a call that lie in the memory of no argument."""
     known_storages = set(map(storage_id, tensors_in(arguments)))
-    return [tensor for tensor in tensors_in(results) if storage_id(tensor) not in known_storages]
+    return [
+        tensor for tensor in tensors_in(results) if storage_id(tensor) not in known_storages
+    ]
 
 
 def moved_bytes(
@@ -82,7 +93,9 @@ def moved_bytes(
     read_tensors = list(parts(tensors_in((args, kwargs))))
     written_tensors: list[torch.Tensor] = []
     if writes_inputs(operation):
-        written_tensors = list(parts(tensors_in(written_arguments(operation, args, kwargs))))
+        written_tensors = list(
+            parts(tensors_in(written_arguments(operation, args, kwargs)))
+        )
         # What is overwritten is not read first.
         if name in _FILLS:
             read_tensors = [
@@ -150,7 +163,8 @@ def is_random(operation: Any, args: Any, kwargs: Any) -> bool:
     # Why: attention has the tag, and draws no numbers without dropout.
     is_attention = "attention" in operation.name()
     return not (
-        is_attention and operator_arguments(operation, args, kwargs).get("dropout_p", 0.0) == 0.0
+        is_attention
+        and operator_arguments(operation, args, kwargs).get("dropout_p", 0.0) == 0.0
     )
 
 

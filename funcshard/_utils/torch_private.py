@@ -38,7 +38,9 @@ T = TypeVar("T")
 
 # --- torch.func transforms ------------------------------------------------------------------------
 
-transforms_active: Callable[[], list[Any] | None] = torch._C._functorch.get_interpreter_stack
+transforms_active: Callable[[], list[Any] | None] = (
+    torch._C._functorch.get_interpreter_stack
+)
 """Return the ``torch.func`` transforms that this code runs inside, if any."""
 
 
@@ -59,7 +61,9 @@ def is_transformed(tensor: torch.Tensor) -> bool:
     return _level(tensor) != -1
 
 
-is_legacy_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+is_legacy_batched: Callable[[torch.Tensor], bool] = (
+    torch._C._functorch.is_legacy_batchedtensor
+)
 """Return whether the tensor is a batch of ``torch.autograd.grad(is_grads_batched=True)``."""
 
 
@@ -164,7 +168,11 @@ def apply_by_level(function: Any, call: Any, *tensors: torch.Tensor | None) -> A
 
     def forward(call: Any, *tensors: torch.Tensor) -> Any:
         # Why: autograd turns both modes off inside of forward, for this level alone.
-        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), interpreter.lower():
+        with (
+            torch.enable_grad(),
+            forward_ad._set_fwd_grad_enabled(True),
+            interpreter.lower(),
+        ):
             outs = apply_by_level(function, call, *map(unwrap, tensors))
         return tuple(functorch._wrap_for_grad(out, level) for out in outs)
 
@@ -189,7 +197,9 @@ def unwrapped_bytes(tensor: torch.Tensor) -> bytes:
     tensor = unwrapped(tensor)
     # Why in a thread: no transform is active there, which would wrap what is computed.
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(lambda: bytes(byte_view(tensor.detach().cpu()).tolist())).result()
+        return thread.submit(
+            lambda: bytes(byte_view(tensor.detach().cpu()).tolist())
+        ).result()
 
 
 no_transforms: Any = pyfunctorch.temporarily_clear_interpreter_stack
@@ -213,7 +223,9 @@ class BasisLoop:
     arguments: tuple[torch.Tensor, ...] = ()
 
 
-def basis_loops(bottom: CodeType | None = None, *, outer: bool = False) -> dict[int, BasisLoop]:
+def basis_loops(
+    bottom: CodeType | None = None, *, outer: bool = False
+) -> dict[int, BasisLoop]:
     """Return the loops over unit vectors around this code, by level of transform.
 
     ``torch.autograd.functional``, which uses no transform, has level 0.
@@ -256,8 +268,12 @@ def _loops_of_frames(
             elif opened_locals is not None:
                 # Why get: _check_loop finds out whether torch has other names for its variables.
                 if name in (_JACREV, _JACFWD):
-                    arguments = opened_locals.get("flat_primals", ()) if name == _JACFWD else ()
-                    loops_by_level[opened_locals.get("level", -1)] = BasisLoop(name, arguments)
+                    arguments = (
+                        opened_locals.get("flat_primals", ()) if name == _JACFWD else ()
+                    )
+                    loops_by_level[opened_locals.get("level", -1)] = BasisLoop(
+                        name, arguments
+                    )
                 opened_locals = None
         # Why not in its own backward: that one runs once for each unit vector, and the collectives
         # that it records belong to the caller.
@@ -288,7 +304,9 @@ def _loop_codes() -> dict[int, str]:
     # Note: the code of what the public function returns, so that names inside torch don't matter.
     jacobian_functions = {_JACREV: torch.func.jacrev(abs), _JACFWD: torch.func.jacfwd(abs)}
     code_names = {
-        id(code): name for name, f in jacobian_functions.items() for code in nested(f.__code__)
+        id(code): name
+        for name, f in jacobian_functions.items()
+        for code in nested(f.__code__)
     }
     return {**code_names, id(torch.autograd.functional.jacobian.__code__): _JACOBIAN}
 
@@ -404,7 +422,8 @@ def signed(forward: Callable[..., Any]) -> Callable[..., Any]:
     # to it, to fill in defaults. That takes longer than the rest of a small unit. Python finds a
     # stored signature at once (PEP 362), and without defaults there is nothing to bind.
     assert all(
-        p.default is inspect.Parameter.empty for p in inspect.signature(forward).parameters.values()
+        p.default is inspect.Parameter.empty
+        for p in inspect.signature(forward).parameters.values()
     )
     forward.__signature__ = _Positional.from_callable(forward)  # type: ignore[attr-defined]
     return forward
@@ -618,7 +637,9 @@ def record_graph(
     # Why: functions of torch.compile in the code run as if they were not compiled.
     dynamo = sys.modules.get("torch._dynamo")
     patched_config = (
-        dynamo.config.patch(error_on_nested_fx_trace=False) if dynamo else contextlib.nullcontext()
+        dynamo.config.patch(error_on_nested_fx_trace=False)
+        if dynamo
+        else contextlib.nullcontext()
     )
     try:
         with patched_config:
@@ -630,7 +651,9 @@ def record_graph(
     constant_names = {
         str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"
     }
-    return graph_module.graph, {name: getattr(graph_module, name) for name in constant_names}
+    return graph_module.graph, {
+        name: getattr(graph_module, name) for name in constant_names
+    }
 
 
 def recording_or_transforming() -> bool:
@@ -723,7 +746,10 @@ def without_mode_check(function: Any) -> Callable[..., Any]:
     """Return a copy of a function of torch that doesn't look for modes."""
     # Why: a function that looks for them by another name would call an active mode without end.
     assert "has_torch_function" in function.__code__.co_names
-    unchecked_globals = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    unchecked_globals = {
+        **function.__globals__,
+        "has_torch_function": lambda tensors: False,
+    }
     function_copy = FunctionType(
         function.__code__, unchecked_globals, function.__name__, function.__defaults__
     )

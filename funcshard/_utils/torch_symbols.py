@@ -47,7 +47,9 @@ def record_sized_graph(
         fake_mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     fakes = [
         _fake(fake_mode, tensor, size_names, f"input{input_index}")
-        for input_index, (tensor, size_names) in enumerate(zip(examples, names, strict=True))
+        for input_index, (tensor, size_names) in enumerate(
+            zip(examples, names, strict=True)
+        )
     ]
     # Note: before the recording, in which a symbol may turn out to have one value only.
     symbols = [
@@ -68,7 +70,9 @@ def record_sized_graph(
                 size = _expression(fake.shape[dim])
                 size_sources.setdefault(size, (placeholders[input_index], dim))
         if any(size_names) and not example.is_contiguous():
-            fixed_strides += zip(map(_expression, fake.stride()), example.stride(), strict=True)
+            fixed_strides += zip(
+                map(_expression, fake.stride()), example.stride(), strict=True
+            )
     _compute_sizes_first(graph, size_sources)
     return graph, constants, _conditions(shape_env, symbols, fixed_strides)
 
@@ -128,7 +132,9 @@ def _conditions(
     condition_places: dict[str, str] = {}  # the place of each condition, by its text
     for symbol, name in symbols:  # a size of 0 or 1 is no symbol
         if symbol.is_Integer:
-            condition_places[f"{name} == {symbol}"] = "torch gives sizes 0 and 1 separate graphs"
+            condition_places[f"{name} == {symbol}"] = (
+                "torch gives sizes 0 and 1 separate graphs"
+            )
     for guard in env.guards:
         expression = guard.expr.xreplace(known_values)
         if not _is_bound(guard.expr) and expression not in (sympy.true, True):
@@ -232,7 +238,9 @@ def _size_node(
         if name == "Pow" and args[1].is_Integer and int(args[1]) > 1:
             name, args = "Mul", [args[0]] * int(args[1])
         operator_target = _TARGETS[name]
-        size_node, *other_nodes = [_size_node(graph, arg, sizes, size_nodes) for arg in args]
+        size_node, *other_nodes = [
+            _size_node(graph, arg, sizes, size_nodes) for arg in args
+        ]
         for other_node in other_nodes:
             size_node = graph.call_function(operator_target, (size_node, other_node))
     size_nodes[expression] = size_node
@@ -243,5 +251,6 @@ def put_number(node: fx.Node, number: Any) -> None:
     """Let the users of a node use a number in its place."""
     for user in list(node.users):
         user.args, user.kwargs = fx.node.map_arg(
-            (user.args, user.kwargs), lambda argument: number if argument is node else argument
+            (user.args, user.kwargs),
+            lambda argument: number if argument is node else argument,
         )

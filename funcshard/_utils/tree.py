@@ -77,7 +77,9 @@ def form_of(structure: Structure) -> Any:
     check_structure(structure)
     tree_spec, leaf_order = _spec(structure)
     if leaf_order != tuple(range(len(leaf_order))):
-        raise ValueError("the leaves of the file's tree are not in order, so the file is damaged")
+        raise ValueError(
+            "the leaves of the file's tree are not in order, so the file is damaged"
+        )
     return tree_spec
 
 
@@ -96,7 +98,9 @@ def code_paths(tree: Any, name: str) -> list[str]:
     return [accessor.codify(name) for accessor in optree.tree_accessors(tree)]
 
 
-def replaced(values: Sequence[Any], indices: Sequence[int], new_values: Iterable[Any]) -> list[Any]:
+def replaced(
+    values: Sequence[Any], indices: Sequence[int], new_values: Iterable[Any]
+) -> list[Any]:
     """Return ``values`` as a list, with new ones at some indices."""
     all_values = list(values)
     for index, value in zip(indices, new_values, strict=True):
@@ -207,7 +211,9 @@ def too_deep(path: str, what: str) -> str:
 def insertion_order(tree: Any) -> list[tuple[str, Any]]:
     """Return path and value of each leaf, with keys in the order of insertion."""
     flat_leaves = optree.tree_leaves(tree, namespace=_PACKAGE)
-    return list(zip(_dotted(optree.tree_paths(tree, namespace=_PACKAGE)), flat_leaves, strict=True))
+    return list(
+        zip(_dotted(optree.tree_paths(tree, namespace=_PACKAGE)), flat_leaves, strict=True)
+    )
 
 
 def as_inserted(structure: Structure, tree: Any) -> Structure:
@@ -246,7 +252,9 @@ def _in_order(structure: Structure, positions: Sequence[int]) -> tuple[float, St
     ordered_children = [_in_order(child, positions) for child in children]
     first_position = min((position for position, _ in ordered_children), default=math.inf)
     if node_kind == "dict":
-        sorted_pairs = sorted(zip(meta, ordered_children, strict=True), key=lambda pair: pair[1][0])
+        sorted_pairs = sorted(
+            zip(meta, ordered_children, strict=True), key=lambda pair: pair[1][0]
+        )
         return first_position, (
             node_kind,
             tuple(key for key, _ in sorted_pairs),
@@ -476,7 +484,9 @@ _TENSORLESS = (int, float, str, torch.dtype, type(None))
 
 def cast_tree(x: Any, dtype: torch.dtype) -> Any:
     """Return ``x`` with floating-point tensors cast to ``dtype``, differentiably."""
-    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, x)
+    return map_tensors(
+        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, x
+    )
 
 
 def map_tensors(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
@@ -494,7 +504,8 @@ def map_tensors(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
     changed_parts = {
         key: mapped_part
         for key, part in parts
-        if not isinstance(part, _TENSORLESS) and (mapped_part := map_tensors(f, part)) is not part
+        if not isinstance(part, _TENSORLESS)
+        and (mapped_part := map_tensors(f, part)) is not part
     }
     if not changed_parts:
         return x
@@ -541,7 +552,9 @@ def _parts(x: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _is_read_only(x: Any) -> bool:
-    return isinstance(x, Mapping) and not (isinstance(x, MutableMapping) or _is_dataclass(x))
+    return isinstance(x, Mapping) and not (
+        isinstance(x, MutableMapping) or _is_dataclass(x)
+    )
 
 
 def _is_dataclass(x: Any) -> bool:

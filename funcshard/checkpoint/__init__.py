@@ -29,7 +29,11 @@ from __future__ import annotations
 from funcshard.checkpoint.contents import Contents, latest, read_values
 from funcshard.checkpoint.conversion import export_dcp, export_parameters, write_dcp
 from funcshard.checkpoint.dcp_import import import_dcp
-from funcshard.checkpoint.hugging_face import default_units, is_hugging_face, module_of_config
+from funcshard.checkpoint.hugging_face import (
+    default_units,
+    is_hugging_face,
+    module_of_config,
+)
 from funcshard.checkpoint.optimizer_loading import optimizer_from_state_dict
 from funcshard.checkpoint.optimizer_state import (
     flatten_optimizer_state_dict,

@@ -378,7 +378,9 @@ def read_contents(path: StrPath) -> Contents:
             f"there is no checkpoint at {path}, which is a file, and save makes a folder: {remedy}"
         )
     if not path.is_dir():
-        raise FileNotFoundError(f"there is no checkpoint at {path}: there is no such folder")
+        raise FileNotFoundError(
+            f"there is no checkpoint at {path}: there is no such folder"
+        )
     index_file = path / INDEX
     try:
         index = read_text(index_file, _Index)
@@ -391,10 +393,14 @@ def read_contents(path: StrPath) -> Contents:
         _values(index.outline)
         # Why: names of files begin with the token, and another one could lead out of the folder.
         if not re.fullmatch("[0-9a-f]{8}", index.save):
-            raise ValueError(f"save must be 8 hexadecimal digits; found {index.save[:80]!r}")
+            raise ValueError(
+                f"save must be 8 hexadecimal digits; found {index.save[:80]!r}"
+            )
     except DAMAGE as error:  # no version of this library wrote it
         raise damaged(index_file, error) from None
-    return Contents(path, index.saved, index.save, plans, index.outline, index.stored, index.bytes)
+    return Contents(
+        path, index.saved, index.save, plans, index.outline, index.stored, index.bytes
+    )
 
 
 def _plans_from(data: Any) -> Plans:
@@ -455,14 +461,24 @@ def _table(contents: Contents) -> Table:
         kinds[f"{_KEPT_AS[facts.kind]}, {facts.dtype}"] = None
         nbytes = sum(sizes) * dtype_of(facts.dtype).itemsize
         sums.update(tensors=len(sizes), numel=sum(sizes), bytes=nbytes)
-    rows = [[label, "; ".join(kinds), *_cells(sums)] for label, (kinds, sums) in groups.items()]
+    rows = [
+        [label, "; ".join(kinds), *_cells(sums)] for label, (kinds, sums) in groups.items()
+    ]
     value_rows = [[path, f"= {value!r}"[:40], "", "", ""] for path, value in values.items()]
     rows += value_rows[:_MOST_VALUES]
     if len(values) > _MOST_VALUES:
         rows.append([f"and {len(values) - _MOST_VALUES} more values", "= '…'", "", "", ""])
-    total_row = ["total", "", *_cells(sum((sums for _, sums in groups.values()), Counter()))]
+    total_row = [
+        "total",
+        "",
+        *_cells(sum((sums for _, sums in groups.values()), Counter())),
+    ]
     return Table(title, ["what", "kept as", "tensors", "numel", "bytes"], rows, total_row)
 
 
 def _cells(sums: Counter[str]) -> list[str]:
-    return [table.count(sums["tensors"]), table.count(sums["numel"]), table.size(sums["bytes"])]
+    return [
+        table.count(sums["tensors"]),
+        table.count(sums["numel"]),
+        table.size(sums["bytes"]),
+    ]

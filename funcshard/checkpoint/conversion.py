@@ -67,7 +67,9 @@ class StoredLeaf:
 
     def read(self, reader: RankReader) -> torch.Tensor:
         values = torch.empty(self.shape, dtype=self.dtype, device="cpu")
-        read_run(values.view(-1), whole_run(self.shape), self.sources, self.name, reader.read)
+        read_run(
+            values.view(-1), whole_run(self.shape), self.sources, self.name, reader.read
+        )
         if self.packing is not None:
             model_shape = self.unpacked or ()
             values = self.packing.unpack(values)[: math.prod(model_shape)].view(model_shape)
@@ -179,7 +181,9 @@ def write_dcp(path: Path, folder: Path, watch: Watch = unwatched) -> Path:
     """
     contents = read_contents(path)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"to must be a free path or an empty folder; found something at {folder}")
+        raise ValueError(
+            f"to must be a free path or an empty folder; found something at {folder}"
+        )
     # Why here: importing it takes a second.
     from torch.distributed.checkpoint import FileSystemWriter
     from torch.distributed.checkpoint import metadata as md
@@ -230,7 +234,9 @@ def write_dcp(path: Path, folder: Path, watch: Watch = unwatched) -> Path:
             nonlocal done_bytes
             leaf, rank, begin = place_of_item[item.index]
             # Note: the elements of a box lie one after another in the shard.
-            box_values = torch.empty(item.tensor_data.chunk.sizes, dtype=leaf.dtype, device="cpu")
+            box_values = torch.empty(
+                item.tensor_data.chunk.sizes, dtype=leaf.dtype, device="cpu"
+            )
             reader.read(box_values.view(-1), rank, leaf.name, begin)
             done_bytes += box_values.nbytes
             watch(done_bytes, total_bytes)

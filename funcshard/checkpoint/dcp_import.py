@@ -32,7 +32,9 @@ from funcshard.plan import Box, BufferPlan, LeafSpec, Plan
 _LARGEST = 4 << 30  # bytes of a .metadata
 
 # Wrappers of torch put these into the names of parameters.
-_WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+_WRAPPERS = re.compile(
+    r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
+)
 
 # Where torch has the classes of the metadata, and had some of them before.
 _RECORDS = re.compile(
@@ -111,7 +113,9 @@ def import_dcp(
         tensors, digest = _read_metadata(path)
         # Note: the tree of the parameters is found by their names, so no key has to be known.
         prefix = _prefix(tensors, plan, key, path)
-        of_model = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        of_model = {
+            n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)
+        }
         for _, buffer, leaf in each_leaf(plan):
             name = name_in(of_model, leaf)
             assert name is not None, "the tree under the prefix is whole"
@@ -130,7 +134,10 @@ def import_dcp(
     shards = from_state_dict(leaf_values, plan, mesh, cast=cast)
     if optimizer is None:
         return shards, new_buffers, None
-    state_dict = {"state": optimizer_state, "param_groups": [{"params": list(optimizer_state)}]}
+    state_dict = {
+        "state": optimizer_state,
+        "param_groups": [{"params": list(optimizer_state)}],
+    }
     opt_state = optimizer_from_state_dict(state_dict, optimizer, plan, mesh)
     return shards, new_buffers, opt_state
 
@@ -138,7 +145,9 @@ def import_dcp(
 # --- names ----------------------------------------------------------------------------------------
 
 
-def _prefix(stored: Mapping[str, _Tensor], plan: Plan, key: str | None, folder: Path) -> str:
+def _prefix(
+    stored: Mapping[str, _Tensor], plan: Plan, key: str | None, folder: Path
+) -> str:
     """Return the words before the names of the parameters, such as ``"model."``."""
     if key is not None:
         starts = [f"{key}.".lstrip("."), f"{key}.module.".lstrip(".")]
@@ -222,17 +231,23 @@ class _Tensor(NamedTuple):
 
     def _load(self, place: Any, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the values of one chunk, which ``torch.save`` wrote."""
-        file = self.folder / file_data.own_name("a file of its metadata", place.relative_path)
+        file = self.folder / file_data.own_name(
+            "a file of its metadata", place.relative_path
+        )
         try:
             with open(open_regular(file, links=False), "rb") as opened:
                 # Note: a file holds the chunks one after another, each an archive by itself.
                 opened.seek(place.offset)
                 archive = io.BytesIO(opened.read(place.length))
-            values: torch.Tensor = torch.load(archive, map_location="cpu", weights_only=True)
+            values: torch.Tensor = torch.load(
+                archive, map_location="cpu", weights_only=True
+            )
             if (tuple(values.shape), values.dtype) != (shape, self.dtype):
                 raise ValueError(f"found {tuple(values.shape)} and {values.dtype}")
         except FileNotFoundError:
-            raise ValueError(f"{self.folder} is incomplete: {file.name} is missing") from None
+            raise ValueError(
+                f"{self.folder} is incomplete: {file.name} is missing"
+            ) from None
         # Of any kind: readers of pickles and zip files raise what they meet.
         except Exception as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -272,9 +287,13 @@ def _read_metadata(folder: Path) -> tuple[dict[str, _Tensor], str]:
     """Return the tensors of a folder by name, and the digest of its metadata."""
     file = folder / ".metadata"
     if not folder.is_dir():
-        raise FileNotFoundError(f"there is no checkpoint at {folder}: there is no such folder")
+        raise FileNotFoundError(
+            f"there is no checkpoint at {folder}: there is no such folder"
+        )
     if not file.exists():
-        raise FileNotFoundError(f"there is no .metadata in {folder}: {what_it_holds(folder)}")
+        raise FileNotFoundError(
+            f"there is no .metadata in {folder}: {what_it_holds(folder)}"
+        )
     data, tensors = read_regular(file, most=_LARGEST, links=False), {}
     try:
         metadata = _Unpickler(io.BytesIO(data)).load()
@@ -319,7 +338,11 @@ def _member(record_type: Any, name: str) -> _Record:
     return record_type()
 
 
-_BUILTIN = {"torch.Size": tuple, "collections.OrderedDict": dict, "builtins.getattr": _member}
+_BUILTIN = {
+    "torch.Size": tuple,
+    "collections.OrderedDict": dict,
+    "builtins.getattr": _member,
+}
 
 
 class _Unpickler(pickle.Unpickler):

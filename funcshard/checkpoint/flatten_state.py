@@ -169,7 +169,9 @@ class _Flattener:
         if zone == "optimizer":
             orders = self._orders(children)
         child_specs = []
-        for index, (child, entry) in enumerate(zip(children, _entries(structure), strict=True)):
+        for index, (child, entry) in enumerate(
+            zip(children, _entries(structure), strict=True)
+        ):
             path = join(name, entry)
             if index in orders:
                 nodes = zip(orders[index], child[2], strict=True)
@@ -245,9 +247,13 @@ class _Flattener:
         ):
             return False
         keys_by_name = {
-            name: child[1] for name, child in zip(names, children, strict=True) if child is not None
+            name: child[1]
+            for name, child in zip(names, children, strict=True)
+            if child is not None
         }
-        keys = [(name, key) for name, unit_keys in keys_by_name.items() for key in unit_keys]
+        keys = [
+            (name, key) for name, unit_keys in keys_by_name.items() for key in unit_keys
+        ]
         unit_list = self.plan.unit_list
         if self.places.keys() >= {*keys} and {*names} <= {unit.name for unit in unit_list}:
             # Why not some units without buffers: that may be any dictionary, which would lose its
@@ -277,7 +283,9 @@ class _Flattener:
         for unit_name, child in zip(names, children, strict=True):
             if child is None:
                 # Note: None for a unit has no buffers, so each of its buffers stands for it.
-                buffer_specs += [[unit_name, b.key, NO_UNIT] for b in units[unit_name].buffers]
+                buffer_specs += [
+                    [unit_name, b.key, NO_UNIT] for b in units[unit_name].buffers
+                ]
             else:
                 buffer_specs += [
                     self._buffer(top, *self.places[unit_name, key], node)
@@ -311,7 +319,9 @@ class _Flattener:
         for index, child in enumerate(children):
             if isinstance(child, tuple) and child[0] in ("list", "tuple"):
                 items = [self.leaves[i] if isinstance(i, int) else i for i in child[2]]
-                if items and all(item is None or isinstance(item, torch.Tensor) for item in items):
+                if items and all(
+                    item is None or isinstance(item, torch.Tensor) for item in items
+                ):
                     tensor_lists[index] = items
         orders: dict[int, Order] = {}
         # Note: an optimizer's lists cover trainable shards alone; one of parameters covers all.

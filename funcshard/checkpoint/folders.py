@@ -40,7 +40,11 @@ def folders(folder: Path) -> list[Path]:
     """Return the paths of the checkpoints in a folder, sorted by name."""
     if not folder.is_dir():
         return []
-    return [path for path in sorted(folder.iterdir()) if path.name[0] != "." and _has_index(path)]
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if path.name[0] != "." and _has_index(path)
+    ]
 
 
 def _has_index(path: Path) -> bool:
@@ -129,7 +133,9 @@ def begin_save(path: Path, save: str) -> FileLock:
 
 def publish(path: Path, save: str) -> None:
     """Make the files of a save the checkpoint; its index is in ``SAVE.part``."""
-    check_replaceable(path)  # again: another program may have written there since the save began
+    check_replaceable(
+        path
+    )  # again: another program may have written there since the save began
     sync(path)
     # Note: a crash of the host must not keep the index and lose files that it stands for.
     os.replace(path / f"{save}.part", path / INDEX)
@@ -203,9 +209,7 @@ def pause(attempt: int) -> None:
 # --- folders of other libraries -----------------------------------------------------------------
 
 _SHARDS = "shards = from_state_dict(state_dict, plan, mesh)"
-_REWRITE = (
-    "write it as safetensors with transformers, as in AutoModelForCausalLM.from_pretrained(folder"
-)
+_REWRITE = "write it as safetensors with transformers, as in AutoModelForCausalLM.from_pretrained(folder"
 
 # Names that a library writes, as patterns, and how to read its folder. The first one counts.
 _FOLDERS = {

@@ -61,7 +61,9 @@ def build_on_meta(folder: Path, model: Any, dtype: torch.dtype | None) -> nn.Mod
     """
     if isinstance(model, nn.Module):
         # Note: values would be lost, because shards are made of the files alone.
-        real_names = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+        real_names = [
+            name for name, parameter in model.named_parameters() if not parameter.is_meta
+        ]
         if real_names:
             raise ValueError(
                 f"model must have all parameters on meta; found {real_names[0]!r} with values: build it "
@@ -120,7 +122,9 @@ def _of_config(file: Path, config: Any, model: Any = None) -> nn.Module:
         with torch.device("meta"):
             module: Any = cls(config)
         module.tie_weights()
-    except Exception as error:  # of any kind: the code of the model takes any value of the config
+    except (
+        Exception
+    ) as error:  # of any kind: the code of the model takes any value of the config
         raise _unfit(file, cls.__name__, error) from error
     return module
 
@@ -152,7 +156,9 @@ def _class_of(config: Any, file: Path) -> Any:
 
 def _read_config(file: Path) -> Any:
     if not file.exists():
-        raise FileNotFoundError(f"there is no {file}: pass a config.json, or a folder with one")
+        raise FileNotFoundError(
+            f"there is no {file}: pass a config.json, or a folder with one"
+        )
     regular_size(file)  # raises at a pipe, which transformers would wait for
     # Note: from a folder, transformers also reads the adapter's files.
     source = file.parent if file.name == "config.json" else file
@@ -177,7 +183,9 @@ def _read_config(file: Path) -> Any:
 def _unfit(file: Path, taker: str, error: Exception) -> ValueError:
     reason = " ".join(str(error).split())
     if isinstance(error, ImportError):
-        return ValueError(f"{taker} needs a package that isn't installed ({reason}): install it")
+        return ValueError(
+            f"{taker} needs a package that isn't installed ({reason}): install it"
+        )
     return ValueError(
         f"{file} isn't a configuration that {taker} takes ({type(error).__name__}: "
         f"{reason}): download the folder again, or pass {_ITSELF}"
@@ -211,7 +219,9 @@ def _in_dtype(module: nn.Module, dtype: Any) -> nn.Module:
     stored_names = module.state_dict().keys()
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.is_meta and tensor.is_floating_point() and name in stored_names:
-            tensor.data = tensor.data.to(torch.float32 if in_float32.search(name) else dtype)
+            tensor.data = tensor.data.to(
+                torch.float32 if in_float32.search(name) else dtype
+            )
     if hasattr(module, "config"):
         module.config.dtype = dtype
     return module
@@ -219,7 +229,9 @@ def _in_dtype(module: nn.Module, dtype: Any) -> nn.Module:
 
 def embedding_names(module: Any) -> set[str]:
     """Return the names of the parameters that have a row for each token."""
-    parameter_ids = {id(parameter) for end in _ends(module) for parameter in end.parameters()}
+    parameter_ids = {
+        id(parameter) for end in _ends(module) for parameter in end.parameters()
+    }
     named = module.named_parameters(remove_duplicate=False)
     return {name for name, parameter in named if id(parameter) in parameter_ids}
 
@@ -274,15 +286,25 @@ def read_names(
     """Yield the tensors of files in the module's names and form, with their source tensors."""
     # Note: under adapters, one tensor of the files may be for several modules.
     names, base = file_names(module), base_model(module)
-    if base is not module:  # files of the model with its adapters have the module's own names
+    if (
+        base is not module
+    ):  # files of the model with its adapters have the module's own names
         exact_names = module.state_dict().keys() & tensors.keys()
         yield from (
-            ({name: tensors[name]}, [tensors[name]]) for name in tensors if name in exact_names
+            ({name: tensors[name]}, [tensors[name]])
+            for name in tensors
+            if name in exact_names
         )
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in exact_names}
+        tensors = {
+            name: tensor for name, tensor in tensors.items() if name not in exact_names
+        }
     for read, sources in _read_base(base, names, tensors):
         yield (
-            {name: tensor for plain_name, tensor in read.items() for name in names[plain_name]},
+            {
+                name: tensor
+                for plain_name, tensor in read.items()
+                for name in names[plain_name]
+            },
             sources,
         )
         del read  # before the next tensor is converted
@@ -293,24 +315,32 @@ def _read_base(
 ) -> Iterator[tuple[Tensors, Sequence[torch.Tensor]]]:
     """Yield the tensors of files under ``names``, those of a model without adapters."""
     if not is_hugging_face(module):
-        yield from (({name: tensor}, [tensor]) for name, tensor in tensors.items() if name in names)
+        yield from (
+            ({name: tensor}, [tensor]) for name, tensor in tensors.items() if name in names
+        )
         return
     loading = importlib.import_module("transformers.core_model_loading")
     conversion_entries = importlib.import_module(
         "transformers.conversion_mapping"
     ).get_model_conversion_mapping(module)
-    renamings = [entry for entry in conversion_entries if isinstance(entry, loading.WeightRenaming)]
+    renamings = [
+        entry for entry in conversion_entries if isinstance(entry, loading.WeightRenaming)
+    ]
     converters = [
         entry for entry in conversion_entries if isinstance(entry, loading.WeightConverter)
     ]
-    converter_of = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    converter_of = {
+        pattern: entry for entry in converters for pattern in entry.source_patterns
+    }
     prefix: Any = module.base_model_prefix
     pending_converters: dict[str, Any] = {}
     source_tensors: dict[str, list[torch.Tensor]] = {}
     # Why this order: a converter joins tensors as they come, so expert 2 before 10.
     for name in sorted(tensors, key=loading.dot_natural_key):
         # Note: transformers' own tables say which names and tensors become which.
-        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, names)
+        target, pattern = loading.rename_source_key(
+            name, renamings, converters, prefix, names
+        )
         if target not in names and name in names:
             # Note: a file of the module's own state dict needs no conversion.
             target, pattern = name, None
@@ -325,7 +355,10 @@ def _read_base(
             source_tensors.setdefault(target, []).append(tensors[name])
     # No name here refers to a tensor, so it is freed once it has been copied.
     for target in list(pending_converters):
-        yield _converted(pending_converters.pop(target), target, module), source_tensors.pop(target)
+        yield (
+            _converted(pending_converters.pop(target), target, module),
+            source_tensors.pop(target),
+        )
 
 
 def _converted(converter: Any, target: str, module: Any) -> Tensors:
@@ -354,7 +387,9 @@ def stored_entries(module: nn.Module | None, plan: Plan) -> list[list[Header]]:
     for unit in plan.unit_list:
         # Note: on meta, names and shapes in files are known before anything is gathered.
         unit_leaves = {
-            leaf.path: torch.empty(leaf.model_shape, dtype=buffer.model_dtype, device="meta")
+            leaf.path: torch.empty(
+                leaf.model_shape, dtype=buffer.model_dtype, device="meta"
+            )
             for buffer in unit.buffers
             for leaf in buffer.leaves
         }
@@ -402,7 +437,9 @@ def base_model(module: nn.Module) -> nn.Module:
 def file_names(module: nn.Module) -> dict[str, list[str]]:
     """Return the module's own names for each name in a folder of the model under its adapters."""
     base, module_state = base_model(module), module.state_dict(keep_vars=True)
-    prefix = next(f"{path}." if path else "" for path, m in module.named_modules() if m is base)
+    prefix = next(
+        f"{path}." if path else "" for path, m in module.named_modules() if m is base
+    )
     # Note: inject_adapter_in_model leaves peft_config too, without a PeftModel.
     configs = getattr(module, "peft_config", {}).values()
     adapter_prefixes = {f".{_prefix_of(config)}" for config in configs}
@@ -446,9 +483,13 @@ def adapter_reset(module: nn.Module) -> Callable[[nn.Module], None]:
         # Note: an enumeration in some versions of peft, and a text in others.
         peft_type = str(getattr(config.peft_type, "value", config.peft_type))
         init = getattr(config, "init_lora_weights", None)
-        is_drawn = init in (True, False, "gaussian") and not getattr(config, "use_dora", False)
+        is_drawn = init in (True, False, "gaussian") and not getattr(
+            config, "use_dora", False
+        )
         is_supported = (
-            is_drawn if peft_type == "LORA" else peft_type == "IA3" and config.init_ia3_weights
+            is_drawn
+            if peft_type == "LORA"
+            else peft_type == "IA3" and config.init_ia3_weights
         )
         if not is_supported:
             raise ValueError(

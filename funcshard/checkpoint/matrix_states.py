@@ -50,7 +50,9 @@ def matrix_states_by_path(
                     elements = torch.empty(0, dtype=value.dtype, device=mesh.device)
                     if is_owner:
                         elements = value.reshape(-1).to(mesh.device)
-                    copies = {a: n for a, n in mesh.shape.items() if a not in (*place, *own)}
+                    copies = {
+                        a: n for a, n in mesh.shape.items() if a not in (*place, *own)
+                    }
                     copy = rank_at(mesh.position, copies)
                     value = Piece(elements, 0, tuple(value.shape), copy)
                 else:
@@ -84,7 +86,9 @@ def load_matrix_states(
     states = {}
     for matrix, place, prefix in _every_matrix(step):
         loaded = {
-            name.removeprefix(prefix): value if src is None else _from_rank(src, value, mesh)
+            name.removeprefix(prefix): value
+            if src is None
+            else _from_rank(src, value, mesh)
             for name, value in by_path.get(matrix.holder.path, {}).items()
             if name.startswith(prefix)
         }
@@ -92,7 +96,9 @@ def load_matrix_states(
         if not place.items() <= mesh.position.items():
             continue
         # Note: init tells the form of the state, as for every pair of functions.
-        zeros = torch.zeros(matrix.shape(), dtype=matrix.buffer.shard_dtype, device=mesh.device)
+        zeros = torch.zeros(
+            matrix.shape(), dtype=matrix.buffer.shard_dtype, device=mesh.device
+        )
         initial_state = step.init_matrix(zeros)
         initial_values = _named(initial_state)
         if loaded.keys() != initial_values.keys() and (loaded or (strict and by_path)):

@@ -41,7 +41,13 @@ from funcshard.checkpoint.stored_state import (
     name_in,
 )
 from funcshard.comm import Mesh
-from funcshard.core import LeafChecksums, check_mesh, check_source, empty_shard, on_every_rank
+from funcshard.core import (
+    LeafChecksums,
+    check_mesh,
+    check_source,
+    empty_shard,
+    on_every_rank,
+)
 from funcshard.plan import BufferPlan, Plan, UnitPlan, dtype_name, trainable_buffers
 from funcshard.train import (
     MuonStep,
@@ -117,7 +123,9 @@ def optimizer_from_state_dict(
         check_source(src, mesh)
         check_no_local_leaf(plan)
     checksums = LeafChecksums(
-        mesh, "the optimizer's state dict", "load the same file on every rank, or pass src=0"
+        mesh,
+        "the optimizer's state dict",
+        "load the same file on every rank, or pass src=0",
     )
     by_path: LeafStates = {}
     options: dict[str, Any] = {}
@@ -178,7 +186,9 @@ class _Loading:
         step = getattr(optimizer, "step", None)
         if isinstance(step, PerMatrixStep):
             matrix_paths = {matrix.holder.path for matrix in step.owners.matrices}
-            others = {path: state for path, state in by_path.items() if path not in matrix_paths}
+            others = {
+                path: state for path, state in by_path.items() if path not in matrix_paths
+            }
             return {
                 "matrices": load_matrix_states(
                     by_path, step, self.mesh, src=self.src, strict=self.strict
@@ -187,7 +197,9 @@ class _Loading:
             }
         # Note: init tells the form of the state.
         zero_shards = by_buffer(
-            self.plan, lambda unit, b: empty_shard(unit, b, self.mesh).zero_(), trainable_only=True
+            self.plan,
+            lambda unit, b: empty_shard(unit, b, self.mesh).zero_(),
+            trainable_only=True,
         )
         initial_state = optimizer[0](zero_shards)
         nodes, _ = nodes_of(initial_state, optimizer, self.plan, self.mesh)
@@ -200,13 +212,18 @@ class _Loading:
             return options.get(path, initial)
 
         return map_state(
-            initial_state, self.plan, lambda path, _: self.shard_values(by_path, nodes[path]), other
+            initial_state,
+            self.plan,
+            lambda path, _: self.shard_values(by_path, nodes[path]),
+            other,
         )
 
     def shard_values(self, by_path: LeafStates, node: StateNode) -> ByBuffer:
         """Return the values of a node of the state, given one with its initial values."""
         group_of = node.layout.group_of
-        states = {path: state for path, state in by_path.items() if state and path in group_of}
+        states = {
+            path: state for path, state in by_path.items() if state and path in group_of
+        }
         if not states:
             return node.values
         names = [node.name]
@@ -236,7 +253,9 @@ class _Loading:
                 scalar_device = torch.device("cpu") if unit.offload else self.mesh.device
             # Note: the optimizer makes the state of new leaves alone in its next step.
             for name in names if begun_paths or not new_paths else ():
-                values = {path: states[path][name] for path in begun_paths if name in states[path]}
+                values = {
+                    path: states[path][name] for path in begun_paths if name in states[path]
+                }
                 if name in flat_names:
                     entries[name] = self.flat_tensor(
                         name, values, entries.get(name), unit, buffer, node.layout
@@ -284,7 +303,9 @@ class _Loading:
     def steps_taken(self, by_path: LeafStates, step: TorchStep | MuonStep) -> int:
         if self.steps is not None:
             return self.steps
-        step_counts = [float(state["step"]) for state in by_path.values() if "step" in state]
+        step_counts = [
+            float(state["step"]) for state in by_path.values() if "step" in state
+        ]
         if by_path and not step_counts and step.schedules:
             raise ValueError(
                 "an option of this optimizer is a function of the number of steps taken, which this "
@@ -299,7 +320,9 @@ def _flat_names(states: LeafStates, node: StateNode, plan: Plan) -> set[str]:
     if node.step is None:
         # Why init's values tell: a count of steps has the shape of a leaf without dimensions.
         is_flat = any(
-            fits_shard(node.values[unit.name][buffer.key], buffer, node.layout.numel(buffer))
+            fits_shard(
+                node.values[unit.name][buffer.key], buffer, node.layout.numel(buffer)
+            )
             for unit, buffer in trainable_buffers(plan)
         )
         return {node.name} if is_flat else set()
@@ -309,7 +332,9 @@ def _flat_names(states: LeafStates, node: StateNode, plan: Plan) -> set[str]:
         name
         for path, leaf_state in states.items()
         for name, value in leaf_state.items()
-        if known.get(name, bool(as_pieces(value)) or getattr(value, "shape", None) == shapes[path])
+        if known.get(
+            name, bool(as_pieces(value)) or getattr(value, "shape", None) == shapes[path]
+        )
     }
 
 
@@ -372,14 +397,18 @@ def _scalars(
     }
     first_scalars: dict[int, tuple[str, Any]] = {}
     for path, value in {**values, **elsewhere}.items():
-        first_path, first_value = first_scalars.setdefault(layout.group_of[path], (path, value))
+        first_path, first_value = first_scalars.setdefault(
+            layout.group_of[path], (path, value)
+        )
         if path in values and float(value) != float(first_value):
             raise ValueError(
                 f"{name!r} must be the same for all leaves of a flat buffer that have the same "
                 f"options; found {float(first_value)} for {first_path!r} and {float(value)} for {path!r}: "
                 "give one a separate group, in groups="
             )
-    return [first_scalars.get(group_index, ("", None))[1] for group_index in range(layout.count)]
+    return [
+        first_scalars.get(group_index, ("", None))[1] for group_index in range(layout.count)
+    ]
 
 
 # --- from a state dict ----------------------------------------------------------------------------

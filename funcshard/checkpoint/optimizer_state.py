@@ -162,7 +162,10 @@ def flatten_optimizer_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any
     """
     if state_dict == {}:
         return {}
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+    if (
+        not isinstance(state_dict, Mapping)
+        or not {"state", "param_groups"} <= state_dict.keys()
+    ):
         raise TypeError(
             "flatten_optimizer_state_dict takes a dictionary with 'state' and 'param_groups'; "
             f"found {outline(state_dict)}: pass what optimizer_to_state_dict returned"
@@ -182,7 +185,12 @@ def flatten_optimizer_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any
 
 
 def _scalars(
-    name: str, value: Any, node: StateNode, unit: UnitPlan, buffer: BufferPlan, offload: bool
+    name: str,
+    value: Any,
+    node: StateNode,
+    unit: UnitPlan,
+    buffer: BufferPlan,
+    offload: bool,
 ) -> list[tuple[LeafSpec, Any]]:
     """Return an entry's scalar of each leaf; ``None`` for one that takes its first step next."""
     if isinstance(value, torch.Tensor) and value.ndim == 1 and value.numel() > 1:
@@ -280,7 +288,10 @@ def nodes_of(
             f"{sorted(node_facts)}; found {sorted(per_shard)}: pass state.opt_state, or what "
             "optimizer.init returned, and the plan that it was made with"
         )
-    nodes = {path: StateNode._make((*facts, per_shard[path])) for path, facts in node_facts.items()}
+    nodes = {
+        path: StateNode._make((*facts, per_shard[path]))
+        for path, facts in node_facts.items()
+    }
     return nodes, other_leaves
 
 
@@ -339,5 +350,7 @@ def _by_buffer(node: Any, plan: Plan) -> ByBuffer | None:
         return None
     if not all(isinstance(leaf, torch.Tensor) for leaf in node):
         return None
-    value_of = {(u.name, b.key): leaf for (u, b), leaf in zip(buffer_order, node, strict=True)}
+    value_of = {
+        (u.name, b.key): leaf for (u, b), leaf in zip(buffer_order, node, strict=True)
+    }
     return by_buffer(plan, lambda u, b: value_of[u.name, b.key], trainable_only=True)

@@ -161,7 +161,13 @@ def from_pretrained(
             "the model's own class, such as transformers.LlamaForCausalLM, or leave it out for "
             "the class that config.json names"
         )
-    own_options = ["model", "dtype", "mutable", "plan", *inspect.signature(make_plan).parameters]
+    own_options = [
+        "model",
+        "dtype",
+        "mutable",
+        "plan",
+        *inspect.signature(make_plan).parameters,
+    ]
     if unknown_options := sorted(options.keys() - set(own_options)):
         own_text = "its own are model, dtype, mutable and plan, all others make_plan's"
         raise TypeError(
@@ -174,12 +180,16 @@ def from_pretrained(
             f"{sorted(options)[0]!r}"
         )
     if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh must be a Mesh, as from init_mesh(); found {type(mesh).__name__}")
+        raise TypeError(
+            f"mesh must be a Mesh, as from init_mesh(); found {type(mesh).__name__}"
+        )
     with on_every_rank(mesh):
         module = build_on_meta(folder, model, dtype)
         apply, params, buffers = make_functional(module, mutable)
         # Note: on meta, so a plan of any model is made without memory for it.
-        plan = plan or make_plan(params, mesh, **{"units": default_units(module), **options})
+        plan = plan or make_plan(
+            params, mesh, **{"units": default_units(module), **options}
+        )
     assert plan is not None, "a rank without a plan raises above"
     check_mesh(plan, mesh)
     # Note: ranks on several machines may have other files under the same path.
@@ -347,8 +357,12 @@ def save_pretrained(
         shards, extra_tensors = state.shards, apply.persistent(state.buffers)
     # Note: on meta; it has the class, the config and the names of tied parameters.
     module = apply.skeleton.template
-    files = export_model(module, folder, shards, plan, mesh, extra_tensors, max_shard_size, dtype)
-    dtypes = [b.model_dtype for _, b, _ in each_leaf(plan) if b.model_dtype.is_floating_point]
+    files = export_model(
+        module, folder, shards, plan, mesh, extra_tensors, max_shard_size, dtype
+    )
+    dtypes = [
+        b.model_dtype for _, b, _ in each_leaf(plan) if b.model_dtype.is_floating_point
+    ]
     with on_every_rank(mesh):
         if mesh.rank == 0:
             write_config(folder, module, dtype or next(iter(dtypes), None))

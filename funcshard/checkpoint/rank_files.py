@@ -33,7 +33,9 @@ INDEX = "index.json"
 # Bytes that have one checksum: they are summed up while they are still in the processor's cache.
 CHECKED = 512 << 10
 
-_LARGEST = 4 << 30  # bytes of a text file; the index of a million leaves has some hundred MiB
+_LARGEST = (
+    4 << 30
+)  # bytes of a text file; the index of a million leaves has some hundred MiB
 _WRITTEN_TOGETHER = 8  # blocks
 _MOST_FILES, _MOST_BLOCKS = 32, 8  # that a reader has open, and in memory
 
@@ -77,7 +79,9 @@ class Header(NamedTuple):
 
 def headers_of(tensors: Mapping[str, torch.Tensor]) -> list[Header]:
     """Return the entries of tensors by name."""
-    return [Header(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    return [
+        Header(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
+    ]
 
 
 def header_bytes(entries: Iterable[Header], metadata: Mapping[str, str]) -> bytes:
@@ -86,14 +90,18 @@ def header_bytes(entries: Iterable[Header], metadata: Mapping[str, str]) -> byte
     end_byte = 0
     for entry in entries:
         shape = list(entry.shape)
-        if entry.dtype == torch.float4_e2m1fn_x2:  # the numbers of four bits count one by one
+        if (
+            entry.dtype == torch.float4_e2m1fn_x2
+        ):  # the numbers of four bits count one by one
             shape[-1] *= 2
         begin_byte, end_byte = end_byte, end_byte + entry.nbytes
         header_data[entry.name] = {
             "dtype": CODE_OF[entry.dtype], "shape": shape, "data_offsets": [begin_byte, end_byte]
         }  # fmt: skip
     header_text = json.dumps(header_data, separators=(",", ":")).encode()
-    header_text += b" " * (-len(header_text) % 8)  # the tensors begin at a multiple of 8 bytes
+    header_text += b" " * (
+        -len(header_text) % 8
+    )  # the tensors begin at a multiple of 8 bytes
     return len(header_text).to_bytes(8, "little") + header_text
 
 
@@ -129,13 +137,17 @@ def table_file(save: str, rank: int) -> str:
 
 def files_of(save: str, world_size: int) -> list[str]:
     """Return the names of the files of all ranks."""
-    return [name(save, rank) for rank in range(world_size) for name in (tensor_file, table_file)]
+    return [
+        name(save, rank) for rank in range(world_size) for name in (tensor_file, table_file)
+    ]
 
 
 # --- writing --------------------------------------------------------------------------------------
 
 
-def write_rank(folder: Path, save: str, rank: int, flat: FlatState, tensors: Tensors) -> None:
+def write_rank(
+    folder: Path, save: str, rank: int, flat: FlatState, tensors: Tensors
+) -> None:
     """Write the files of one rank, and sync them to the disk."""
     # Why sorted: each tensor begins at a multiple of its dtype's size, as readers expect.
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())
@@ -153,9 +165,13 @@ def write_rank(folder: Path, save: str, rank: int, flat: FlatState, tensors: Ten
                 position += tensors[name].nbytes
             sync_file(file)
             _leave_cache(file)
-        own_facts = {name: stored for name, stored in flat.stored.items() if stored.kind == "rank"}
+        own_facts = {
+            name: stored for name, stored in flat.stored.items() if stored.kind == "rank"
+        }
         header_digest = hashlib.sha256(header_start).hexdigest()
-        rank_table = RankTable(save, flat.rank_specs, own_facts, position, header_digest, places)
+        rank_table = RankTable(
+            save, flat.rank_specs, own_facts, position, header_digest, places
+        )
         unfinished = folder / f"{save}-{rank}.part"
         write_text(unfinished, json.dumps(encode(rank_table), separators=(",", ":")))
         # Note: rank 0 takes the name for the news that the tensors are on the disk.
@@ -194,7 +210,9 @@ def sync_file(file: BinaryIO) -> None:
 def _header_of(name: str, tensor: torch.Tensor, stored: Stored) -> Header:
     """Return a tensor's entry: its bytes, if the format lacks its dtype."""
     # Note: the index has the dtype, so reading does not need it here.
-    if tensor.dtype not in CODE_OF or (tensor.dtype == torch.float4_e2m1fn_x2 and not stored.shape):
+    if tensor.dtype not in CODE_OF or (
+        tensor.dtype == torch.float4_e2m1fn_x2 and not stored.shape
+    ):
         return Header(name, torch.uint8, (tensor.nbytes,))
     return Header(name, tensor.dtype, stored.shape)
 
@@ -202,7 +220,9 @@ def _header_of(name: str, tensor: torch.Tensor, stored: Stored) -> Header:
 def write_text(path: Path, body: str) -> None:
     """Write JSON with its checksum, and sync it to the disk."""
     body_bytes = body.encode()
-    head_text = json.dumps({"format": FORMAT, "sha256": hashlib.sha256(body_bytes).hexdigest()})
+    head_text = json.dumps(
+        {"format": FORMAT, "sha256": hashlib.sha256(body_bytes).hexdigest()}
+    )
     with open(path, "wb") as file:
         file.write(head_text.encode() + b"\n" + body_bytes + b"\n")
         sync_file(file)
@@ -218,7 +238,9 @@ def read_text(path: Path, hint: type[T]) -> T:
     try:
         head_bytes, body_text, *rest_lines = file_bytes.split(b"\n")
         # Note: JSON as save writes it has no line break.
-        head_data = file_data.table("its first line", file_data.parse(head_bytes), ("format",))
+        head_data = file_data.table(
+            "its first line", file_data.parse(head_bytes), ("format",)
+        )
     except ValueError as error:
         raise damaged(path, error) from None
     # Note: the format comes before the checksum, which another one may lack.
@@ -227,7 +249,9 @@ def read_text(path: Path, hint: type[T]) -> T:
             f"{path} is of format {file_data.shown(head_data['format'])}; this version of funcshard "
             f"reads {FORMAT!r}: import_dcp(path, plan, mesh) reads the parameters of older ones"
         )
-    if head_data.get("sha256") != hashlib.sha256(body_text).hexdigest() or rest_lines != [b""]:
+    if head_data.get("sha256") != hashlib.sha256(body_text).hexdigest() or rest_lines != [
+        b""
+    ]:
         raise ValueError(
             f"{path} is damaged: its checksum is not the one that was saved; restore another "
             "checkpoint"
@@ -245,7 +269,10 @@ def read_table(folder: Path, save: str, rank: int) -> RankTable:
     """
     path, tensor_path = folder / table_file(save, rank), folder / tensor_file(save, rank)
     try:
-        rank_table, file_size = read_text(path, RankTable), regular_size(tensor_path, links=False)
+        rank_table, file_size = (
+            read_text(path, RankTable),
+            regular_size(tensor_path, links=False),
+        )
     except FileNotFoundError as error:
         raise missing(Path(error.filename)) from None
     # Note: the index names the save; a table of another one is a mixed-up copy. Shards that are

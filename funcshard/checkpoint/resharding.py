@@ -182,10 +182,12 @@ def copy_run(out: torch.Tensor, target: Run, values: torch.Tensor, source: Run) 
     for target_box, target_view in _views(out, target):
         for source_box, source_view in source_views:
             if shared_box := target_box.overlap(source_box):
-                source_part = source_view[shared_box.moved([-n for n in source_box.offsets]).slices]
-                target_view[shared_box.moved([-n for n in target_box.offsets]).slices].copy_(
-                    source_part
-                )
+                source_part = source_view[
+                    shared_box.moved([-n for n in source_box.offsets]).slices
+                ]
+                target_view[
+                    shared_box.moved([-n for n in target_box.offsets]).slices
+                ].copy_(source_part)
                 copied_numel += shared_box.numel
     return copied_numel
 
@@ -312,7 +314,9 @@ def check_pieces(
                 f"{dtype_name(dtype)}{form}{remedy}"
             )
         ends = [begin + size for begin, size in piece.within] or piece.shape
-        is_inside = len(ends) == len(piece.shape) and all(map(operator.le, ends, piece.shape))
+        is_inside = len(ends) == len(piece.shape) and all(
+            map(operator.le, ends, piece.shape)
+        )
         if not is_inside or not 0 <= piece.offset <= piece.box.numel - piece.tensor.numel():
             raise ValueError(
                 f"a piece of leaf {leaf.path!r} of {where} must lie inside its slice of shape "
@@ -331,13 +335,17 @@ def check_pieces(
     # like values, and what is marked at the end is covered.
     covered_marks = torch.zeros(part.end - part.begin, dtype=torch.bool, device="cpu")
     marked_pieces = [
-        piece._replace(tensor=torch.ones(piece.tensor.shape, dtype=torch.bool, device="cpu"))
+        piece._replace(
+            tensor=torch.ones(piece.tensor.shape, dtype=torch.bool, device="cpu")
+        )
         for piece in pieces
     ]
     copy_pieces(covered_marks, marked_pieces, leaf, buffer, mesh)
     if not covered_marks.all():
         slice_origin = slice_offsets(leaf.shape, leaf.cuts, mesh.position)
-        slice_text = f" of its slice at {slice_origin}" if leaf.whole_shape != leaf.shape else ""
+        slice_text = (
+            f" of its slice at {slice_origin}" if leaf.whole_shape != leaf.shape else ""
+        )
         first_missing = part.begin + int(covered_marks.logical_not().nonzero()[0])
         raise ValueError(
             f"pieces of leaf {leaf.path!r} of {where} must cover elements {part.begin} to "
@@ -347,9 +355,15 @@ def check_pieces(
 
 
 def copy_pieces(
-    out: torch.Tensor, pieces: Sequence[Piece], leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh
+    out: torch.Tensor,
+    pieces: Sequence[Piece],
+    leaf: LeafSpec,
+    buffer: BufferPlan,
+    mesh: Mesh,
 ) -> None:
     """Copy this rank's elements of a leaf, 1-D, from pieces of it."""
     _, target = run_in_shard(buffer, leaf, mesh.position)
     for piece in pieces:
-        copy_run(out, target, piece.tensor, Run(piece.offset, piece.tensor.numel(), piece.box))
+        copy_run(
+            out, target, piece.tensor, Run(piece.offset, piece.tensor.numel(), piece.box)
+        )

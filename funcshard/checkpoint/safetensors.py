@@ -56,7 +56,9 @@ from funcshard.plan import Plan
 # Number of bytes of each leaf that ranks compare.
 COMPARED = 1 << 16
 
-_LONGEST = 100_000_000  # bytes of a header or an index; other readers of the format take no more
+_LONGEST = (
+    100_000_000  # bytes of a header or an index; other readers of the format take no more
+)
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _NUMBERED = f"model-{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors"
@@ -148,7 +150,9 @@ def export_model(
             unit_leaves = {
                 leaf.path: value
                 for buffer in unit.buffers
-                for leaf, value in delivery.leaves(shards[unit.name][buffer.key], unit, buffer)
+                for leaf, value in delivery.leaves(
+                    shards[unit.name][buffer.key], unit, buffer
+                )
             }
             if mesh.rank == 0:
                 # Note: experts, for example, are one leaf, and several tensors in files.
@@ -202,14 +206,18 @@ def write_tensors(
             _write(folder, files, tensors, is_single)
         except Exception as error:  # of any kind, because other ranks wait
             fault = OSError(f"cannot export to {path}: {type(error).__name__}: {error}")
-    for _ in tensors:  # every rank takes part in every all-gather, even if rank 0 could not write
+    for _ in (
+        tensors
+    ):  # every rank takes part in every all-gather, even if rank 0 could not write
         pass
     # Note: no rank returns before rank 0 has written the files.
     raise_on_every_rank(mesh, fault)
     return [folder / name for name in files]
 
 
-def import_safetensors(path: StrPath, plan: Plan, mesh: Mesh, *, cast: bool = False) -> Shards:
+def import_safetensors(
+    path: StrPath, plan: Plan, mesh: Mesh, *, cast: bool = False
+) -> Shards:
     """Return this rank's shards of safetensors files; ``export_safetensors`` is the inverse.
 
     Each rank reads the bytes of its shards, and the first 64 KiB of each leaf, which ranks compare.
@@ -248,13 +256,17 @@ def import_safetensors(path: StrPath, plan: Plan, mesh: Mesh, *, cast: bool = Fa
             open_tensors(path), plan.leaves, f"{path} must hold every leaf of the plan"
         )
         for unit in plan.unit_list:
-            shards[unit.name] = cut(unit, leaf_tensors, mesh, str(path), whole=True, cast=cast)
+            shards[unit.name] = cut(
+                unit, leaf_tensors, mesh, str(path), whole=True, cast=cast
+            )
         for _, buffer, leaf in each_leaf(plan):
             tensor = leaf_tensors[leaf.path]
             # Note: only these bytes are compared, because a rank should read no others' parts.
             first_elements = tensor.view(-1)[: COMPARED // buffer.itemsize]
             checksums.add(leaf.path, first_elements, buffer.own_axes(leaf))
-            release_pages(tensor)  # the bytes that were copied need not stay beside the copy
+            release_pages(
+                tensor
+            )  # the bytes that were copied need not stay beside the copy
     return shards
 
 
@@ -271,7 +283,10 @@ def _write(
     folder.mkdir(parents=True, exist_ok=True)
     title = next(iter(files)) if is_single else "safetensors"
     # Why inside the folder: os.replace works within one file system only.
-    part_folder, export_lock = folder / f".{title}.part", FileLock(folder / f".{title}.lock")
+    part_folder, export_lock = (
+        folder / f".{title}.part",
+        FileLock(folder / f".{title}.lock"),
+    )
     try:
         export_lock.acquire(timeout=0.5)
     except Timeout:
@@ -376,8 +391,13 @@ def _open(file: Path) -> Tensors:
             )
     try:
         mapped_file = safe_open(file, "pt")
-    except (SafetensorError, OSError) as error:  # some files of /proc are regular and have no pages
-        raise ValueError(f"{file} is damaged, or is not a safetensors file: {error}") from None
+    except (
+        SafetensorError,
+        OSError,
+    ) as error:  # some files of /proc are regular and have no pages
+        raise ValueError(
+            f"{file} is damaged, or is not a safetensors file: {error}"
+        ) from None
     # A tensor of a dtype that torch lacks counts as missing if the plan has this leaf.
     return {
         name: mapped_file.get_tensor(name)
@@ -410,7 +430,11 @@ def _files(path: Path) -> list[Path]:
     if not single_file.exists():
         cut_short = any(path.glob(_NUMBERED))
         hint = (
-            "an export into it was interrupted; export again" if cut_short else what_it_holds(path)
+            "an export into it was interrupted; export again"
+            if cut_short
+            else what_it_holds(path)
         )
-        raise FileNotFoundError(f"there is neither {_SINGLE} nor {_INDEX} in {path}: {hint}")
+        raise FileNotFoundError(
+            f"there is neither {_SINGLE} nor {_INDEX} in {path}: {hint}"
+        )
     return [single_file]

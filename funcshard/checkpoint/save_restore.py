@@ -18,7 +18,13 @@ from typing import Any
 
 import torch
 
-from funcshard._utils.options import check_count, check_flag, check_number, check_path, outline
+from funcshard._utils.options import (
+    check_count,
+    check_flag,
+    check_number,
+    check_path,
+    outline,
+)
 from funcshard.checkpoint.contents import Contents, read_contents, read_from, save_at
 from funcshard.checkpoint.flatten_state import flatten_state
 from funcshard.checkpoint.folders import (
@@ -80,7 +86,9 @@ class Saving:
             OSError: a rank couldn't write its part. Every rank raises it. An earlier checkpoint at
                 ``path`` is untouched.
         """
-        check_number("timeout", timeout, above=0, remedy="pass a number of seconds, such as 600.0")
+        check_number(
+            "timeout", timeout, above=0, remedy="pass a number of seconds, such as 600.0"
+        )
         if self._outcome is None:
             if self._thread is not None:
                 self._thread.timeout = timeout
@@ -204,7 +212,9 @@ def save(
                     "folder on a file system that all machines of the job share"
                 )
             if not wait:
-                written_tensors = _copied(flat_state.tensors, {} if after is None else after.memory)
+                written_tensors = _copied(
+                    flat_state.tensors, {} if after is None else after.memory
+                )
         if not wait and after is not None:
             after.memory = {}  # another save after the same one must not write there
         # Note: the thread issues no collectives; it meets other ranks through files alone.
@@ -346,7 +356,9 @@ def _check_plans(plan: Plans, mesh: Mesh, options: Mapping[str, str]) -> None:
 
 def _keys(plan: Plans) -> str:
     return (
-        "one plan" if isinstance(plan, Plan) else f"plans for {', '.join(map(repr, sorted(plan)))}"
+        "one plan"
+        if isinstance(plan, Plan)
+        else f"plans for {', '.join(map(repr, sorted(plan)))}"
     )
 
 
@@ -360,7 +372,9 @@ def _agree(texts: dict[str, str], mesh: Mesh, drawn: int) -> str:
     return f"{int(token_tensor):08x}"
 
 
-def _copied(tensors: Mapping[str, torch.Tensor], memory: Mapping[str, torch.Tensor]) -> Tensors:
+def _copied(
+    tensors: Mapping[str, torch.Tensor], memory: Mapping[str, torch.Tensor]
+) -> Tensors:
     """Return copies of tensors on the CPU, in the memory of earlier ones if they're like them."""
     tensor_copies: Tensors = {}
     for name, tensor in tensors.items():

@@ -123,7 +123,9 @@ def to_state_dict(
             for leaf, value in delivery.leaves(flat_shard, unit, buffer):
                 named_tensors.update(dict.fromkeys(leaf.names, value))
     if buffers is not None and not (rank0_only and mesh.rank):
-        named_tensors.update((name, kept_copy(value, offload)) for name, value in buffers.items())
+        named_tensors.update(
+            (name, kept_copy(value, offload)) for name, value in buffers.items()
+        )
     # Note: units order the leaves by buffer, and the module by name.
     return plan.in_order(named_tensors)
 
@@ -185,7 +187,9 @@ def from_state_dict(
         check_source(src, mesh)
         check_no_local_leaf(plan)
     source_words = "the state dict"
-    checksums = LeafChecksums(mesh, source_words, "load the same file on every rank, or pass src=0")
+    checksums = LeafChecksums(
+        mesh, source_words, "load the same file on every rank, or pass src=0"
+    )
     leaf_values: dict[str, Any] = {}
     # Why before the leaves are cut: ranks gather DTensors and broadcast buffers together.
     with on_every_rank(mesh, checksums if src is None else None):
@@ -221,7 +225,9 @@ def check_flags(**flags: Any) -> None:
 
 def check_floating(name: str, dtype: Any) -> None:
     """Raise ``TypeError`` unless an option is a floating-point dtype, or ``None``."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+    if dtype is not None and not (
+        isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    ):
         raise TypeError(
             f"{name} must be a floating-point dtype, such as torch.bfloat16, or None; found "
             f"{dtype!r}"
@@ -292,7 +298,9 @@ class Delivery(NamedTuple):
         # Note: rank 0 gathers from the ranks along its own shard axis, and from those with slices
         # of its leaves. So for each leaf, only ranks that are the first along all other axes take
         # part.
-        not_first = {axis for axis, group in mesh.groups.items() if self.rank0_only and group.rank}
+        not_first = {
+            axis for axis, group in mesh.groups.items() if self.rank0_only and group.rank
+        }
         slice_axes = {leaf_cut.axis for leaf in buffer.leaves for leaf_cut in leaf.cuts}
         if not_first - slice_axes - {"shard"}:
             return []
@@ -387,7 +395,12 @@ def is_full(value: Any) -> bool:
 
 
 def _check_value(
-    value: Any, leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh, where: str, cast: bool | None
+    value: Any,
+    leaf: LeafSpec,
+    buffer: BufferPlan,
+    mesh: Mesh,
+    where: str,
+    cast: bool | None,
 ) -> None:
     """Raise unless an entry holds the elements of a leaf that this rank needs."""
     pieces = as_pieces(value)
@@ -449,7 +462,8 @@ def _remedy(state_dict: Mapping[str, Any], missing: list[str]) -> str:
         name.removesuffix(missing[0]) for name in names if name.endswith("." + missing[0])
     ]
     prefix = next(
-        (p for p in longer_prefixes if all(p + path in state_dict for path in missing)), None
+        (p for p in longer_prefixes if all(p + path in state_dict for path in missing)),
+        None,
     )
     if prefix is not None:
         return (
@@ -553,7 +567,11 @@ def iter_params(
 
 
 def _iterate(
-    shards: Shards, plan: Plan, mesh: Mesh, apply: Functional | None, dtype: torch.dtype | None
+    shards: Shards,
+    plan: Plan,
+    mesh: Mesh,
+    apply: Functional | None,
+    dtype: torch.dtype | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     # Note: a generator, which starts the gathers of one unit after another.
     started_units = (
@@ -580,5 +598,8 @@ def _iterate(
         for name in list(named_tensors):
             tensor = named_tensors.pop(name)
             # Why a copy: a view that you keep would hold the memory of the whole unit.
-            yield name, tensor.to(dtype=dtype if tensor.is_floating_point() else None, copy=True)
+            yield (
+                name,
+                tensor.to(dtype=dtype if tensor.is_floating_point() else None, copy=True),
+            )
             del tensor

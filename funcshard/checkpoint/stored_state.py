@@ -104,7 +104,9 @@ class FlatState:
     @property
     def shared(self) -> dict[str, Stored]:
         """The facts about the tensors that ranks agree on."""
-        return {name: stored for name, stored in self.stored.items() if stored.kind != "rank"}
+        return {
+            name: stored for name, stored in self.stored.items() if stored.kind != "rank"
+        }
 
     def texts(self) -> dict[str, str]:
         """Return what must be the same on every rank, as a text by title."""
@@ -181,7 +183,9 @@ BufferPlace = tuple[UnitPlan, BufferPlan]
 
 def buffer_places(plan: Plan) -> dict[tuple[str, str], BufferPlace]:
     """Return every flat buffer with its unit, by the unit's name and the buffer's key."""
-    return {(u.name, buffer.key): (u, buffer) for u in plan.unit_list for buffer in u.buffers}
+    return {
+        (u.name, buffer.key): (u, buffer) for u in plan.unit_list for buffer in u.buffers
+    }
 
 
 def each_leaf(plan: Plan) -> Iterator[LeafPlace]:
@@ -258,7 +262,9 @@ def by_entry(root: Any, plans: Plans) -> list[tuple[str, Any, Plan]]:
 
 def buffers_in_tree_order(plan: Plan, *, trainable_only: bool) -> list[BufferPlace]:
     """Return the buffers, with their units, in the order of a tree's leaves."""
-    places = [place for _, place in sorted(buffer_places(plan).items(), key=lambda item: item[0])]
+    places = [
+        place for _, place in sorted(buffer_places(plan).items(), key=lambda item: item[0])
+    ]
     return [place for place in places if place[1].trainable or not trainable_only]
 
 

@@ -93,12 +93,17 @@ def unflatten_state(
         ValueError: the plan is of another model, or joins leaves that disagree on a value of their
             buffer.
     """
-    new_entries, old_entries = by_entry(saved.spec, plans), by_entry(saved.spec, saved.plans)
+    new_entries, old_entries = (
+        by_entry(saved.spec, plans),
+        by_entry(saved.spec, saved.plans),
+    )
     unflattened = [
         _Unflattener(saved, plan, old_plan, rank, device, cast).node([node])
         for (_, node, plan), (_, _, old_plan) in zip(new_entries, old_entries, strict=True)
     ]
-    return unflattened[0] if isinstance(plans, Plan) else _container(saved.spec, unflattened)
+    return (
+        unflattened[0] if isinstance(plans, Plan) else _container(saved.spec, unflattened)
+    )
 
 
 class _Move(NamedTuple):
@@ -154,7 +159,10 @@ class _Unflattener:
         self.axes, self.old_axes = self.plan.mesh_axes, self.old_plan.mesh_axes
         self.position = position_of(self.rank, self.axes)
         self.places: dict[tuple[str, str], _Place] = {}
-        self.old_leaves, new_names = leaves_by_name(self.old_plan), leaves_by_name(self.plan).keys()
+        self.old_leaves, new_names = (
+            leaves_by_name(self.old_plan),
+            leaves_by_name(self.plan).keys(),
+        )
         # Note: state of a leaf that the new plan lacks would be lost without a word. A tied
         # parameter may have been stored under any of its names.
         self.unplanned = {
@@ -190,7 +198,9 @@ class _Unflattener:
     def _whole(self, name: str) -> torch.Tensor:
         stored = self.saved.stored[name]
         device = self.device if stored.on_mesh else "cpu"
-        whole_tensor = torch.empty(stored.shape, dtype=dtype_of(stored.dtype), device=device)
+        whole_tensor = torch.empty(
+            stored.shape, dtype=dtype_of(stored.dtype), device=device
+        )
         # Note: rank 0 has stored what is the same on every rank.
         source_rank = self.rank % self.old_plan.world_size if stored.kind == "rank" else 0
         self.saved.read(whole_tensor.view(-1), source_rank, name, 0)
@@ -284,8 +294,12 @@ class _Unflattener:
                 own_index = rank_at(self.position, {axis: self.axes[axis] for axis in own})
                 # Note: a job on more ranks than before has to take some state twice, and so counts
                 # modulo the old number.
-                own_position = position_of(own_index, {axis: self.old_axes[axis] for axis in own})
-                sources = leaf_sources(old_buffer, old_leaf, self.old_axes, own_position, target)
+                own_position = position_of(
+                    own_index, {axis: self.old_axes[axis] for axis in own}
+                )
+                sources = leaf_sources(
+                    old_buffer, old_leaf, self.old_axes, own_position, target
+                )
                 home.moves.append(_Move(in_shard, target, list(sources)))
         self.places[buffer_key] = _Place(unit, buffer, list(homes.values()))
         return self.places[buffer_key]
@@ -330,7 +344,9 @@ class _Unflattener:
         dtype = self._dtype_of(shard, homes[0], buffer)
         for name, home in zip(names, homes, strict=True):
             # Note: a turn picks one of the ranks with copies, which count from the first one.
-            copy_position = turn_of(self.saved.stored[name].turn, home.buffer, self.old_axes)
+            copy_position = turn_of(
+                self.saved.stored[name].turn, home.buffer, self.old_axes
+            )
             ranks_on = rank_at(copy_position, self.old_axes)
             for move in home.moves:
                 shard_part, read = shard[move.in_shard], self.saved.read
@@ -340,7 +356,9 @@ class _Unflattener:
             byte_view(shard[filled:]).zero_()
         return shard.to(dtype)
 
-    def _dtype_of(self, shard: torch.Tensor, home: _Home, buffer: BufferPlan) -> torch.dtype:
+    def _dtype_of(
+        self, shard: torch.Tensor, home: _Home, buffer: BufferPlan
+    ) -> torch.dtype:
         """Return the dtype of a shard: another one if the two plans differ in it."""
         planned_dtype = buffer.shard_dtype
         # Note: an average in float32 beside bfloat16 parameters is no parameter, and stays.
@@ -446,7 +464,9 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
             f"states must be a list with the state of each rank of the old plan, {old.world_size}; "
             f"found {outline(states)}: put them into a list, in order of ranks"
         )
-    devices = [leaf.device for leaf in tree.leaves(states) if isinstance(leaf, torch.Tensor)]
+    devices = [
+        leaf.device for leaf in tree.leaves(states) if isinstance(leaf, torch.Tensor)
+    ]
     # Note: the first device but the CPU.
     device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
     flat_states = [

@@ -86,12 +86,16 @@ class Writer(threading.Thread):
         return self.error
 
     def run(self) -> None:
-        if self.in_background and sys.platform == "linux":  # where priorities are those of threads
+        if (
+            self.in_background and sys.platform == "linux"
+        ):  # where priorities are those of threads
             thread_id = threading.get_native_id()
             priority = max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread_id))
             os.setpriority(os.PRIO_PROCESS, thread_id, priority)
         try:
-            if self.mesh.rank == 0:  # first, so that files of killed saves do not fill the disk
+            if (
+                self.mesh.rank == 0
+            ):  # first, so that files of killed saves do not fill the disk
                 self.remove_leftovers()
             self.write()
             if self.mesh.rank == 0:
@@ -185,7 +189,9 @@ class Writer(threading.Thread):
         for folder in folders(self.path.parent):
             with contextlib.suppress(OSError, ValueError):
                 complete_saves.append((read_contents(folder), folder))
-        for contents, folder in sorted(complete_saves, key=lambda each: each[0].saved)[:-keep]:
+        for contents, folder in sorted(complete_saves, key=lambda each: each[0].saved)[
+            :-keep
+        ]:
             if folder == self.path or folder.is_symlink():
                 continue
             # The checkpoint is complete, and the next save removes what is left.

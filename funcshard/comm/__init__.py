@@ -60,7 +60,11 @@ from funcshard.comm.mesh import (
 )
 from funcshard.comm.recorded_group import RecordedGroup, at_own_rank, in_graph, own_row
 from funcshard.comm.simulation import simulate
-from funcshard.comm.user_collectives import CustomGroup, with_collectives, without_collectives
+from funcshard.comm.user_collectives import (
+    CustomGroup,
+    with_collectives,
+    without_collectives,
+)
 
 __all__ = [
     "AGREEMENT",

@@ -121,11 +121,15 @@ def text_of(value: Any) -> str:
         if function_text == _SOME:
             return function_text
         arguments = [*map(text_of, value.args)]
-        arguments += [f"{name}={text_of(item)}" for name, item in sorted(value.keywords.items())]
+        arguments += [
+            f"{name}={text_of(item)}" for name, item in sorted(value.keywords.items())
+        ]
         return f"{function_text}({', '.join(arguments)})"
     if isinstance(value, Mapping):
         # Why sorted: a program may make it from a set, whose order differs between processes.
-        item_texts = sorted(f"{text_of(key)}: {text_of(item)}" for key, item in value.items())
+        item_texts = sorted(
+            f"{text_of(key)}: {text_of(item)}" for key, item in value.items()
+        )
         return f"{{{', '.join(item_texts)}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(text_of, value))}]"
@@ -141,7 +145,9 @@ def text_of(value: Any) -> str:
     # Note: a data class itself is callable, so what comes here is an instance of one.
     if dataclasses.is_dataclass(value):
         field_names = [class_field.name for class_field in dataclasses.fields(value)]
-        field_values = {field_name: getattr(value, field_name) for field_name in field_names}
+        field_values = {
+            field_name: getattr(value, field_name) for field_name in field_names
+        }
         return f"{type(value).__name__}({text_of(field_values)})"
     if isinstance(value, torch.dtype | torch.device | enum.Enum):
         return str(value)
@@ -172,10 +178,13 @@ def all_gather_texts(mesh: Ranks, text: str, label: str = "") -> list[str]:
             texts = texts[:1]
         group_messages = group.all_gather_text(json.dumps(texts), label=label)
         texts_of = {
-            group_message: json.loads(group_message) for group_message in set(group_messages)
+            group_message: json.loads(group_message)
+            for group_message in set(group_messages)
         }
         texts = []
         for group_message in group_messages:
             # Note: all ranks had equally many texts before, so a lone one is repeated.
-            texts += texts_of[group_message] * (texts_before // len(texts_of[group_message]))
+            texts += texts_of[group_message] * (
+                texts_before // len(texts_of[group_message])
+            )
     return texts

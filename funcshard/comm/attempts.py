@@ -97,8 +97,15 @@ class AttemptLog:
         inside: whether this rank is inside a call of a group that the log has.
     """
 
-    def __init__(self, place: str, ranks: Sequence[int], watch: Watch, give_up: float) -> None:
-        self._place, self._ranks, self._watch, self._give_up_after = place, ranks, watch, give_up
+    def __init__(
+        self, place: str, ranks: Sequence[int], watch: Watch, give_up: float
+    ) -> None:
+        self._place, self._ranks, self._watch, self._give_up_after = (
+            place,
+            ranks,
+            watch,
+            give_up,
+        )
         self.entries: list[Entry] = []
         self.inside = self._half_done = False
         # The all-reduces that were not waited for, by position in the log.
@@ -223,7 +230,9 @@ class AttemptLog:
             entry_text = json.dumps(self.entries[index])
             if index in missing:
                 self._write(store, index, entry_text)
-            if self.entries[index].op.kind == "all_to_all":  # its sizes differ between ranks
+            if (
+                self.entries[index].op.kind == "all_to_all"
+            ):  # its sizes differ between ranks
                 self._write(store, f"{index}/{self._watch.rank}", entry_text)
         self._published = new.stop
         self._watch.pulse.look_every = _NEXT_LOOK
@@ -264,7 +273,9 @@ class AttemptLog:
         Raises:
             LostError: a rank is lost, or cannot communicate any more.
         """
-        ranks, name = (self._ranks, str(index)) if rank is None else ([rank], f"{index}/{rank}")
+        ranks, name = (
+            (self._ranks, str(index)) if rank is None else ([rank], f"{index}/{rank}")
+        )
         watch, failed_keys = self._watch, [self._key(f"failed/{other}") for other in ranks]
         next_look = time.monotonic() + _LOST
         while True:

@@ -126,7 +126,9 @@ class DesyncDetector:
         self._process = os.getpid()
         # The latest collectives, each with the positions of the ranks that it needs, if not all.
         self._entries: deque[tuple[Entry, Sequence[int] | None]] = deque(maxlen=KEPT)
-        self._sizes = defaultdict[int, set[int]](set)  # the first ones of each kind of collective
+        self._sizes = defaultdict[int, set[int]](
+            set
+        )  # the first ones of each kind of collective
         self._context = (0,) * CONTEXT_LENGTH
         self._agreed_contexts: set[tuple[int, ...]] = set()
         self._warned = False
@@ -192,7 +194,9 @@ class DesyncDetector:
         self._append(("all_gather_text", label, None, 0))
         text_bytes = text.encode()
         text_hash = int.from_bytes(hashlib.sha256(text_bytes).digest()[:8], "big") & MASK
-        longest_text, highest, lowest = self._compare_now(len(text_bytes), text_hash, -text_hash)
+        longest_text, highest, lowest = self._compare_now(
+            len(text_bytes), text_hash, -text_hash
+        )
         # Note: all hashes are equal, so no text has to be sent.
         if highest == -lowest:
             return [text] * len(self.ranks)
@@ -315,7 +319,9 @@ class DesyncDetector:
         # Note: a maximum over ranks tells whether all are equal, if each number comes with its
         # negative. Its 56 bytes do not grow with the number of ranks.
         highest = torch.tensor(compared_numbers, device="cpu")
-        work = dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
+        work = dist.all_reduce(
+            highest, op=dist.ReduceOp.MAX, group=self.control, async_op=True
+        )
         return Comparison(self.number, self.history, highest, work)
 
     def _finish_comparison(self) -> None:
@@ -357,7 +363,9 @@ class DesyncDetector:
                 last_number = self.watch.issued(self.ranks[rank], self.name)
             if rank != self.rank and (last_number or 0) < number:
                 last_seen = (
-                    "never seen" if last_number is None else f"last seen at number {last_number}"
+                    "never seen"
+                    if last_number is None
+                    else f"last seen at number {last_number}"
                 )
                 ranks_behind.append(f"{self._title(rank)} ({last_seen})")
         where_text = "all ranks have reached it"
@@ -390,7 +398,9 @@ class DesyncDetector:
         # Why a receive: gloo has no call that closes a group's connections, but a receive that
         # times out closes all of them.
         for group in self.groups:
-            with contextlib.suppress(RuntimeError, ValueError):  # timed out, or closed already
+            with contextlib.suppress(
+                RuntimeError, ValueError
+            ):  # timed out, or closed already
                 receive_work = dist.irecv(
                     torch.empty(1, dtype=torch.float32, device="cpu"),
                     group=group,

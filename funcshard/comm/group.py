@@ -187,7 +187,9 @@ def all_gather_private(
     # Why never an inference tensor: the caller may have left inference mode by the time it uses the
     # result.
     with torch.inference_mode(False):
-        out = group.empty(shard.numel() * size, shard).view(shard.shape[0] * size, *shard.shape[1:])
+        out = group.empty(shard.numel() * size, shard).view(
+            shard.shape[0] * size, *shard.shape[1:]
+        )
     return PrivateAllGatherWork(out, group.start(Op("all_gather", label, out, shard)))
 
 
@@ -240,7 +242,9 @@ class WrappedGroup(Group):
         return self.inner.shares(shard)
 
 
-def concatenate(parts: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
+def concatenate(
+    parts: Sequence[torch.Tensor], out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the concatenation of 1-D ``parts``, in ``out`` if given; else a single part itself."""
     if len(parts) == 1:
         return parts[0] if out is None else out.copy_(parts[0])

@@ -130,9 +130,19 @@ def meet_for_mesh(
         if [*ranks] == sorted(ranks)
         else str([*ranks]),
     }
-    timeout, call_title = group_timeout(dist.group.WORLD), f"{call} of {axes_text(sizes)} ranks"
+    timeout, call_title = (
+        group_timeout(dist.group.WORLD),
+        f"{call} of {axes_text(sizes)} ranks",
+    )
     seconds = timeout.total_seconds()
-    meet(watch_of_job(), sorted(ranks), call_title, mesh_facts, timeout=seconds, limits=limits)
+    meet(
+        watch_of_job(),
+        sorted(ranks),
+        call_title,
+        mesh_facts,
+        timeout=seconds,
+        limits=limits,
+    )
 
 
 def meet(
@@ -179,7 +189,9 @@ def meet(
         # Why the first rank alone: each of a thousand would read a thousand texts.
         if own_rank != first_rank or not store.check(fact_keys):
             return None
-        difference = first_difference([json.loads(store.get(key)) for key in fact_keys], ranks)
+        difference = first_difference(
+            [json.loads(store.get(key)) for key in fact_keys], ranks
+        )
         write_text(store, key("answer"), difference)
         return difference
 
@@ -190,7 +202,9 @@ def meet(
     def look() -> None:
         """Raise ``LostError`` if this rank waits in vain."""
         call_title = f"{call}, number {number} of these ranks"
-        wait = Wait(group_name, number, call_title, [rank for rank in ranks if rank != own_rank])
+        wait = Wait(
+            group_name, number, call_title, [rank for rank in ranks if rank != own_rank]
+        )
         if why := watch.why(wait, limits.give_up, is_away=is_away):
             # Why: this rank raises, so ranks that wait for it in collectives must fail too.
             watch.close_connections()
@@ -207,7 +221,9 @@ def meet(
         )
 
     def forget_previous(store: Any) -> None:
-        for whose in (own_rank, "answer")[: 1 + (own_rank == first_rank)] if number > 1 else ():
+        for whose in (
+            (own_rank, "answer")[: 1 + (own_rank == first_rank)] if number > 1 else ()
+        ):
             store.delete_key(key(whose, before=1))
 
     # Why no wait of the store: that of a file asks once a second.
@@ -228,7 +244,10 @@ def meet(
                 next_look = current_time + limits.patience / 8
             # Ranks of one program come soon, and others spare the store.
             time.sleep(sleep_seconds)
-            sleep_seconds, current_time = min(1.5 * sleep_seconds, _LONGEST), time.monotonic()
+            sleep_seconds, current_time = (
+                min(1.5 * sleep_seconds, _LONGEST),
+                time.monotonic(),
+            )
         # All ranks have come here, so all have read the answer of the meeting before.
         with contextlib.suppress(RuntimeError):
             watch.ask(forget_previous)
@@ -262,9 +281,13 @@ def device_mesh_of(kind: str, sizes: Mapping[str, int], limits: Limits) -> Devic
         axis_group, job_timeout = job_group, group_timeout(job_group)
         # Note: an axis of all ranks has the default group, which lives as long as the job.
         if len(line_ranks) < world:
-            axis_group = connected(line_ranks, backend, job_timeout, f"mesh axis {axis!r}", limits)
+            axis_group = connected(
+                line_ranks, backend, job_timeout, f"mesh axis {axis!r}", limits
+            )
         axis_groups.append(axis_group)
-    return DeviceMesh.from_group(axis_groups, kind, mesh=rank_grid, mesh_dim_names=axis_names)
+    return DeviceMesh.from_group(
+        axis_groups, kind, mesh=rank_grid, mesh_dim_names=axis_names
+    )
 
 
 def lines_through(rank: int, sizes: Mapping[str, int]) -> dict[str, list[int]]:
@@ -362,5 +385,6 @@ def _store_of_job(
         # Note: torch does so with a store of its making, but not with this one.
         return dist.PrefixStore("default_pg", store)
     return dist.PrefixStore(
-        f"attempt {attempt_text}", dist.TCPStore(address, port, is_master=False, timeout=timeout)
+        f"attempt {attempt_text}",
+        dist.TCPStore(address, port, is_master=False, timeout=timeout),
     )

@@ -98,11 +98,15 @@ class Mesh:
     replicate: Group = field(init=False, compare=False)
     axes: tuple[tuple[str, Group], ...] = field(init=False, repr=False)
     world_size: int = field(init=False, repr=False)
-    memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False, kw_only=True)
+    memo: dict[Any, Any] = field(
+        default_factory=dict, repr=False, compare=False, kw_only=True
+    )
 
     def __post_init__(self) -> None:
         groups = self.groups
-        for axis, group in groups.items() if isinstance(groups, Mapping) else ((None, groups),):
+        for axis, group in (
+            groups.items() if isinstance(groups, Mapping) else ((None, groups),)
+        ):
             if axis is None or not hasattr(group, "start"):
                 raise TypeError(
                     f"Mesh takes the group of this rank along each axis, {{axis: group}}; found "
@@ -112,12 +116,18 @@ class Mesh:
         axis_sizes = mesh_axes_of(
             {axis: group.size for axis, group in groups.items()} or {"shard": 1}
         )
-        groups = {axis: groups[axis] if axis in groups else LocalGroup() for axis in axis_sizes}
+        groups = {
+            axis: groups[axis] if axis in groups else LocalGroup() for axis in axis_sizes
+        }
         device = check_device(self.device)
         # Units compare the devices of tensors with that of the mesh.
         if device.type == "cuda" and device.index is None and torch.cuda.is_available():
-            device = device_of("cuda")  # tensors are on "cuda:0", which is not equal to "cuda"
-        larger_axes = [(axis, group) for axis, group in reversed(groups.items()) if group.size > 1]
+            device = device_of(
+                "cuda"
+            )  # tensors are on "cuda:0", which is not equal to "cuda"
+        larger_axes = [
+            (axis, group) for axis, group in reversed(groups.items()) if group.size > 1
+        ]
         fields = {
             "groups": groups,
             "device": device,
@@ -193,7 +203,9 @@ class Mesh:
             axis_names = (axes,)
         elif isinstance(axes, tuple | list):
             axis_names = tuple(axes)
-        are_known = all(isinstance(name, str) and name in self.groups for name in axis_names)
+        are_known = all(
+            isinstance(name, str) and name in self.groups for name in axis_names
+        )
         if not axis_names or not are_known or len(set(axis_names)) < len(axis_names):
             raise ValueError(
                 "axis must name one axis of the mesh, or several different ones in a tuple; found "
@@ -231,7 +243,9 @@ class Mesh:
         group = self.axes[0][1]  # any of them makes groups of the job's ranks
         facts = {"the shape of Mesh.reshaped": axes_text(axis_sizes)}
         own_row = json.dumps([group.global_rank, facts])
-        rows = [json.loads(text) for text in all_gather_texts(self, own_row, "Mesh.reshaped")]
+        rows = [
+            json.loads(text) for text in all_gather_texts(self, own_row, "Mesh.reshaped")
+        ]
         if difference := first_difference([facts for _, facts in rows], range(len(rows))):
             raise ValueError(difference)
         groups: dict[str, Group] = {}
@@ -323,7 +337,9 @@ def remade(mesh: Mesh, groups: Mapping[str, Group]) -> Mesh:
     """Return a mesh with other groups of the same ranks, along all or some axes of ``mesh``."""
     # Why only these: a module's DTensors may lie on axes that the new mesh does not have.
     known_axes = {name: axis for name, axis in mesh.device_axes.items() if axis in groups}
-    device_mesh = mesh.device_mesh if known_axes or len(groups) == len(mesh.groups) else None
+    device_mesh = (
+        mesh.device_mesh if known_axes or len(groups) == len(mesh.groups) else None
+    )
     # Why one memo: some ranks alone may use the new mesh, and must not make or compare anything
     # again.
     return Mesh(groups, mesh.device, device_mesh, known_axes, memo=mesh.memo)
@@ -358,13 +374,19 @@ class Topology:
         # The shard axis comes first, as in predictions, then the replicate axis, then the others.
         groups = {"shard": mesh.shard, "replicate": mesh.replicate, **mesh.groups}
         communicated_axes = [
-            axis for axis in groups.items() if axis[1].size > 1 and axis[0] not in self.local
+            axis
+            for axis in groups.items()
+            if axis[1].size > 1 and axis[0] not in self.local
         ]
         object.__setattr__(self, "cut", is_cut)
         object.__setattr__(
             self,
             "repeated",
-            tuple(axis for axis in communicated_axes if not (self.sharded and axis[0] == "shard")),
+            tuple(
+                axis
+                for axis in communicated_axes
+                if not (self.sharded and axis[0] == "shard")
+            ),
         )
 
     @property
@@ -450,7 +472,11 @@ def init_mesh(
     limits = _limits(patience, shared_memory, give_up)
     # Why so many: timedelta, which torch takes, holds a billion days.
     check_number(
-        "timeout", timeout, above=0, below=1e9, remedy="pass a number of seconds, such as 600.0"
+        "timeout",
+        timeout,
+        above=0,
+        below=1e9,
+        remedy="pass a number of seconds, such as 600.0",
     )
     simulated_mesh = SIMULATED.get()
     if simulated_mesh is not None:
@@ -506,7 +532,10 @@ def _over(
             give_back(group, *group_users)
     device_names = device_mesh.mesh_dim_names or ()
     return Mesh(
-        groups, device_of(device_kind), device_mesh, dict(zip(device_names, names, strict=False))
+        groups,
+        device_of(device_kind),
+        device_mesh,
+        dict(zip(device_names, names, strict=False)),
     )
 
 
@@ -523,7 +552,9 @@ def find_lost_rank(mesh: Mesh) -> str:
     """
     for _, axis_group in mesh.axes:
         plain_group = axis_group.plain
-        if isinstance(plain_group, TorchGroup) and (lost_text := plain_group.desync.find_lost()):
+        if isinstance(plain_group, TorchGroup) and (
+            lost_text := plain_group.desync.find_lost()
+        ):
             return lost_text
     return ""
 
@@ -564,7 +595,9 @@ def _names_of(device_mesh: DeviceMesh, names: Mapping[str, str] | None) -> list[
     given_names = dict(names or {})
     # Why: "dp_shard" and "dp_replicate" are what torchtitan and others call the data axes.
     data_names = {f"dp_{axis}": axis for axis in AXES}
-    axis_names = [given_names.get(name, data_names.get(name, name)) for name in device_names]
+    axis_names = [
+        given_names.get(name, data_names.get(name, name)) for name in device_names
+    ]
     if len(device_names) == 1 and not given_names:
         axis_names = ["shard"]
     rule = ""
@@ -586,7 +619,11 @@ def _names_of(device_mesh: DeviceMesh, names: Mapping[str, str] | None) -> list[
 
 
 def _limits(patience: float, shared_memory: bool, give_up: float) -> Limits:
-    check_number("give_up", give_up, above=0, remedy="pass a number of seconds, such as 120.0")
-    check_number("patience", patience, above=0, remedy="pass a number of seconds, such as 5.0")
+    check_number(
+        "give_up", give_up, above=0, remedy="pass a number of seconds, such as 120.0"
+    )
+    check_number(
+        "patience", patience, above=0, remedy="pass a number of seconds, such as 5.0"
+    )
     check_flag("shared_memory", shared_memory)
     return Limits(patience, give_up)

@@ -60,7 +60,8 @@ class Gloo:
         # Each rank broadcasts its own slice from where it lies in the output.
         rank_slices[self.rank].copy_(shard)
         works = [
-            self._start_broadcast(rank_slice, src) for src, rank_slice in enumerate(rank_slices)
+            self._start_broadcast(rank_slice, src)
+            for src, rank_slice in enumerate(rank_slices)
         ]
         return self._work(works, number)
 
@@ -70,7 +71,9 @@ class Gloo:
         # so the rest is contiguous, and they need not send the slice to themselves.
         ends = (slice(len(out), None), slice(None, -len(out)))
         sent_slices = (
-            full_tensor[ends[self.rank > 0]] if self.rank in (0, self.size - 1) else full_tensor
+            full_tensor[ends[self.rank > 0]]
+            if self.rank in (0, self.size - 1)
+            else full_tensor
         )
         slice_sizes = [len(out)] * self.size
         slice_sizes[self.rank] -= len(full_tensor) - len(sent_slices)
@@ -117,14 +120,18 @@ class Gloo:
         return self._work([self._start_broadcast(op.out, op.src)], number)
 
     def all_to_all(self, op: Op, number: int) -> Work:
-        return self._work([self._start_exchange(op.out, op.data, op.out_sizes, op.sizes)], number)
+        return self._work(
+            [self._start_exchange(op.out, op.data, op.out_sizes, op.sizes)], number
+        )
 
     def _work(self, works: list[Any], number: int) -> Work:
         # Why deferred: torch's works keep what was sent, and a wait drops them.
         return DeferredWork(lambda: self.desync.wait(works, number))
 
     def _start_broadcast(self, tensor: torch.Tensor, src: int) -> Any:
-        return dist.broadcast(_as_known(tensor), group=self.group, group_src=src, async_op=True)
+        return dist.broadcast(
+            _as_known(tensor), group=self.group, group_src=src, async_op=True
+        )
 
     def _start_exchange(
         self,
@@ -135,7 +142,9 @@ class Gloo:
     ) -> Any:
         """Start to send each rank elements of ``full``, and to receive others in ``out``."""
         width = 1 if out.dtype in _DTYPES else out.element_size()
-        receive_sizes, send_sizes = ([width * size for size in part] for part in (out_sizes, sizes))
+        receive_sizes, send_sizes = (
+            [width * size for size in part] for part in (out_sizes, sizes)
+        )
         return dist.all_to_all_single(
             _as_known(out.view(-1)),
             _as_known(full.view(-1)),
@@ -172,7 +181,9 @@ class Native:
         return gather_single(op.out, op.data, group=self.group, async_op=True)
 
     def reduce_scatter(self, op: Op, number: int) -> Any:
-        return scatter_single(op.out.view(-1), op.data[0], group=self.reductions, async_op=True)
+        return scatter_single(
+            op.out.view(-1), op.data[0], group=self.reductions, async_op=True
+        )
 
     def all_reduce(self, op: Op, number: int) -> Any:
         return dist.all_reduce(op.out, group=self.reductions, async_op=True)
@@ -182,4 +193,6 @@ class Native:
 
     def all_to_all(self, op: Op, number: int) -> Any:
         sizes = [*op.out_sizes], [*op.sizes]
-        return dist.all_to_all_single(op.out, op.data, *sizes, group=self.group, async_op=True)
+        return dist.all_to_all_single(
+            op.out, op.data, *sizes, group=self.group, async_op=True
+        )

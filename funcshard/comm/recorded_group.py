@@ -34,7 +34,9 @@ def _new(
     return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
 
 
-def _scattered(parts: Sequence[torch.Tensor], dtype: torch.dtype, *where: Any) -> torch.Tensor:
+def _scattered(
+    parts: Sequence[torch.Tensor], dtype: torch.dtype, *where: Any
+) -> torch.Tensor:
     return _new((sum(part.numel() for part in parts) // where[_RANKS],), parts[0], dtype)
 
 
@@ -42,7 +44,9 @@ def _scattered(parts: Sequence[torch.Tensor], dtype: torch.dtype, *where: Any) -
 _OPERATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "all_gather": (
         f"(Tensor shard, bool shared, {_WHERE}) -> Tensor",
-        lambda shard, _, *where: _new((shard.shape[0] * where[_RANKS], *shard.shape[1:]), shard),
+        lambda shard, _, *where: _new(
+            (shard.shape[0] * where[_RANKS], *shard.shape[1:]), shard
+        ),
     ),
     "reduce_scatter": (
         f"(Tensor[] parts, ScalarType dtype, {_WHERE}) -> Tensor",
@@ -73,7 +77,9 @@ for _name, (_schema, _result) in _OPERATIONS.items():
     # of it, nor take one operation for another with the same arguments.
     # Why not these three: two calls with equal arguments have the same result on a rank.
     _tags = (
-        () if _name in ("wait", "number", "coordinate") else (torch.Tag.nondeterministic_seeded,)
+        ()
+        if _name in ("wait", "number", "coordinate")
+        else (torch.Tag.nondeterministic_seeded,)
     )
     torch.library.define(f"funcshard::{_name}", _schema, tags=_tags)
     torch.library.register_fake(f"funcshard::{_name}", _result)
@@ -94,7 +100,9 @@ def in_graph(group: Group, axis: str, unit: str | None = None, buffer: str = "")
     if current_recording() is None:
         return group
     if isinstance(group, CustomGroup):
-        return dataclasses.replace(group, inner=RecordedGroup(group.inner, axis, unit, buffer))
+        return dataclasses.replace(
+            group, inner=RecordedGroup(group.inner, axis, unit, buffer)
+        )
     return RecordedGroup(group, axis, unit, buffer)
 
 

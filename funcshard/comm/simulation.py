@@ -278,7 +278,9 @@ class _World:
             )
         # Why not counted: a rank that has failed comes there before all others.
         if joined.arguments[position].label != AGREEMENT:
-            number = self._counts[ranks, position] = self._counts.get((ranks, position), 0) + 1
+            number = self._counts[ranks, position] = (
+                self._counts.get((ranks, position), 0) + 1
+            )
         collective = self._open.setdefault((ranks, number), joined)
         # Why until the end: other ranks wait in a collective that raises.
         self.broken = True
@@ -302,7 +304,9 @@ class _World:
         ranks, parts, number = collective.ranks, collective.arguments, collective.number
         missing = [position for position in range(len(ranks)) if position not in parts]
         is_in_attempt = number and all(rank in self.attempts for rank in ranks)
-        if missing and not (is_in_attempt and all(self.attempts[ranks[i]].failed for i in missing)):
+        if missing and not (
+            is_in_attempt and all(self.attempts[ranks[i]].failed for i in missing)
+        ):
             return
         parts |= {position: _zero_part(position, parts) for position in missing}
         self._counts |= {(ranks, position): number for position in missing}
@@ -339,7 +343,9 @@ class _World:
         """Give the turn to the next rank after ``rank`` that can continue; fail if none can."""
         # Note: the order is the same in every run, as it depends on the program alone.
         turn_order = [*range(rank + 1, self.size), *range(rank + 1)]
-        present_ranks = [next_rank for next_rank in turn_order if next_rank not in self._left]
+        present_ranks = [
+            next_rank for next_rank in turn_order if next_rank not in self._left
+        ]
         for next_rank in present_ranks:
             collective = self._waits.get(next_rank)
             # Note: after a failure each rank gets one more turn, and raises in it.
@@ -397,7 +403,9 @@ class _Collective:
         return " of ".join([kind, data_text, *[label] * bool(label)])
 
     def describe(self) -> str:
-        joined_text = ", ".join(str(self.ranks[position]) for position in sorted(self.arguments))
+        joined_text = ", ".join(
+            str(self.ranks[position]) for position in sorted(self.arguments)
+        )
         return (
             f"{self.title} (number {self.number} on mesh axis {self.axis!r}), which ranks "
             f"{joined_text} have joined"
@@ -455,9 +463,13 @@ class _SimulatedGroup(Group):
                 title = f"broadcast from rank {op.src}"
             tensors = (op.out, op.data)
             data_forms = [(x.dtype, list(x.shape)) for x in tensors if x is not None]
-        joined = _Collective((title, data_forms, op.label), self.axis, self.ranks, {self.rank: op})
+        joined = _Collective(
+            (title, data_forms, op.label), self.axis, self.ranks, {self.rank: op}
+        )
         collective = self.world.join(self.rank, joined)
-        return DeferredWork(functools.partial(self.world.wait, self.global_rank, collective))
+        return DeferredWork(
+            functools.partial(self.world.wait, self.global_rank, collective)
+        )
 
 
 @dataclass(slots=True)
@@ -514,12 +526,16 @@ def _run(ops: Sequence[Op]) -> list[str] | None:
     elif kind == "all_reduce":
         result = torch.empty_like(sources[0])
         sum_in_rank_order(result, sources)
-    chunks = [source.chunk(len(ops)) for source in sources] if kind == "reduce_scatter" else []
+    chunks = (
+        [source.chunk(len(ops)) for source in sources] if kind == "reduce_scatter" else []
+    )
     for rank, op in enumerate(ops):
         if kind == "reduce_scatter":
             sum_in_rank_order(op.out, [parts[rank].view_as(op.out) for parts in chunks])
         elif kind == "all_to_all":
-            op.out.copy_(torch.cat([part.data.split(list(part.sizes))[rank] for part in ops]))
+            op.out.copy_(
+                torch.cat([part.data.split(list(part.sizes))[rank] for part in ops])
+            )
         elif op.out is not result:
             op.out.copy_(result)
     return None

@@ -91,9 +91,13 @@ class TorchGroup(Group):
         rank = dist.get_rank(group)
         global_ranks = dist.get_process_group_ranks(group)
         detector = functools.partial(DesyncDetector, axis, global_ranks, rank)
-        if backend_name == "fake":  # torch's stand-in for a backend: the other ranks do not exist
+        if (
+            backend_name == "fake"
+        ):  # torch's stand-in for a backend: the other ranks do not exist
             native_only = Native(group, group)
-            return cls(group, rank, len(global_ranks), native_only, None, device, detector(group))
+            return cls(
+                group, rank, len(global_ranks), native_only, None, device, detector(group)
+            )
         timeout, axis_text = group_timeout(group), f"mesh axis {axis!r}"
         watch = watch_of_job()
         # Why a group for comparisons alone: they must not queue behind data, and go past a
@@ -114,11 +118,15 @@ class TorchGroup(Group):
             )
         desync = detector(connections=tuple(sockets.values()), aborted=native_groups)
         backend: Gloo | Native = (
-            Native(*native_groups) if is_native else Gloo(rank, len(global_ranks), group, desync)
+            Native(*native_groups)
+            if is_native
+            else Gloo(rank, len(global_ranks), group, desync)
         )
         shm, way_text = None, backend_name
         if sockets:
-            shm = SharedMemoryBackend(Exchange(rank, sockets, desync, timeout.total_seconds()))
+            shm = SharedMemoryBackend(
+                Exchange(rank, sockets, desync, timeout.total_seconds())
+            )
             way_text = f"{backend_name}, through shared memory"
         _log.debug(
             "mesh axis %r of ranks %s: this is rank %d, over %s",
@@ -186,7 +194,11 @@ class TorchGroup(Group):
             op = op._replace(data=[full_tensor])
         watch = self.desync.watch
         # Why not inside: the log calls this again, to run the collective that it has noted.
-        if watch is not None and (log := watch.pulse.attempt) is not None and not log.inside:
+        if (
+            watch is not None
+            and (log := watch.pulse.attempt) is not None
+            and not log.inside
+        ):
             return log.start(self, op)
         if kind == "all_gather_text":
             return DeferredWork(result=self.desync.all_gather_text(op.data, op.label))
@@ -258,7 +270,11 @@ def give_back(group: Any, *users: Any) -> None:
 
 
 def connected(
-    ranks: Sequence[int], backend: str, timeout: datetime.timedelta, where: str, limits: Limits
+    ranks: Sequence[int],
+    backend: str,
+    timeout: datetime.timedelta,
+    where: str,
+    limits: Limits,
 ) -> Any:
     """Return a new process group; each of its ranks, and no other one, has to call this.
 

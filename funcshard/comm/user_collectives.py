@@ -181,7 +181,9 @@ def with_collectives(
     if not isinstance(axis_group, CustomGroup):
         axis_group = CustomGroup(axis_group, axis, {})
     functions = {kind: start for kind, start in user_functions.items() if start is not None}
-    custom_group = dataclasses.replace(axis_group, functions={**axis_group.functions, **functions})
+    custom_group = dataclasses.replace(
+        axis_group, functions={**axis_group.functions, **functions}
+    )
     return remade(mesh, {**mesh.groups, axis: custom_group})
 
 
@@ -218,9 +220,7 @@ class CustomGroup(WrappedGroup):
         elif op.kind == "all_reduce":
             tensor = out
         numel, dtype = self.size * len(tensor) if out is None else len(out), tensor.dtype
-        call_text = (
-            f"{op.kind} of with_collectives along {self.axis!r}, for {op.label or 'a tensor'},"
-        )
+        call_text = f"{op.kind} of with_collectives along {self.axis!r}, for {op.label or 'a tensor'},"
         with torch.no_grad():
             # The unit's autograd Function has the gradient, so none is recorded here.
             user_wait = start(tensor, Collectives(self.inner, op.label))

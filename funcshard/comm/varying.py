@@ -36,7 +36,15 @@ _INSIDE = (
     *(str(Path(sys.modules[name].__file__ or "").parent) for name in ("torch", "optree")),
 )
 # Operations that take a part of a tensor, such as this rank's samples.
-_PARTS = {"__getitem__", "chunk", "split", "narrow", "select", "index_select", "tensor_split"}
+_PARTS = {
+    "__getitem__",
+    "chunk",
+    "split",
+    "narrow",
+    "select",
+    "index_select",
+    "tensor_split",
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -144,9 +152,12 @@ class VaryingCheck(TorchFunctionMode):
             )
         report = _Report(
             operations=self._operations,
-            losses=[(self._value(loss), float(loss.detach().abs().sum())) for loss in losses],
+            losses=[
+                (self._value(loss), float(loss.detach().abs().sum())) for loss in losses
+            ],
             shards=[
-                (node.comm, self._value(local)) for node, local in zip(gathers, shards, strict=True)
+                (node.comm, self._value(local))
+                for node, local in zip(gathers, shards, strict=True)
             ],
         )
         self._reports[count, mesh.rank] = report
@@ -173,7 +184,9 @@ def _check_copies(axis: str, shards: Sequence[Sequence[tuple[Any, _Value]]]) -> 
             # Why back: a view or a copy of what varies is not where it began.
             while _varies(inputs := _only_inputs(values)):
                 values = inputs
-            place = values[0].source.place if values[0].source is not None else "your program"
+            place = (
+                values[0].source.place if values[0].source is not None else "your program"
+            )
             raise ValueError(
                 f"the plan repeats {comm.label} along {axis!r}, and the copies differ since "
                 f"{place}: reduce what you update them with, e.g. by pmean(..., axis={axis!r})"
@@ -199,7 +212,9 @@ def _check_losses(
             continue
         places = ""
         with contextlib.suppress(_OtherCauseError):
-            places = _missing_sum(axis, tuple(value for value, _ in losses), operations, nodes)
+            places = _missing_sum(
+                axis, tuple(value for value, _ in losses), operations, nodes
+            )
         if places:
             raise ValueError(
                 f"the loss varies along {axis!r}, where all ranks have the same data: a psum along "
@@ -247,7 +262,9 @@ def _missing_sum(
         # Why only what isn't trained: a rank may take its part of activations, as of data.
         if not varying and not trained and (is_chosen or calls[0].name in _PARTS):
             raise _OtherCauseError
-        if len(varying) < len(inputs) and not all(_is_weight(values[0]) for values in varying):
+        if len(varying) < len(inputs) and not all(
+            _is_weight(values[0]) for values in varying
+        ):
             meetings.add(number)
         waiting.extend(varying)
 
@@ -267,7 +284,9 @@ def _missing_sum(
         else:  # a tensor of the program
             raise _OtherCauseError
     lines = dict.fromkeys(operations[0][number].place for number in sorted(meetings))
-    return (", or in ".join([*lines][:3]) or "no recorded operation") if reaches_part else ""
+    return (
+        (", or in ".join([*lines][:3]) or "no recorded operation") if reaches_part else ""
+    )
 
 
 def _varies(values: Sequence[_Value]) -> bool:

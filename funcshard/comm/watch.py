@@ -69,9 +69,7 @@ MOST_READ, _MOST_NAMED, _MOST_FOLLOWED = 64, 8, 200
 # Seconds that the store may take for one answer before it counts as silent.
 _ANSWER = 1.0
 
-_CIRCLE = (
-    "ranks wait for each other in collectives of different axes or meshes, and none can continue: "
-)
+_CIRCLE = "ranks wait for each other in collectives of different axes or meshes, and none can continue: "
 SAME_ORDER = "every rank has to issue the same ones in the same order"
 _LEFT = "has left the job"
 
@@ -266,7 +264,9 @@ class Watch:
         self.pulse = _Pulse(store_for_thread(store), f"funcshard/{rank}", first_record)
         self.unused: list[tuple[Any, Comparison | None]] = []
         self.groups: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._detectors: weakref.WeakValueDictionary[str, Detector] = weakref.WeakValueDictionary()
+        self._detectors: weakref.WeakValueDictionary[str, Detector] = (
+            weakref.WeakValueDictionary()
+        )
         self._counts: dict[str, int] = {}
         # The record of each rank at the last look, and the clock when it was new.
         self._seen: dict[int, tuple[Record, float]] = {}
@@ -308,7 +308,9 @@ class Watch:
         waited_seconds = min(self._asked - begin_time, _LONGEST)
         self._silence = self._silence + waited_seconds if is_silent else 0.0
         if is_silent:
-            raise SilentStoreError(f"the store of the job has not answered for {_ANSWER:g} s")
+            raise SilentStoreError(
+                f"the store of the job has not answered for {_ANSWER:g} s"
+            )
         try:
             return answer.result()
         finally:
@@ -530,7 +532,9 @@ class Watch:
 
     def finish(self, seconds: float) -> None:
         """Wait so long for the last comparisons of axes that are gone, at the process's end."""
-        if os.getpid() != self.pulse.record.place[1]:  # a forked child has none of gloo's threads
+        if (
+            os.getpid() != self.pulse.record.place[1]
+        ):  # a forked child has none of gloo's threads
             return
         # Why: the other ranks wait for this one's part, and Python then destroys all groups.
         end_time = time.monotonic() + seconds
@@ -545,7 +549,9 @@ class Watch:
 
 # Why: torch's calls that connect ranks return when all have connected, or after their timeout, of
 # which gloo takes five if a rank is killed meanwhile.
-def watched(connect: Callable[[], T], watch: Watch, ranks: Sequence[int], limits: Limits) -> T:
+def watched(
+    connect: Callable[[], T], watch: Watch, ranks: Sequence[int], limits: Limits
+) -> T:
     """Return ``connect()``, called on a thread, while this rank looks at the others.
 
     Arguments:
@@ -646,7 +652,9 @@ def _blocked_by(own_rank: int, records: Mapping[int, Record]) -> dict[int, int]:
 
 def some_lines(lines: list[str], rest: str, most: int = _MOST_NAMED) -> list[str]:
     """Return the lines; of many, the first ones and how many the ``rest`` are."""
-    return lines if len(lines) <= most else [*lines[:most], f"and {len(lines) - most} {rest}"]
+    return (
+        lines if len(lines) <= most else [*lines[:most], f"and {len(lines) - most} {rest}"]
+    )
 
 
 # --- the thread -----------------------------------------------------------------------------------
@@ -681,7 +689,9 @@ def _beat(pulse: _Pulse) -> None:
                 _answer(pulse, *question)
 
 
-def _answer(pulse: _Pulse, call: Callable[[Any], Any], answer: Answer | None = None) -> None:
+def _answer(
+    pulse: _Pulse, call: Callable[[Any], Any], answer: Answer | None = None
+) -> None:
     """Make a call of the store, and give its result or error as the answer."""
     answer = answer or concurrent.futures.Future()
     if not answer.set_running_or_notify_cancel():  # the thread that asked waits no more
@@ -690,7 +700,9 @@ def _answer(pulse: _Pulse, call: Callable[[Any], Any], answer: Answer | None = N
         answer.set_result(_call(pulse, call))
     # Why every error: if it ended the thread, other ranks would give up a rank that works.
     except Exception as error:
-        answer.set_exception(error.with_traceback(None))  # else it and this frame hold each other
+        answer.set_exception(
+            error.with_traceback(None)
+        )  # else it and this frame hold each other
 
 
 def _call(pulse: _Pulse, call: Callable[[Any], T]) -> T:
@@ -709,7 +721,10 @@ def _call(pulse: _Pulse, call: Callable[[Any], T]) -> T:
         except ConnectionRefusedError:
             pulse.fault = str(error)
             raise RuntimeError(pulse.fault) from None
-        except (RuntimeError, OSError) as next_error:  # not known: the next call tries it again
+        except (
+            RuntimeError,
+            OSError,
+        ) as next_error:  # not known: the next call tries it again
             raise SilentStoreError(str(next_error)) from None
 
 
@@ -732,7 +747,9 @@ def _write_record(pulse: _Pulse, store: Any, **changes: Any) -> Record:
 
 
 def _stop(pulse: _Pulse, thread: threading.Thread, process: int) -> None:
-    if os.getpid() != process:  # a forked child has no such thread, and its locks may be taken
+    if (
+        os.getpid() != process
+    ):  # a forked child has no such thread, and its locks may be taken
         return
     pulse.ended = True
     pulse.questions.put(None)

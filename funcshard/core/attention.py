@@ -32,7 +32,11 @@ from torch.nn.attention import SDPBackend
 from funcshard._utils import tree
 from funcshard._utils.process_state import RandomState
 from funcshard._utils.torch_operators import AttentionCall, operator_by_name
-from funcshard._utils.torch_private import apply_by_level, dual_level_active, transforms_active
+from funcshard._utils.torch_private import (
+    apply_by_level,
+    dual_level_active,
+    transforms_active,
+)
 
 # A chunk has so many scores, over all samples and heads, if it has more queries than the least.
 CHUNK_SCORES = 2**20
@@ -52,9 +56,13 @@ def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
     call = AttentionCall(*args, **kwargs)
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call
     if is_causal and attn_mask is not None:  # torch raises
-        return functional.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, True)
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, 0.0, True
+        )
     device_type = query.device.type
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(
+        device_type
+    ):
         # Note: autocast leaves float64 as it is, and is off below, because it would cast
         # the products of chunks, which compute in float32 at least.
         if query.dtype != torch.float64:
@@ -83,7 +91,8 @@ def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
         bias = bias.expand(*batches, query.shape[-2], key.shape[-2])
     # Why contiguous: else each chunk would copy all of its keys.
     query, key, value = (
-        tensor.expand(*batches, *tensor.shape[-2:]).contiguous() for tensor in (query, key, value)
+        tensor.expand(*batches, *tensor.shape[-2:]).contiguous()
+        for tensor in (query, key, value)
     )
     if dropout_p > 0.0:
         dropout = Dropout(dropout_p, RandomState.take(), batches)
@@ -113,7 +122,9 @@ class Chunk:
         """Return queries, or what is linear in them, times the factor of scores."""
         return [None if query is None else self.scale * query for query in queries]
 
-    def probs(self, query: torch.Tensor, key: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    def probs(
+        self, query: torch.Tensor, key: torch.Tensor, bias: torch.Tensor | None
+    ) -> Any:
         """Return the probabilities before dropout, of a scaled query."""
         scores = _sum((query, key.mT), plus=bias)
         if self.causal_bias is not None:
@@ -167,13 +178,24 @@ def _products(
 
 def _grads_jvp(chunk: Chunk, *inputs: Any, with_values: bool = False) -> Results:
     """Return the tangents of ``_grads``, from its inputs and their tangents."""
-    query, key, value, bias, out_grad, query_dot, key_dot, value_dot, bias_dot, out_grad_dot = (
-        inputs
-    )
+    (
+        query,
+        key,
+        value,
+        bias,
+        out_grad,
+        query_dot,
+        key_dot,
+        value_dot,
+        bias_dot,
+        out_grad_dot,
+    ) = inputs
     query, query_dot = chunk.scaled(query, query_dot)
     probs = chunk.probs(query, key, bias)
     prob_grad = chunk.drop(out_grad @ value.mT)
-    prob_grad_dot = chunk.drop(_sum((out_grad_dot, value.mT), (out_grad, _turned(value_dot))))
+    prob_grad_dot = chunk.drop(
+        _sum((out_grad_dot, value.mT), (out_grad, _turned(value_dot)))
+    )
     score_dot = _sum((query_dot, key.mT), (query, _turned(key_dot)), plus=bias_dot)
     score_grad, mean = _softmax_jvp(probs, prob_grad)
     # The tangent of score_grad is the product rule's for probs * (prob_grad - mean).
@@ -213,11 +235,15 @@ def _grads_vjp(chunk: Chunk, *inputs: Any) -> Results:
 _VJP: dict[Any, Any] = {_outputs: _grads, _grads: _grads_vjp}
 _JVP: dict[Any, Any] = {_outputs: _outputs_jvp, _grads: _grads_jvp}
 # The values, and after them their tangents.
-_DUALS: dict[Any, Any] = {f: functools.partial(jvp, with_values=True) for f, jvp in _JVP.items()}
+_DUALS: dict[Any, Any] = {
+    f: functools.partial(jvp, with_values=True) for f, jvp in _JVP.items()
+}
 _DRAW_FIRST = (_outputs, _DUALS[_outputs])
 
 
-def _softmax_jvp(probs: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _softmax_jvp(
+    probs: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the derivative of softmax along ``values``, in either mode, and their mean."""
     # Why in either mode: the Jacobian of softmax is symmetric.
     weighted = probs * values
@@ -235,7 +261,9 @@ def _in_place() -> bool:
     return not (torch.is_grad_enabled() or transforms_active())
 
 
-def _add_product(total: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+def _add_product(
+    total: torch.Tensor, first: torch.Tensor, second: torch.Tensor
+) -> torch.Tensor:
     """Return ``total + first * second``, in the memory of ``total`` where it can be."""
     if _in_place():
         return total.addcmul_(first, second)
@@ -252,7 +280,9 @@ def _sum(*products: Any, plus: Any = None) -> Any:
             total = left @ right
         elif _in_place():
             # Note: a product is contiguous, so this is a view of it, and changes total.
-            flat_total, *factors = (t.reshape(-1, *t.shape[-2:]) for t in (total, left, right))
+            flat_total, *factors = (
+                t.reshape(-1, *t.shape[-2:]) for t in (total, left, right)
+            )
             flat_total.baddbmm_(*factors)
         else:
             total = total + left @ right
@@ -369,7 +399,9 @@ class ChunkMap:
         # Why at least float32: so computes torch's composition of plain operations.
         dtype = torch.promote_types(tensors[0].dtype, torch.float32)
         num_keys = tensors[1].shape[-2]
-        parts: dict[int, list[torch.Tensor]] = {i: [] for i in self.wanted if self.outputs[i]}
+        parts: dict[int, list[torch.Tensor]] = {
+            i: [] for i in self.wanted if self.outputs[i]
+        }
         sums: dict[int, torch.Tensor] = {}
         random_numbers: Any = contextlib.nullcontext()
         # Note: values draw from the generators, which move on. Derivatives draw the same
@@ -409,8 +441,14 @@ class ChunkMap:
                 causal_bias = query.new_full(shape, -math.inf, dtype=dtype).triu(1)
             if self.dropout is not None:
                 kept_shape = *self.dropout.batches, stop - start, num_seen
-                kept = functional.dropout(query.new_ones(kept_shape, dtype=dtype), self.dropout.p)
-            yield slice(start, stop), slice(0, num_seen), Chunk(self.scale, causal_bias, kept)
+                kept = functional.dropout(
+                    query.new_ones(kept_shape, dtype=dtype), self.dropout.p
+                )
+            yield (
+                slice(start, stop),
+                slice(0, num_seen),
+                Chunk(self.scale, causal_bias, kept),
+            )
 
     def vjp(self, needed: tuple[int, ...]) -> ChunkMap:
         """Return the map from inputs and gradients of all outputs to gradients of some inputs."""
@@ -488,7 +526,9 @@ def _total(a: Any, b: Any) -> Any:
     return a + b
 
 
-def _add_rows(total: torch.Tensor | None, part: torch.Tensor, num_rows: int) -> torch.Tensor:
+def _add_rows(
+    total: torch.Tensor | None, part: torch.Tensor, num_rows: int
+) -> torch.Tensor:
     """Add the first rows to a sum of ``num_rows``, which begins with ``None``."""
     num_seen = part.shape[-2]
     if total is None and num_seen == num_rows:
@@ -540,7 +580,8 @@ class _Mapped(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, chunk_map: ChunkMap, *tensors: Any) -> Any:
         size, dims = info.batch_size, in_dims[1:]
         batched = [
-            _batch_first(tensor, dim, size) for tensor, dim in zip(tensors, dims, strict=True)
+            _batch_first(tensor, dim, size)
+            for tensor, dim in zip(tensors, dims, strict=True)
         ]
         dropout = chunk_map.dropout
         if dropout is not None:

@@ -18,7 +18,12 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from funcshard._utils.torch_private import BasisLoop, basis_loops, transform_level, unwrapped_bytes
+from funcshard._utils.torch_private import (
+    BasisLoop,
+    basis_loops,
+    transform_level,
+    unwrapped_bytes,
+)
 from funcshard.comm import all_gather_texts
 from funcshard.core.buffer_comm import BufferComm
 
@@ -27,7 +32,10 @@ T = TypeVar("T")
 Loops = Mapping[int, BasisLoop]  # by the level of the loop's transform
 
 # The loops that a recomputation is part of, and that its own frames do not show.
-_known: contextvars.ContextVar[Loops] = contextvars.ContextVar("funcshard_basis_loops", default={})  # noqa: B039  # never written to
+_known: contextvars.ContextVar[Loops] = contextvars.ContextVar(
+    "funcshard_basis_loops",
+    default={},  # noqa: B039  # never written to
+)
 
 
 _REMEDY = (
@@ -79,7 +87,9 @@ def noted(comm: Any) -> tuple[Any, BasisLoop | None]:
         return comm, None
     # Why carried along: on CUDA torch runs backward in another thread, which does not see the
     # caller's frames.
-    return dataclasses.replace(comm, loops=active_loops), active_loops.get(transform_level())
+    return dataclasses.replace(comm, loops=active_loops), active_loops.get(
+        transform_level()
+    )
 
 
 def noted_outer(comm: BufferComm) -> BufferComm:
@@ -119,7 +129,9 @@ def refuse_mixed_sum(comm: BufferComm, loop: BasisLoop | None) -> None:
     # as shards that are not cut.
     digest = hashlib.sha256()
     for tensor in loop.arguments:
-        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode() + unwrapped_bytes(tensor))
+        digest.update(
+            f"{tuple(tensor.shape)} {tensor.dtype}".encode() + unwrapped_bytes(tensor)
+        )
     rank_digests = all_gather_texts(comm.mesh, digest.hexdigest(), "the tensors of a basis")
     if comm.topology.cut or any(rank_text != rank_digests[0] for rank_text in rank_digests):
         raise RuntimeError(

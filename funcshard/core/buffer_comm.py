@@ -283,7 +283,9 @@ def start_gather(
     if not comm.topology.cut:
         return AllGatherHandle(PrivateAllGatherWork(sent_data), comm, device_copy)
     rank_count = comm.mesh.shard.size
-    group = recorded_group("all_gather", comm, "shard", sent_data, sent_data.numel() * rank_count)
+    group = recorded_group(
+        "all_gather", comm, "shard", sent_data, sent_data.numel() * rank_count
+    )
     # A gradient of a gradient may have any layout; shards are contiguous already.
     sent_data = sent_data.contiguous()
     # Why 1-D: functions of with_collectives take such tensors, and vmap adds dims.
@@ -327,7 +329,9 @@ class ReduceHandle:
         comm = self.comm
         # Without a reduce-scatter, the first of these axes is the one that was reduced already.
         for axis, _ in comm.topology.repeated[not comm.topology.cut :]:
-            _start(Op("all_reduce", comm.label, self.out), comm, axis, self.out.numel()).wait()
+            _start(
+                Op("all_reduce", comm.label, self.out), comm, axis, self.out.numel()
+            ).wait()
         shard_sum = self.out.to(comm.dtypes.grads or self.out.dtype)
         if not comm.moved:
             return shard_sum
@@ -347,7 +351,9 @@ def wait_comm(handles: Iterable[AllGatherHandle | ReduceHandle]) -> None:
             handle.work.wait()
 
 
-def start_reduce(full: torch.Tensor, comm: BufferComm, *, donated: bool = False) -> ReduceHandle:
+def start_reduce(
+    full: torch.Tensor, comm: BufferComm, *, donated: bool = False
+) -> ReduceHandle:
     """Start to sum every rank's ``full``, ``[n * ranks, ...]``; each rank gets its ``[n, ...]``.
 
     Arguments:
@@ -399,7 +405,9 @@ def _start(op: Op, comm: BufferComm, axis: str, numel: int) -> Work:
 # --- records and refusals -------------------------------------------------------------------------
 
 
-def recorded_group(kind: str, comm: Any, axis: str, tensor: torch.Tensor, numel: int) -> Group:
+def recorded_group(
+    kind: str, comm: Any, axis: str, tensor: torch.Tensor, numel: int
+) -> Group:
     """Return the ranks that run a collective now, and record it.
 
     Arguments:

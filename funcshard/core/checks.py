@@ -48,7 +48,8 @@ def check_fits(plan: Any, mesh: Any) -> None:
 def same_axes(planned: Mapping[str, int], mesh: Mesh) -> bool:
     """Return whether a mesh has the planned axes in their order; axes of one rank do not count."""
     planned_axes, mesh_axes = (
-        [(axis, size) for axis, size in axes.items() if size > 1] for axes in (planned, mesh.shape)
+        [(axis, size) for axis, size in axes.items() if size > 1]
+        for axes in (planned, mesh.shape)
     )
     return planned_axes == mesh_axes
 
@@ -102,14 +103,21 @@ def check_leaf(
     if not same_shape or not (
         leaf.dtype == planned_dtype or (cast and can_cast(leaf.dtype, planned_dtype))
     ):
-        shape_text, remedy = str(planned_shape), "pass the tensors that the plan was made for"
+        shape_text, remedy = (
+            str(planned_shape),
+            "pass the tensors that the plan was made for",
+        )
         axes = " and ".join(cut.axis for cut in spec.cuts)
         if axes and whole:
-            shape_text += f", that of the whole tensor, which ranks along {axes} hold in slices,"
+            shape_text += (
+                f", that of the whole tensor, which ranks along {axes} hold in slices,"
+            )
             remedy = "pass whole tensors, as to_state_dict returns them; shard takes slices"
         elif axes:
             shape_text += f", that of this rank's slice along {axes} of {spec.whole_shape},"
-            remedy = "pass this rank's slice; from_state_dict takes whole tensors and cuts them"
+            remedy = (
+                "pass this rank's slice; from_state_dict takes whole tensors and cuts them"
+            )
         if same_shape and cast is False and can_cast(leaf.dtype, planned_dtype):
             remedy = "pass cast=True to convert them to the plan's dtypes"
         raise ValueError(

@@ -83,7 +83,9 @@ class LeafChecksums:
             sums_by_axes[" ".join(axes)] = axes, int(checksum(torch.stack(values)))
         # Every rank finds the same differences, so every rank does the same.
         if _differences(sums_by_axes, mesh):
-            own_sums = {name: (axes, int(value)) for name, (axes, value) in self.leaf_sums.items()}
+            own_sums = {
+                name: (axes, int(value)) for name, (axes, value) in self.leaf_sums.items()
+            }
             leaf_differences = _differences(own_sums, mesh)
             if leaf_differences:
                 self._raise_first(leaf_differences)
@@ -94,7 +96,9 @@ class LeafChecksums:
         sharing_ranks = "every rank"
         if len(sharing_group) < self.mesh.world_size:
             sharing_ranks = f"{_named(sharing_group)}, which share it"
-        ranks_text = "; ".join([*map(_named, equal_groups[:4]), *["…"] * (len(equal_groups) > 4)])
+        ranks_text = "; ".join(
+            [*map(_named, equal_groups[:4]), *["…"] * (len(equal_groups) > 4)]
+        )
         remedy = self.remedy
         for axis, _ in self.mesh.axes:
             if axis not in (*AXES, *local_axes):
@@ -143,19 +147,25 @@ def _differences(own_sums: _Sums, mesh: Mesh) -> _Differences:
     if len(set(rank_texts)) == 1:
         return leaf_differences
     rank_sums = [json.loads(text) for text in rank_texts]
-    local_axes = {leaf_name: local for sums in rank_sums for leaf_name, (local, _) in sums.items()}
+    local_axes = {
+        leaf_name: local for sums in rank_sums for leaf_name, (local, _) in sums.items()
+    }
     for leaf_name, local in local_axes.items():
         sharing_ranks: dict[tuple[int, ...], list[int]] = {}
         for rank in range(mesh.world_size):
             position = position_of(rank, mesh.shape)
-            sharing_ranks.setdefault(tuple(position[axis] for axis in local), []).append(rank)
+            sharing_ranks.setdefault(tuple(position[axis] for axis in local), []).append(
+                rank
+            )
         for ranks in sharing_ranks.values():
             # Ranks that hold the same values are one group.
             ranks_by_value: dict[int, list[int]] = {}
             for rank in ranks:
                 # Note: a rank that lacks the name may have pieces of the leaf, and is not compared.
                 if leaf_name in rank_sums[rank]:
-                    ranks_by_value.setdefault(rank_sums[rank][leaf_name][1], []).append(rank)
+                    ranks_by_value.setdefault(rank_sums[rank][leaf_name][1], []).append(
+                        rank
+                    )
             if len(ranks_by_value) > 1:
                 leaf_differences.setdefault(
                     leaf_name, (local, ranks, list(ranks_by_value.values()))

@@ -20,7 +20,13 @@ import torch
 
 from funcshard._utils import tree
 from funcshard._utils.options import check_flag, outline
-from funcshard._utils.torch_private import signed, transforms_active, unseen, untraced, unwrapped
+from funcshard._utils.torch_private import (
+    signed,
+    transforms_active,
+    unseen,
+    untraced,
+    unwrapped,
+)
 from funcshard.comm import Mesh, Topology, all_gather_texts
 from funcshard.core.basis import noted, refuse_mixed_ranks
 from funcshard.core.checks import check_source
@@ -145,7 +151,11 @@ def pmax(x: T, mesh: Mesh, *, axis: Axis = None) -> T:
             )
     # Why amax: it divides the gradient among equal values; max(0) gives one all of it.
     return _mapped(
-        "pmax", x, mesh, lambda leaf, names: _gather(leaf, mesh, names, "pmax").amax(0), axis
+        "pmax",
+        x,
+        mesh,
+        lambda leaf, names: _gather(leaf, mesh, names, "pmax").amax(0),
+        axis,
     )
 
 
@@ -153,7 +163,9 @@ def pmax(x: T, mesh: Mesh, *, axis: Axis = None) -> T:
 
 
 @untraced
-def all_gather(x: T, mesh: Mesh, *, axis: Axis = None, dim: int = 0, tiled: bool = False) -> T:
+def all_gather(
+    x: T, mesh: Mesh, *, axis: Axis = None, dim: int = 0, tiled: bool = False
+) -> T:
     """Return the tensors of all ranks along mesh axes, stacked in the order of ranks.
 
     The adjoint is ``psum_scatter`` with the same arguments.
@@ -190,7 +202,9 @@ def all_gather(x: T, mesh: Mesh, *, axis: Axis = None, dim: int = 0, tiled: bool
 
 
 @untraced
-def psum_scatter(x: T, mesh: Mesh, *, axis: Axis = None, dim: int = 0, tiled: bool = False) -> T:
+def psum_scatter(
+    x: T, mesh: Mesh, *, axis: Axis = None, dim: int = 0, tiled: bool = False
+) -> T:
     """Add the ranks' tensors along mesh axes, and return this rank's slice of the sum.
 
     The adjoint is ``all_gather`` with the same arguments.
@@ -292,7 +306,9 @@ def all_to_all(
             rank_rows = Collective.apply(rank_rows.movedim(dim_index, 0), comm).movedim(
                 0, dim_index
             )
-        return _join(rank_rows.reshape(math.prod(axis_sizes), *row_shape), concat_index, tiled)
+        return _join(
+            rank_rows.reshape(math.prod(axis_sizes), *row_shape), concat_index, tiled
+        )
 
     return _mapped("all_to_all", x, mesh, exchanged, axis)
 
@@ -328,7 +344,9 @@ def ppermute(x: T, mesh: Mesh, perm: Iterable[tuple[int, int]], *, axis: Axis = 
     axis_sizes = {name: mesh.groups[name].size for name in axis_names}
     position_at = lambda index: tuple(position_of(index, axis_sizes).values())  # noqa: E731
     index_pairs = _pairs(perm, math.prod(axis_sizes.values()), axis_names)
-    position_pairs = [(position_at(source), position_at(target)) for source, target in index_pairs]
+    position_pairs = [
+        (position_at(source), position_at(target)) for source, target in index_pairs
+    ]
     # Why in words: ranks with different pairs would wait for data that no rank sends. The words are
     # part of the collective's label, which has to be the same on every rank.
     pairs_text = str(sorted(index_pairs))
@@ -401,7 +419,9 @@ def broadcast_object(value: Any, mesh: Mesh, src: int = 0) -> Any:
     Source: ``torch.distributed.broadcast_object_list``.
     """
     if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh must be a Mesh, as from init_mesh(); found {type(mesh).__name__}")
+        raise TypeError(
+            f"mesh must be a Mesh, as from init_mesh(); found {type(mesh).__name__}"
+        )
     check_source(src, mesh)
     json_text = ""
     with on_every_rank(mesh):
@@ -459,7 +479,9 @@ def agree(value: Any, mesh: Mesh) -> Any:
         )
     # Note: of bools, ranks take the largest negation, which is 0 if all are true.
     is_bool = isinstance(number, bool)
-    own = torch.tensor(float(not number if is_bool else number), dtype=torch.float64, device="cpu")
+    own = torch.tensor(
+        float(not number if is_bool else number), dtype=torch.float64, device="cpu"
+    )
     largest = pmax(own.to(mesh.device), mesh, axis=tuple(mesh.groups)).item()
     return largest == 0.0 if is_bool else largest
 
@@ -480,7 +502,9 @@ class Collective(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.comm, ctx.loop = inputs[1], None
         # Within value_and_grad no loop over unit vectors runs, unless a transform does.
-        if transforms_active() or (ctx.needs_input_grad[0] and current_reducer.get() is None):
+        if transforms_active() or (
+            ctx.needs_input_grad[0] and current_reducer.get() is None
+        ):
             ctx.comm, ctx.loop = noted(ctx.comm)
 
     @staticmethod
@@ -495,13 +519,17 @@ class Collective(torch.autograd.Function):
         return Collective.apply(tensor, ctx.comm)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, tensor: torch.Tensor, comm: AxisComm | SumComm) -> Any:
+    def vmap(
+        info: Any, in_dims: Any, tensor: torch.Tensor, comm: AxisComm | SumComm
+    ) -> Any:
         # Why last: collectives run over dim 0, whose rows have all other dims.
         out = Collective.apply(tensor.movedim(in_dims[0], -1), comm)
         return out, out.ndim - 1
 
 
-def _gather(leaf: torch.Tensor, mesh: Mesh, names: tuple[str, ...], caller: str) -> torch.Tensor:
+def _gather(
+    leaf: torch.Tensor, mesh: Mesh, names: tuple[str, ...], caller: str
+) -> torch.Tensor:
     shape = leaf.shape
     # The last axis first, so that the first one ends up in front.
     for name in reversed(names):
@@ -527,7 +555,9 @@ def _permuted(
         own_line = own_position[:i], own_position[i + 1 :]
         line_pairs = [pair for pair in pairs if (pair[1][:i], pair[0][i + 1 :]) == own_line]
         moving_pairs = [
-            (source[i], target[i]) for source, target in line_pairs if source[i] != target[i]
+            (source[i], target[i])
+            for source, target in line_pairs
+            if source[i] != target[i]
         ]
         if not moving_pairs:
             continue  # every rank along the axis sees that nothing moves
@@ -543,7 +573,9 @@ def _permuted(
         ranks = range(mesh.groups[name].size)
         sent_counts = Counter(target[i] for _, target in held_pairs)
         received_counts = Counter(source[i] for source, _ in received_pairs)
-        busiest_rows = max(max(Counter(ends).values()) for ends in zip(*moving_pairs, strict=True))
+        busiest_rows = max(
+            max(Counter(ends).values()) for ends in zip(*moving_pairs, strict=True)
+        )
         comm = AxisComm(
             kind="ppermute",
             mesh=mesh,
@@ -564,7 +596,9 @@ def _permuted(
     return held_rows.sum(0, dtype=held_rows.dtype)
 
 
-def _split(caller: str, leaf: torch.Tensor, dim: int, ranks: int, tiled: bool) -> torch.Tensor:
+def _split(
+    caller: str, leaf: torch.Tensor, dim: int, ranks: int, tiled: bool
+) -> torch.Tensor:
     """Return the slices of ``leaf`` along ``dim``, one for each rank, stacked along dim 0."""
     dim_size = leaf.shape[dim]
     rule, remedy = f"a multiple of the {ranks} ranks", "pad it"
@@ -659,7 +693,9 @@ def _dim(caller: str, name: str, leaf: torch.Tensor, dim: int, extra: int = 0) -
 
 def _pairs(perm: Any, ranks: int, names: Sequence[str]) -> list[tuple[int, int]]:
     try:
-        index_pairs = [(operator.index(source), operator.index(target)) for source, target in perm]
+        index_pairs = [
+            (operator.index(source), operator.index(target)) for source, target in perm
+        ]
     except (TypeError, ValueError):
         # Which the next check refuses.
         index_pairs = [(-1, -1)]

@@ -93,7 +93,9 @@ def grad(
             return loss.reshape(()), result.get("aux")
 
         of_leaves = _Leaves(loss_and_aux, (shards,), has_aux=True, use=ShardUse(mesh))
-        sums, aux_tensors = torch.func.grad(of_leaves.scalar, has_aux=True)(of_leaves.leaves)
+        sums, aux_tensors = torch.func.grad(of_leaves.scalar, has_aux=True)(
+            of_leaves.leaves
+        )
         (grads,) = of_leaves.arguments(_means("grad", of_leaves, sums))
         if has_aux:
             return grads, of_leaves.build_aux(aux_tensors)
@@ -103,7 +105,9 @@ def grad(
 
 
 @untraced
-def jvp(f: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool = False) -> Any:
+def jvp(
+    f: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool = False
+) -> Any:
     """Return a function's outputs, and their derivative along tangents of its arguments.
 
     Both are this rank's own. For the slope of the mean loss, put ``pmean`` into the function:
@@ -194,7 +198,9 @@ def vjp(
 
     @untraced
     def pullback(cotangents: Any) -> Any:
-        values = _aligned("cotangents", cotangents, of_leaves.build_outputs(outs), "outputs")
+        values = _aligned(
+            "cotangents", cotangents, of_leaves.build_outputs(outs), "outputs"
+        )
         pairs = zip(values, outs, strict=True)
         sums = pull(tuple([_or_zeros(value, out, "cotangent") for value, out in pairs]))
         return of_leaves.arguments(_means("vjp", of_leaves, sums))
@@ -521,7 +527,9 @@ def _means(caller: str, of_leaves: _Leaves, sums: Tensors) -> list[torch.Tensor 
     return means
 
 
-def _parted(whole: Any, chosen: Callable[[Any], bool]) -> tuple[list[Any], Callable[..., Any]]:
+def _parted(
+    whole: Any, chosen: Callable[[Any], bool]
+) -> tuple[list[Any], Callable[..., Any]]:
     """Return the chosen leaves of a tree, and a function from such leaves to the tree.
 
     The function takes the other leaves too; by default they are those of the tree.

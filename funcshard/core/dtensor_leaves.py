@@ -72,14 +72,21 @@ def _form(leaf: LeafSpec, mesh: Mesh) -> DTensorForm:
     whole_shape = torch.Size(leaf.whole_shape)
     # On meta, the default strides come from torch itself.
     whole_stride = torch.empty(whole_shape, device="meta", dtype=torch.float32).stride()
-    placements = tuple(Replicate() if dim is None else Shard(dim) for _, dim in leaf.placements)
+    placements = tuple(
+        Replicate() if dim is None else Shard(dim) for _, dim in leaf.placements
+    )
     # Why a factor: for DTensor the T ranks along a model axis compute one loss. Our objective is
     # the mean of all ranks' losses, and holds that loss T times. The reduction of a leaf that is
     # not cut adds up T equal gradients; a leaf that is cut is not reduced along the axis, so it
     # gets the factor here.
     grad_factor = math.prod(cut.ranks for cut in leaf.cuts)
     return DTensorForm(
-        _device_mesh(leaf, mesh), placements, whole_shape, whole_stride, leaf.path, grad_factor
+        _device_mesh(leaf, mesh),
+        placements,
+        whole_shape,
+        whole_stride,
+        leaf.path,
+        grad_factor,
     )
 
 
@@ -95,7 +102,9 @@ def _device_mesh(leaf: LeafSpec, mesh: Mesh) -> DeviceMesh:
             f"DeviceMesh with these axes; found {mesh.shape} {device_axes}: use init_mesh or "
             "Mesh.from_device_mesh in real processes; simulated ranks have none"
         )
-    leaf_mesh: DeviceMesh = mesh.device_mesh[tuple(device_names[axis] for axis in leaf_axes)]
+    leaf_mesh: DeviceMesh = mesh.device_mesh[
+        tuple(device_names[axis] for axis in leaf_axes)
+    ]
     return leaf_mesh
 
 
@@ -106,7 +115,11 @@ def part_as_planned(leaf: LeafSpec, value: Any, mesh: Mesh, where: str) -> Any:
         ValueError: the DTensor is placed otherwise.
     """
     planned_form = _form(leaf, mesh)
-    planned_placement = planned_form.device_mesh, planned_form.placements, planned_form.shape
+    planned_placement = (
+        planned_form.device_mesh,
+        planned_form.placements,
+        planned_form.shape,
+    )
     if (value.device_mesh, value.placements, value.shape) != planned_placement:
         raise ValueError(
             f"leaf {leaf.path!r} of {where} must be a DTensor of shape {tuple(planned_form.shape)}, "

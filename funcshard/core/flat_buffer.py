@@ -130,7 +130,9 @@ class ShardToLeaves(torch.autograd.Function):
         return ShardToLeaves.apply(shard, ctx.comm.plain, None, ctx.read_only)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, shard: torch.Tensor, comm: BufferComm, *rest: Any) -> Any:
+    def vmap(
+        info: Any, in_dims: Any, shard: torch.Tensor, comm: BufferComm, *rest: Any
+    ) -> Any:
         # Note: a leaf of the reducer is known by its identity, which a movedim would hide.
         batched_shard = shard if in_dims[0] == 0 else shard.movedim(in_dims[0], 0)
         leaves = ShardToLeaves.apply(batched_shard, comm.plain, *rest)
@@ -146,7 +148,9 @@ class LeavesToShard(torch.autograd.Function):
     @staticmethod
     @signed
     @unseen
-    def forward(comm: BufferComm, device: torch.device, *leaves: torch.Tensor | None) -> Any:
+    def forward(
+        comm: BufferComm, device: torch.device, *leaves: torch.Tensor | None
+    ) -> Any:
         batch_shape, parts = _parts(comm, device, leaves)
         if not comm.topology.cut:
             # Nothing is scattered, so the whole gradient is one tensor.
@@ -203,7 +207,10 @@ def _parts(
     batch_shape: tuple[int, ...] = ()
     for spec, leaf in leaf_pairs:
         if leaf is not None:
-            like_tensor, batch_shape = leaf, tuple(leaf.shape[: leaf.ndim - len(spec.shape)])
+            like_tensor, batch_shape = (
+                leaf,
+                tuple(leaf.shape[: leaf.ndim - len(spec.shape)]),
+            )
             break
     else:
         like_tensor = torch.empty(0, dtype=buffer.shard_dtype, device=device)
@@ -221,7 +228,9 @@ def _parts(
             # Why the group's memory: the gradient of a weight comes transposed out of vmap. New
             # memory of that size would first be filled with zeros, page by page, which takes longer
             # than the copy.
-            leaf_copy = comm.mesh.shard.empty(leaf.numel(), leaf).view(leaf.shape).copy_(leaf)
+            leaf_copy = (
+                comm.mesh.shard.empty(leaf.numel(), leaf).view(leaf.shape).copy_(leaf)
+            )
             leaf_row = leaf_copy.view(row_shape)
         leaf_rows.append(leaf_row)
     padding_numel = buffer.padded_numel - buffer.numel
@@ -287,4 +296,6 @@ def all_reduce_flat(
 ) -> torch.Tensor:
     """Return the sum of ``tensor``, which may change, over all mesh axes except ``local``."""
     note_collective(mesh)
-    return start_reduce(tensor, BufferComm(Topology(mesh, False, local)), donated=True).finish()
+    return start_reduce(
+        tensor, BufferComm(Topology(mesh, False, local)), donated=True
+    ).finish()

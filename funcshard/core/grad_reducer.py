@@ -184,7 +184,9 @@ class GradReducer:
         # Why by id: the tree may hold the shards of several models, so unit and buffer name no
         # leaf; and a shard that ``loss_fn`` computes from a leaf has the leaf's unit and buffer,
         # and is another.
-        self.leaf_by_id = {id(shard): leaf for shard, leaf in zip(leaves, self.leaves, strict=True)}
+        self.leaf_by_id = {
+            id(shard): leaf for shard, leaf in zip(leaves, self.leaves, strict=True)
+        }
         self._on_grad, self._on_scattered, self._reduce = on_grad, on_scattered, reduce
         self._hook = ""  # Errors name the one that is in use.
         if on_scattered is not None:
@@ -264,7 +266,9 @@ class GradReducer:
             return kept_handles or handles
         unit_shards = [shard[comm.buffer] for comm in comms]
         leaf_gradients = [
-            leaf for local in unit_shards if (leaf := self.leaf_by_id.get(id(local))) is not None
+            leaf
+            for local in unit_shards
+            if (leaf := self.leaf_by_id.get(id(local))) is not None
         ]
         # A shard that is computed from others has no gradient here that could end its stay.
         if len(leaf_gradients) == len(unit_shards) and any(comm.copied for comm in comms):
@@ -313,7 +317,9 @@ class GradReducer:
         # Looked up once for each leaf: globs are slow.
         if self._reduce != "each" and not leaf.mode:
             chosen_mode, topology = unit_mode(self._reduce, comm.unit or ""), comm.topology
-            leaf.mode = buffer_mode(chosen_mode, cut=topology.cut, repeated=bool(topology.repeated))
+            leaf.mode = buffer_mode(
+                chosen_mode, cut=topology.cut, repeated=bool(topology.repeated)
+            )
         is_held = leaf.mode == "once"
         if self.zero_weight or is_held or self._hook:
             # Why cat: of one part it makes a copy, too, which is held or written to.
@@ -365,7 +371,9 @@ class GradReducer:
         for leaf in kept.leaves:
             leaf.kept = None
 
-    def _start(self, leaf: LeafGradient, parts: list[torch.Tensor], comm: BufferComm) -> None:
+    def _start(
+        self, leaf: LeafGradient, parts: list[torch.Tensor], comm: BufferComm
+    ) -> None:
         # Note: with a hook, ``add`` has made one part of all, to which the hook may write.
         if self._on_grad is not None:
             self._on_grad(comm.unit or "", comm.plan, parts[0])
@@ -379,7 +387,9 @@ class GradReducer:
         if comm.topology.cut:
             reduce_handle = start_scatter(parts, leaf.shape, comm)
         else:
-            reduce_handle = start_reduce(concatenate(parts).view(leaf.shape), comm, donated=True)
+            reduce_handle = start_reduce(
+                concatenate(parts).view(leaf.shape), comm, donated=True
+            )
         self.running.append((leaf, reduce_handle))
         while len(self.running) > _MOST_RUNNING:
             self._finish_oldest()
@@ -389,7 +399,9 @@ class GradReducer:
         comm = reduce_handle.comm
         awaits_more = leaf.mode == "shard_each" and self.accumulating
         # Only these look at the sum between reduce-scatter and all-reduce.
-        has_stages = awaits_more or leaf.partial is not None or self._on_scattered is not None
+        has_stages = (
+            awaits_more or leaf.partial is not None or self._on_scattered is not None
+        )
         if has_stages and comm.topology.cut:
             # Note: only the first stage; ``finish`` below would run the all-reduces too.
             reduce_handle.work.wait()
@@ -407,8 +419,12 @@ class GradReducer:
         leaf.total = reduced_grad if leaf.total is None else leaf.total.add_(reduced_grad)
 
 
-def _divided(leaf: LeafGradient, parts: list[torch.Tensor], comm: BufferComm) -> list[torch.Tensor]:
-    rank_count = comm.plan.shards * math.prod(group.size for _, group in comm.topology.repeated)
+def _divided(
+    leaf: LeafGradient, parts: list[torch.Tensor], comm: BufferComm
+) -> list[torch.Tensor]:
+    rank_count = comm.plan.shards * math.prod(
+        group.size for _, group in comm.topology.repeated
+    )
     # A power of two near the square root of the ranks divides float16 without rounding.
     divisor = 1
     while divisor * divisor < rank_count:

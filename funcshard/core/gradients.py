@@ -19,7 +19,11 @@ from torch import nn
 
 from funcshard._utils import tree
 from funcshard._utils.options import check_flag, check_number, outline
-from funcshard._utils.torch_private import transforms_active, untraced, untraced_with_warning
+from funcshard._utils.torch_private import (
+    transforms_active,
+    untraced,
+    untraced_with_warning,
+)
 from funcshard.comm import Mesh, check_once, ranks_of_job, text_of
 from funcshard.core.buffer_comm import BufferComm
 from funcshard.core.collectives import psum_world
@@ -297,7 +301,9 @@ class GradientOptions:
         """Raise if ranks differ in these options, or in ``others`` of the function ``called``."""
         if self.mesh is not None:
             own_options = {name: getattr(self, name) for name in _COMPARED}
-            texts = {name: text_of(value) for name, value in {**others, **own_options}.items()}
+            texts = {
+                name: text_of(value) for name, value in {**others, **own_options}.items()
+            }
             check_once(self.mesh, texts, called)
 
 
@@ -364,7 +370,9 @@ def _unit_names(shards: Any) -> list[str]:
     """Return the names of the units in a tree that may hold the shards of several models."""
     if isinstance(shards, Mapping):
         unit_names = [
-            str(name) for name, inner_shards in shards.items() if isinstance(inner_shards, Mapping)
+            str(name)
+            for name, inner_shards in shards.items()
+            if isinstance(inner_shards, Mapping)
         ]
         return unit_names + [
             name for inner_shards in shards.values() for name in _unit_names(inner_shards)
@@ -413,7 +421,9 @@ def _split(batch: Any, micro_batches: int) -> list[Any]:
     """Split a pytree of tensors into equal parts along dim 0, as views."""
     batch_leaves, unflatten = tree.flatten(batch)
     leaf_sizes = [
-        leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.ndim else type(leaf).__name__
+        leaf.shape[0]
+        if isinstance(leaf, torch.Tensor) and leaf.ndim
+        else type(leaf).__name__
         for leaf in batch_leaves
     ]
     # Why no set: while fs.trace records, a size may be a symbol, which has no hash.
@@ -472,7 +482,9 @@ def evaluate(
     options = function.options
     calls = [lambda local: loss_fn(local, *rest, **kwargs)]
     if function.micro_batches is not None:
-        calls = _calls(function.micro_batches, options.reduce, loss_fn, shards, rest, kwargs)
+        calls = _calls(
+            function.micro_batches, options.reduce, loss_fn, shards, rest, kwargs
+        )
     shard_leaves, unflatten = tree.flatten(shards)
     # Note: frozen shards too. Only a unit knows which are: it detaches them when it
     # gathers, and ``_gradient`` returns None for them.
@@ -501,7 +513,9 @@ def evaluate(
                 factor = check_weight(result["weight"])
             reducer.accumulating = batch_index + 1 < len(calls)
             reducer.zero_weight, reducer.received = factor == 0, False
-            reached = _backward(loss if factor == 1 else loss * factor, local_leaves, reducer)
+            reached = _backward(
+                loss if factor == 1 else loss * factor, local_leaves, reducer
+            )
             # Zeros would hide that the loss uses other tensors than the shards.
             if not reached:
                 raise ValueError(CONSTANT)
@@ -524,13 +538,17 @@ def evaluate(
     world_weight = None
     if weighted:
         own_total = total_loss.new_full((), own_weight, dtype=torch.float64)
-        world_loss, world_weight = psum_world(torch.stack([total_loss.double(), own_total]), mesh)
+        world_loss, world_weight = psum_world(
+            torch.stack([total_loss.double(), own_total]), mesh
+        )
         # No rank has data: the loss and the gradients are zero.
         divisor = torch.where(world_weight > 0, world_weight, 1.0)
         total_loss = (world_loss / divisor).to(total_loss.dtype)
     # The divisor by the axes of a mesh along which each rank has values of its own, and by device.
     # Why by device: shards of offloaded units lie on the CPU, and the host waits for each copy.
-    divisors: dict[Any, Any] = {None: divisor if options.divisor is None else options.divisor}
+    divisors: dict[Any, Any] = {
+        None: divisor if options.divisor is None else options.divisor
+    }
     grads = []
     for shard, leaf in zip(local_leaves, reducer.leaves, strict=True):
         comm, axes = leaf.comm or reducer.use.comm(shard), None
@@ -543,13 +561,17 @@ def evaluate(
         leaf_divisor = divisors[axes]
         if isinstance(leaf_divisor, torch.Tensor):
             place = axes, shard.device
-            leaf_divisor = divisors[place] = divisors.get(place, leaf_divisor).to(shard.device)
+            leaf_divisor = divisors[place] = divisors.get(place, leaf_divisor).to(
+                shard.device
+            )
         grads.append(_gradient(shard, leaf, comm, leaf_divisor))
     aux = aux_values[0] if function.micro_batches is None else aux_values
     return total_loss, world_weight, aux, unflatten(grads)
 
 
-def _backward(loss: torch.Tensor, local: Sequence[torch.Tensor], reducer: GradReducer) -> bool:
+def _backward(
+    loss: torch.Tensor, local: Sequence[torch.Tensor], reducer: GradReducer
+) -> bool:
     """Run backward; return whether a gradient reached any leaf that it could reach."""
     reached = False
     trained_pairs = [
@@ -570,7 +592,9 @@ def _backward(loss: torch.Tensor, local: Sequence[torch.Tensor], reducer: GradRe
             with torch.autograd.set_multithreading_enabled(False):
                 # Why UNGATHERED too: then a placeholder in the loss raises in its backward.
                 *direct_grads, _ = torch.autograd.grad(
-                    loss, [*(shard for shard, _ in trained_pairs), UNGATHERED], allow_unused=True
+                    loss,
+                    [*(shard for shard, _ in trained_pairs), UNGATHERED],
+                    allow_unused=True,
                 )
         except RuntimeError as error:
             if "backward through the graph a second time" in str(error):
@@ -682,11 +706,16 @@ _RESULTS = {"weighted": "weight", "mutable": "new_buffers", "has_aux": "aux"}
 
 def named_results(result: Any, **options: bool) -> dict[str, Any]:
     """Return the results of a loss function by name, as the options say."""
-    result_names = ["loss", *[name for option, name in _RESULTS.items() if options.get(option)]]
+    result_names = [
+        "loss",
+        *[name for option, name in _RESULTS.items() if options.get(option)],
+    ]
     values = result if isinstance(result, tuple) else (result,)
     if len(values) != len(result_names):
         options_text = ", ".join(f"{option}={value}" for option, value in options.items())
-        remedies = [f"for (loss, {_RESULTS[option]}) pass {option}=True" for option in options]
+        remedies = [
+            f"for (loss, {_RESULTS[option]}) pass {option}=True" for option in options
+        ]
         result_text = outline(result)
         if isinstance(result, tuple):
             result_text = f"a tuple of {len(result)}"
@@ -702,7 +731,11 @@ def check_loss(loss: Any) -> torch.Tensor:
     if hasattr(loss, "full_tensor"):
         # Tensor parallelism may leave the loss as a DTensor, equal on all ranks.
         loss = loss.full_tensor()
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+    if (
+        not isinstance(loss, torch.Tensor)
+        or loss.numel() != 1
+        or not loss.is_floating_point()
+    ):
         raise TypeError(
             "loss_fn must return a floating-point scalar, the mean over this rank's batch; found "
             f"{_found_as_loss(loss)}"
@@ -738,7 +771,9 @@ def check_weight(weight: Any) -> float:
             "a weight must be a constant; found a tensor that requires a gradient: return "
             "weight.detach()"
         )
-    if isinstance(weight, torch.SymInt | torch.SymFloat):  # fs.trace records, and sizes are symbols
+    if isinstance(
+        weight, torch.SymInt | torch.SymFloat
+    ):  # fs.trace records, and sizes are symbols
         return torch.sym_float(weight)
     try:
         weight_value = float(weight)
@@ -769,7 +804,9 @@ def _clean(x: torch.Tensor, reducer: GradReducer) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _change_grads(on_grads: OnGrads, unit: str, buffer: BufferPlan, full: torch.Tensor) -> None:
+def _change_grads(
+    on_grads: OnGrads, unit: str, buffer: BufferPlan, full: torch.Tensor
+) -> None:
     """Call ``on_grads`` with the views of an unreduced gradient, for a ``GradReducer``."""
     leaf_paths = [leaf.path for leaf in buffer.leaves]
     grad_views = dict(zip(leaf_paths, views(full, buffer), strict=True))
@@ -798,7 +835,10 @@ def _change_grads(on_grads: OnGrads, unit: str, buffer: BufferPlan, full: torch.
 
 @torch.no_grad()
 def _change_sum(
-    on_reduce_scattered: OnReduceScattered, unit: str, buffer: BufferPlan, partial: torch.Tensor
+    on_reduce_scattered: OnReduceScattered,
+    unit: str,
+    buffer: BufferPlan,
+    partial: torch.Tensor,
 ) -> None:
     """Call ``on_reduce_scattered`` with a sum, for a ``GradReducer``."""
     replaced_sum = on_reduce_scattered(unit, buffer.key, partial)

@@ -61,9 +61,13 @@ class LeafBlocks:
                 )
             self.fill(block_values, block, generator)
             if not fits_in_out:
-                out_part.copy_(block_values[max(begin - block_begin, 0) : end - block_begin])
+                out_part.copy_(
+                    block_values[max(begin - block_begin, 0) : end - block_begin]
+                )
 
-    def put(self, shard: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> None:
+    def put(
+        self, shard: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, mesh: Mesh
+    ) -> None:
         """Write the elements of a leaf that lie in this rank's shard; of none that is packed."""
         begin, end, in_shard = buffer.part(spec, mesh.shard.rank)
         if begin == end:
@@ -75,9 +79,13 @@ class LeafBlocks:
         slice_origin = slice_offsets(spec.shape, spec.cuts, mesh.position)
         row_numel = math.prod(spec.shape[1:])
         first_row, row_count = begin // row_numel, -(-end // row_numel) - begin // row_numel
-        whole_rows = torch.empty((row_count, *self.shape[1:]), dtype=self.dtype, device=self.device)
+        whole_rows = torch.empty(
+            (row_count, *self.shape[1:]), dtype=self.dtype, device=self.device
+        )
         first_of_whole = (slice_origin[0] + first_row) * math.prod(self.shape[1:])
         self.write(whole_rows.view(-1), first_of_whole)
         slice_box = Box((0, *slice_origin[1:]), (row_count, *spec.shape[1:]))
-        slice_values = whole_rows[slice_box.slices].reshape(-1)[begin - first_row * row_numel :]
+        slice_values = whole_rows[slice_box.slices].reshape(-1)[
+            begin - first_row * row_numel :
+        ]
         shard[in_shard].copy_(slice_values[: end - begin])

@@ -56,7 +56,9 @@ class AxisComm:
     def adjoint(self) -> AxisComm:
         """The adjoint map."""
         adjoint_kind = _ADJOINTS.get(self.kind, self.kind)
-        return dataclasses.replace(self, kind=adjoint_kind, send=self.receive, receive=self.send)
+        return dataclasses.replace(
+            self, kind=adjoint_kind, send=self.receive, receive=self.send
+        )
 
     @property
     def ranks(self) -> int:
@@ -82,7 +84,8 @@ class AxisComm:
             return out
         out = tensor.new_empty((sum(self.receive), *tensor.shape[1:]))
         row_sizes = [
-            [row_count * row_numel for row_count in counts] for counts in (self.receive, self.send)
+            [row_count * row_numel for row_count in counts]
+            for counts in (self.receive, self.send)
         ]
         op = Op("all_to_all", self.title, out.view(-1), tensor.view(-1), 0, *row_sizes)
         group.start(op).wait()
@@ -148,9 +151,9 @@ def join_slices(
             continue
         note_collective(mesh)
         with torch.no_grad():
-            leaf_slices = AxisComm("all_gather", mesh, cut.axis, f"join leaf {spec.path!r}").run(
-                joined_leaf.to(mesh.device)
-            )
+            leaf_slices = AxisComm(
+                "all_gather", mesh, cut.axis, f"join leaf {spec.path!r}"
+            ).run(joined_leaf.to(mesh.device))
             # The other ranks have sent their slices, and are done.
             if first_only and mesh.groups[cut.axis].rank:
                 return None
@@ -158,7 +161,9 @@ def join_slices(
     return joined_leaf
 
 
-def slice_from_rank(src: int, whole: torch.Tensor, spec: LeafSpec, mesh: Mesh) -> torch.Tensor:
+def slice_from_rank(
+    src: int, whole: torch.Tensor, spec: LeafSpec, mesh: Mesh
+) -> torch.Tensor:
     """Return this rank's slice of the whole tensor that rank ``src`` has; every rank has to call.
 
     Arguments:
@@ -170,7 +175,10 @@ def slice_from_rank(src: int, whole: torch.Tensor, spec: LeafSpec, mesh: Mesh) -
     leaf_cuts = [cut for cut in spec.cuts if cut.ranks > 1]
     if not leaf_cuts:
         return whole
-    source_position, cut_axes = position_of(src, mesh.shape), [cut.axis for cut in leaf_cuts]
+    source_position, cut_axes = (
+        position_of(src, mesh.shape),
+        [cut.axis for cut in leaf_cuts],
+    )
     if any(
         group.rank != source_position[axis]
         for axis, group in mesh.groups.items()
@@ -189,7 +197,12 @@ def slice_from_rank(src: int, whole: torch.Tensor, spec: LeafSpec, mesh: Mesh) -
 
 
 def broadcast(
-    tensor: torch.Tensor, src: int, mesh: Mesh, axes: list[str] | None = None, *, label: str = ""
+    tensor: torch.Tensor,
+    src: int,
+    mesh: Mesh,
+    axes: list[str] | None = None,
+    *,
+    label: str = "",
 ) -> None:
     """Replace ``tensor`` by that of rank ``src`` on the ranks along ``axes``, by default on all.
 
@@ -207,7 +220,8 @@ def broadcast(
         # Note: this rank holds the values, or gets them along this axis, once its later indices are
         # those of ``src``.
         if all(
-            mesh.groups[axis_name].rank == source_position[axis_name] for axis_name in later_axes
+            mesh.groups[axis_name].rank == source_position[axis_name]
+            for axis_name in later_axes
         ):
             op = Op("broadcast", label, tensor, src=source_position[axis])
             mesh.groups[axis].start(op).wait()

@@ -89,11 +89,15 @@ class ScheduleLearner:
             self.schedule = dataclasses.replace(self.schedule, order=ran_order)
             self.known = True
         elif (
-            not self.warned and self.schedule.forward_prefetch and ran_order != self.schedule.order
+            not self.warned
+            and self.schedule.forward_prefetch
+            and ran_order != self.schedule.order
         ):
             self.warned = True
             pairs = itertools.zip_longest(ran_order, self.schedule.order)
-            first_difference = next(i for i, (real, planned) in enumerate(pairs) if real != planned)
+            first_difference = next(
+                i for i, (real, planned) in enumerate(pairs) if real != planned
+            )
             warnings.warn(
                 f"units ran in another order than the schedule's, from position {first_difference} "
                 "on: forward gathered the rest of that call on demand, which is correct but not "
@@ -105,7 +109,9 @@ class ScheduleLearner:
         is_given = self.learned_with < 0 and self.schedule.backward is not None
         if prefetcher.uses and not is_given and self.learned_with != len(self.inside):
             self.learned_with = len(self.inside)
-            self.schedule = dataclasses.replace(self.schedule, backward=prefetcher.backward_order())
+            self.schedule = dataclasses.replace(
+                self.schedule, backward=prefetcher.backward_order()
+            )
 
 
 class Prefetcher:
@@ -134,7 +140,9 @@ class Prefetcher:
         self.now = 0
         self._called: list[int] = []  # moment of each call of a unit
         self.uses: list[Use] = []
-        self._by_shards = True  # whether the backward that runs computes gradients by shards
+        self._by_shards = (
+            True  # whether the backward that runs computes gradients by shards
+        )
         self._backward = BackwardOrder(self._schedule)
 
     # Why unseen: a selective checkpoint counts operations, and a recomputation gathers at other
@@ -224,11 +232,14 @@ class Prefetcher:
 
     def backward_order(self) -> tuple[tuple[str, str], ...] | None:
         """Return the order for ``Schedule.backward``; ``None`` if ``Schedule.order`` implies it."""
-        reduce_moments = zip(self._called, itertools.repeat("reduce"), self.ran, strict=False)
+        reduce_moments = zip(
+            self._called, itertools.repeat("reduce"), self.ran, strict=False
+        )
         gather_moments = [(use.last, "gather", use.name) for use in self.uses]
         # A use without a moment is one that backward does not gather.
         all_moments = sorted(
-            [entry for entry in (*gather_moments, *reduce_moments) if entry[0]], reverse=True
+            [entry for entry in (*gather_moments, *reduce_moments) if entry[0]],
+            reverse=True,
         )
         learned_order = [(kind, unit) for _, kind, unit in all_moments]
         used_units = {use.name for use in self.uses}
@@ -246,7 +257,9 @@ class Prefetcher:
         ahead_uses = self._backward.prefetch(moment, most=most, reaches=self._reaches)
         for use_index in ahead_uses:
             source = self.uses[use_index].source
-            assert source is not None, "_reaches leaves out uses that backward has left for good"
+            assert source is not None, (
+                "_reaches leaves out uses that backward has left for good"
+            )
             self.uses[use_index].ahead = source.start()
         # Outside of value_and_grad nobody says when backward ends, so nothing is dropped early.
         if ahead_uses and (reducer := current_reducer.get()) is not None:
@@ -348,7 +361,9 @@ class UnitSource:
         if not self.nodes or graph_task_id() == -1:
             return True
         # A node that is gone belongs to a graph that was freed.
-        return any(runs_in_backward(node) for ref in self.nodes if (node := ref()) is not None)
+        return any(
+            runs_in_backward(node) for ref in self.nodes if (node := ref()) is not None
+        )
 
     @property
     def changed(self) -> bool:
@@ -447,7 +462,9 @@ class Gathered:
             return
         if prefetcher is not None:
             prefetcher.now += 1
-            use = Use(len(prefetcher.uses), prefetcher.ran[-1], source, began=prefetcher.now)
+            use = Use(
+                len(prefetcher.uses), prefetcher.ran[-1], source, began=prefetcher.now
+            )
             prefetcher.uses.append(use)
             self._use = prefetcher, use
         post_backward = functools.partial(_post_backward, weakref.ref(self), self._use)
@@ -540,7 +557,9 @@ class Gathered:
             return None
         cast_view: ViewAt = tensor.shape, tensor.stride(), tensor.storage_offset()
         leaf_view: ViewAt = size, stride, offset
-        return functools.partial(self._view, buffer_index, leaf_view, tensor.dtype, cast_view)
+        return functools.partial(
+            self._view, buffer_index, leaf_view, tensor.dtype, cast_view
+        )
 
     def close(self) -> None:
         """End the unit's forward, unless a module runs: keep no more than slices for backward."""
@@ -580,7 +599,9 @@ class Gathered:
         """Return a saved view of a gathered buffer, or of the cast of such a view."""
         # as_strided copies nothing, and the version counter is that of the new buffer.
         full_buffer, (size, stride, offset) = self.buffers()[buffer_index], view
-        leaf_or_view = full_buffer.as_strided(size, stride, full_buffer.storage_offset() + offset)
+        leaf_or_view = full_buffer.as_strided(
+            size, stride, full_buffer.storage_offset() + offset
+        )
         if cast_dtype is None:
             return leaf_or_view
         return leaf_or_view.to(cast_dtype).as_strided(*cast_view)

@@ -52,7 +52,9 @@ from funcshard.core.replaced_kernels import repeating_any_order
 
 Tensors = Sequence[torch.Tensor]
 Contents = list[tuple[Any, Any]]  # lists and dictionaries, each with a copy
-AutocastSettings = tuple[tuple[str, bool, torch.dtype], ...]  # type of device, whether on, dtype
+AutocastSettings = tuple[
+    tuple[str, bool, torch.dtype], ...
+]  # type of device, whether on, dtype
 
 
 def remat(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,7 +113,10 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
-        if any(isinstance(value, torch.Tensor) and is_transformed(value) for value in captured(f)):
+        if any(
+            isinstance(value, torch.Tensor) and is_transformed(value)
+            for value in captured(f)
+        ):
             raise ValueError(_CAPTURED)
         tensors, build = _flattened((args, kwargs), ())
 
@@ -141,7 +146,9 @@ def _repeatable(f: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[..
             # Note: torch compares the arguments that are tensors, but not those inside trees.
             containers = [arg for arg in args if not isinstance(arg, torch.Tensor)]
             inner_tensors = tensors_in((containers, kwargs))
-            states_before = [(weakref.ref(tensor), _data_state(tensor)) for tensor in inner_tensors]
+            states_before = [
+                (weakref.ref(tensor), _data_state(tensor)) for tensor in inner_tensors
+            ]
             contents = _contents((containers, kwargs))
             ambient = _AmbientState.capture()
             return f(*args, **kwargs)
@@ -243,7 +250,9 @@ def _flattened(
         if isinstance(value, torch.Tensor) and id(value) not in tensor_by_id:
             index_of[id(value)] = len(tensor_by_id)
             # Why a view: an autograd Function must not return one of its inputs itself.
-            tensor_by_id[id(value)] = value.view_as(value) if id(value) in input_ids else value
+            tensor_by_id[id(value)] = (
+                value.view_as(value) if id(value) in input_ids else value
+            )
     # Why apart: what is kept for later must not hold the tensors.
     indices = [index_of.get(id(value)) for value in values]
     constants = [None if isinstance(value, torch.Tensor) else value for value in values]
@@ -255,7 +264,9 @@ def _flattened(
     return tuple(tensor_by_id.values()), build
 
 
-def _apply_to_both(f: Callable[..., Any], first: Sequence[Any], second: Sequence[Any]) -> Any:
+def _apply_to_both(
+    f: Callable[..., Any], first: Sequence[Any], second: Sequence[Any]
+) -> Any:
     """Return ``f(first, second)``, rematerialised if gradients are recorded."""
     if not torch.is_grad_enabled():
         return f(first, second)
@@ -274,7 +285,9 @@ class _Remat(torch.autograd.Function):
         # Why with gradients: the inputs are detached, so an output requires a gradient only if the
         # function captured a tensor that does.
         with torch.enable_grad(), _RefuseCaptured():
-            out_tensors = below_transforms(call.run, *(tensor.detach() for tensor in tensors))
+            out_tensors = below_transforms(
+                call.run, *(tensor.detach() for tensor in tensors)
+            )
         if any(out.requires_grad for out in out_tensors):
             raise ValueError(_CAPTURED)
         return out_tensors
@@ -295,7 +308,9 @@ class _Remat(torch.autograd.Function):
         in_indices = [i for i, needs in enumerate(ctx.needs_input_grad[1:]) if needs]
         vjp_call = functools.partial(ctx.call.vjp, ctx.loop, out_indices, in_indices)
         with within(ctx.outer_loops):
-            in_grads = _apply_to_both(vjp_call, ctx.saved_tensors, [grads[i] for i in out_indices])
+            in_grads = _apply_to_both(
+                vjp_call, ctx.saved_tensors, [grads[i] for i in out_indices]
+            )
         # An input that needs no gradient gets None, and so does the call itself.
         by_index = dict(zip(in_indices, in_grads, strict=True))
         return None, *map(by_index.get, range(len(ctx.saved_tensors)))
@@ -344,12 +359,16 @@ class _Call:
                 return tuple(outs[i] for i in out_indices)
 
             with acting_for(loop, transform_level() + 1):
-                pullback = torch.func.vjp(chosen_outputs, *(inputs[i] for i in in_indices))[1]
+                pullback = torch.func.vjp(chosen_outputs, *(inputs[i] for i in in_indices))[
+                    1
+                ]
                 return pullback(tuple(grads))
         # Why zeros then: a higher derivative has as many results as those that transforms return,
         # which are zeros for an input that the function doesn't use, such as a frozen shard.
         has_zeros = torch.is_grad_enabled()
-        is_connected_graph = has_zeros and any(tensor.requires_grad for tensor in (*inputs, *grads))
+        is_connected_graph = has_zeros and any(
+            tensor.requires_grad for tensor in (*inputs, *grads)
+        )
         input_copies = []
         for tensor in inputs:
             # A view is part of the graph of higher derivatives; the copy of another input is not.
@@ -360,7 +379,9 @@ class _Call:
         # until then.
         with (
             torch.enable_grad(),
-            torch.autograd.graph.disable_saved_tensors_hooks("fs.remat recomputes without them"),
+            torch.autograd.graph.disable_saved_tensors_hooks(
+                "fs.remat recomputes without them"
+            ),
         ):
             with acting_for(loop, 0):
                 outs = self.recompute(*input_copies)
@@ -398,7 +419,9 @@ class _Call:
             if not in_indices:
                 outs = _apply_to_both(lambda tensors, _: self.run(*tensors), tensors, [])
                 return outs, [None] * len(outs)
-            outs, out_tangents = _apply_to_both(run, tensors, [tangents[i] for i in in_indices])
+            outs, out_tangents = _apply_to_both(
+                run, tensors, [tangents[i] for i in in_indices]
+            )
         return outs, [t if is_continuous(t) else None for t in out_tangents]
 
 
@@ -470,11 +493,17 @@ _CAPTURED = (
 class _RefuseCaptured(torch.overrides.TorchFunctionMode):
     """Raise if the computation uses a tensor of a transform above ``_Remat``, which it captured."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         for arg in (*args, *(kwargs or {}).values()):
             # torch.cat and the like take a list of tensors.
             for value in arg if isinstance(arg, (tuple, list)) else (arg,):
                 is_tensor = isinstance(value, torch.Tensor)
-                if is_tensor and is_transformed(value) and belongs_to_transform_above(value):
+                if (
+                    is_tensor
+                    and is_transformed(value)
+                    and belongs_to_transform_above(value)
+                ):
                     raise ValueError(_CAPTURED)
         return func(*args, **(kwargs or {}))

@@ -122,7 +122,9 @@ def repeating_any_order(f: Callable[..., T]) -> Callable[..., T]:
 class _AnyOrder(torch.overrides.TorchFunctionMode):
     """Calls the replacements in place of torch's functions."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is functional.multi_head_attention_forward:
             with self:  # Why again: torch leaves the mode while this method runs.
@@ -156,7 +158,9 @@ def _kernel_chosen() -> bool:
 # --- kernels whose gradient has no forward derivative ---------------------------------------------
 
 
-def _plain(kernel: Any, elementwise: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _plain(
+    kernel: Any, elementwise: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
     """Return the loss of ``kernel``, computed by ``elementwise(inputs, targets, **options)``."""
     signature = inspect.signature(kernel)
 
@@ -184,7 +188,9 @@ def _squares(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def _huber(inputs: torch.Tensor, targets: torch.Tensor, delta: float = 1.0) -> torch.Tensor:
     distance = (inputs - targets).abs()
-    return torch.where(distance <= delta, 0.5 * distance.square(), delta * (distance - 0.5 * delta))
+    return torch.where(
+        distance <= delta, 0.5 * distance.square(), delta * (distance - 0.5 * delta)
+    )
 
 
 def _soft_margin(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -226,7 +232,9 @@ def _layer_norm(
     return _scaled(out, weight, bias).to(input.dtype)
 
 
-def _norm_of_batch(dims: Callable[[int], list[int]], func: Any) -> Callable[..., torch.Tensor]:
+def _norm_of_batch(
+    dims: Callable[[int], list[int]], func: Any
+) -> Callable[..., torch.Tensor]:
     """Return ``func``, which computes statistics over dims of its input, as plain operations."""
     signature = inspect.signature(func)
 
@@ -235,7 +243,9 @@ def _norm_of_batch(dims: Callable[[int], list[int]], func: Any) -> Callable[...,
         call.apply_defaults()
         x, running_mean, _, weight, bias, uses_batch, _, eps = call.arguments.values()
         if running_mean is not None or not uses_batch:
-            kernel_out: torch.Tensor = func(*args, **kwargs)  # which updates running statistics
+            kernel_out: torch.Tensor = func(
+                *args, **kwargs
+            )  # which updates running statistics
             if not uses_batch:
                 return kernel_out
         shape = [-1] + [1] * (x.ndim - 2)
@@ -266,7 +276,9 @@ def _glu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:  # noqa: A002  # t
 
 _PLAIN_NORMS: dict[Any, Callable[..., torch.Tensor]] = {
     functional.layer_norm: _layer_norm,
-    functional.batch_norm: _norm_of_batch(lambda ndim: [0, *range(2, ndim)], functional.batch_norm),
+    functional.batch_norm: _norm_of_batch(
+        lambda ndim: [0, *range(2, ndim)], functional.batch_norm
+    ),
     functional.instance_norm: _norm_of_batch(
         lambda ndim: [*range(2, ndim)], functional.instance_norm
     ),

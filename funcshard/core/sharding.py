@@ -96,7 +96,9 @@ def _shard_from_rank(params: Any, plan: Plan, mesh: Mesh, src: int) -> Shards:
         own_shards[unit.name] = {}
         for buffer in unit.buffers:
             leaves = [by_path[leaf.path] for leaf in buffer.leaves]
-            own_shards[unit.name][buffer.key] = cut_from_rank(src, unit, buffer, leaves, mesh)
+            own_shards[unit.name][buffer.key] = cut_from_rank(
+                src, unit, buffer, leaves, mesh
+            )
     return own_shards
 
 
@@ -155,7 +157,9 @@ def cut_from_rank(
         return local_shard
     source_position = position_of(src, mesh.shape)
     # Ranks along these axes hold copies of the same shard.
-    repeated_axes = [axis for axis in mesh.groups if axis != "shard" and axis not in buffer.local]
+    repeated_axes = [
+        axis for axis in mesh.groups if axis != "shard" and axis not in buffer.local
+    ]
     with torch.no_grad():
         # This rank gets its shard from a copy, not from the source's row.
         if any(mesh.groups[axis].rank != source_position[axis] for axis in repeated_axes):
@@ -222,20 +226,31 @@ def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
     leaf_values: dict[int, torch.Tensor] = {}
     for unit in plan.unit_list:
         shard = shards[unit.name]
-        buffers = tuple([buffer for buffer in unit.buffers if shard[buffer.key] is not None])
+        buffers = tuple(
+            [buffer for buffer in unit.buffers if shard[buffer.key] is not None]
+        )
         # Why a cast: gradients may be in reduce_dtype.
         held_shards = {b.key: shard[b.key].to(b.shard_dtype) for b in buffers}
         # A unit of the buffers that are there, without casts.
         full_unit = dataclasses.replace(unit, buffers=buffers).in_full_precision()
         comms = unit_comms(full_unit, mesh, None)
         f = Unshard(
-            lambda leaves, _: [*map(torch.clone, leaves)], full_unit, mesh, comms, listed=True
+            lambda leaves, _: [*map(torch.clone, leaves)],
+            full_unit,
+            mesh,
+            comms,
+            listed=True,
         )
         leaf_copies = f(held_shards) if held_shards else []
         leaf_values.update(
-            {leaf.index: copy for leaf, copy in zip(full_unit.leaves, leaf_copies, strict=True)}
+            {
+                leaf.index: copy
+                for leaf, copy in zip(full_unit.leaves, leaf_copies, strict=True)
+            }
         )
-    return tree.build(plan.ordered_structure, [leaf_values.get(i) for i in range(len(plan.leaves))])
+    return tree.build(
+        plan.ordered_structure, [leaf_values.get(i) for i in range(len(plan.leaves))]
+    )
 
 
 def cut(

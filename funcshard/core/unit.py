@@ -136,9 +136,13 @@ def unshard(
     return Unshard(apply, unit, mesh, unit_comms(unit, mesh, cast))
 
 
-def unit_comms(unit: UnitPlan, mesh: Mesh, cast: ChooseCast | None) -> tuple[BufferComm, ...]:
+def unit_comms(
+    unit: UnitPlan, mesh: Mesh, cast: ChooseCast | None
+) -> tuple[BufferComm, ...]:
     """Return the communication of each buffer of a unit."""
-    casts = [None if cast is None else cast_of(cast, unit, buffer) for buffer in unit.buffers]
+    casts = [
+        None if cast is None else cast_of(cast, unit, buffer) for buffer in unit.buffers
+    ]
     buffer_casts = zip(unit.buffers, casts, strict=True)
     return tuple([BufferComm.of(mesh, unit, *buffer_cast) for buffer_cast in buffer_casts])
 
@@ -204,7 +208,11 @@ class FirstLook:
         # Note: the values of tensors cannot be read there, and those of subclasses may communicate.
         # In inference mode, a forward may write to its leaves.
         in_inference = torch.is_inference_mode_enabled()
-        if in_inference or recording_or_transforming() or not all(map(_is_readable, leaves)):
+        if (
+            in_inference
+            or recording_or_transforming()
+            or not all(map(_is_readable, leaves))
+        ):
             return None
         return list(map(_sample, leaves))
 
@@ -254,19 +262,25 @@ class Unshard:
     slices: SliceComms = ()
     frees: bool = field(init=False, compare=False)
     trainable: bool = field(init=False, compare=False)
-    dtensors: tuple[DTensorForm | None, ...] | None = field(init=False, compare=False, default=None)
+    dtensors: tuple[DTensorForm | None, ...] | None = field(
+        init=False, compare=False, default=None
+    )
     first_look: FirstLook = field(init=False, compare=False, default_factory=FirstLook)
 
     def __post_init__(self) -> None:
         # Why here: every call asks for these.
         is_copied = self.unit.sharded and any(comm.copied for comm in self.comms)
         object.__setattr__(self, "frees", self.freed and is_copied)
-        object.__setattr__(self, "trainable", any(buffer.trainable for buffer in self.unit.buffers))
+        object.__setattr__(
+            self, "trainable", any(buffer.trainable for buffer in self.unit.buffers)
+        )
         if any(leaf.placements for leaf in self.unit.leaves):
             object.__setattr__(self, "dtensors", dtensor_forms(self.unit.leaves, self.mesh))
 
     @untraced
-    def __call__(self, shard: UnitShard | UnshardHandle, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self, shard: UnitShard | UnshardHandle, /, *args: Any, **kwargs: Any
+    ) -> Any:
         handles = None
         if isinstance(shard, UnshardHandle):
             shard, handles = shard.take(self)
@@ -290,7 +304,8 @@ class Unshard:
         handles: Handles | None = None
         if not transforms_active():
             handles = [
-                start_gather(shard[comm.buffer].detach(), comm).share() for comm in self.comms
+                start_gather(shard[comm.buffer].detach(), comm).share()
+                for comm in self.comms
             ]
         return UnshardHandle(
             unit=self.unit,
@@ -303,7 +318,10 @@ class Unshard:
 
     @unseen
     def open(
-        self, shard: UnitShard, handles: Handles | None = None, prefetcher: Prefetcher | None = None
+        self,
+        shard: UnitShard,
+        handles: Handles | None = None,
+        prefetcher: Prefetcher | None = None,
     ) -> Gathered:
         """Gather the unit, differentiably, for one or more runs of its modules.
 
@@ -322,7 +340,9 @@ class Unshard:
             handles = recomputing.handles_for(self.unit, shard)
         reducer, gathered_leaves = current_reducer.get(), []
         # Without handles, the Function starts each gather itself, so that transforms see it.
-        for comm, handle in zip(self.comms, handles or itertools.repeat(None), strict=False):
+        for comm, handle in zip(
+            self.comms, handles or itertools.repeat(None), strict=False
+        ):
             local_shard = shard[comm.buffer]
             for use in shard_uses.get():
                 use.note(local_shard, comm)
@@ -340,7 +360,9 @@ class Unshard:
                 # Why not in backward: a recomputation's gathers bring it no gradient.
                 if leaf is not None and reducer is not None and reducer.task is None:
                     first_leaf = leaves[0]
-                    leaf.awaited += first_leaf.requires_grad or unwrapped(first_leaf).requires_grad
+                    leaf.awaited += (
+                        first_leaf.requires_grad or unwrapped(first_leaf).requires_grad
+                    )
             gathered_leaves.append(tuple(leaves))
         source = kept = None
         if saves:
@@ -370,7 +392,9 @@ class Unshard:
             # Autograd calls these for each tensor that it saves while the forward runs.
             hooks = saved_tensors_hooks(inside_hooks(gathered.pack), _unpack)
         if dispatch_modes() and in_selective_checkpoint() and not transforms_active():
-            hidden_views = UnseenViews({storage_id(first_leaf) for first_leaf in first_leaves})
+            hidden_views = UnseenViews(
+                {storage_id(first_leaf) for first_leaf in first_leaves}
+            )
         leaf_tensors = [leaf for buffer_leaves in leaves for leaf in buffer_leaves]
         if self.dtensors is not None:
             leaf_tensors = as_dtensors(leaf_tensors, self.dtensors)
@@ -378,7 +402,9 @@ class Unshard:
         if self.listed:
             apply = functools.partial(self.apply, leaf_tensors, gathered)
         else:
-            apply = functools.partial(self.apply, tree.build(self.unit.structure, leaf_tensors))
+            apply = functools.partial(
+                self.apply, tree.build(self.unit.structure, leaf_tensors)
+            )
         versions_before, samples_before = _versions(first_leaves), None
         if self.first_look.pending:
             samples_before = self.first_look.begin(leaf_tensors)
@@ -394,7 +420,9 @@ class Unshard:
                 elif precision is None:
                     result = apply(*args, **kwargs)
                 else:
-                    args, kwargs = cast_inputs(precision, self.unit.name == "", args, kwargs)
+                    args, kwargs = cast_inputs(
+                        precision, self.unit.name == "", args, kwargs
+                    )
                     result = cast_outputs(precision, apply(*args, **kwargs))
         except RuntimeError as error:
             # Note: after a write that torch did not prevent, it also raises, for the nodes.
@@ -450,7 +478,10 @@ class UnshardHandle:
                 ``value_and_grad`` that needs its gradient.
             RuntimeError: the shard was modified in place after the gather had started.
         """
-        handle_title, started_handles = f"the handle of unit {self.unit.title!r}", self._handles
+        handle_title, started_handles = (
+            f"the handle of unit {self.unit.title!r}",
+            self._handles,
+        )
         if f.unit != self.unit or f.comms != self._comms:
             raise ValueError(
                 f"{handle_title} was passed to a function of unit {f.unit.title!r}; pass it to the "
@@ -527,7 +558,9 @@ def run_in_full_precision(
     float_dtypes = [dtype for dtype in dtypes if dtype.is_floating_point]
     dtype = max(float_dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
     # The caller should not notice that a module inside computes in another dtype.
-    first_dtype = next((x.dtype for x in tensors_in((args, kwargs)) if x.is_floating_point()), None)
+    first_dtype = next(
+        (x.dtype for x in tensors_in((args, kwargs)) if x.is_floating_point()), None
+    )
     args, kwargs = cast_tree((args, kwargs), dtype)
     output_tree = run(*args, **kwargs)
     if first_dtype is None:
@@ -564,7 +597,9 @@ def _is_refused_write(error_text: str, gathered: Leaves) -> bool:
         return reducer is not None and reducer.has_gathered
     # Note: torch's message does not name the leaf, but the node that made it.
     gather_nodes = [leaves[0].grad_fn for leaves in gathered]
-    node_names = [node.name().removesuffix("Backward") for node in gather_nodes if node is not None]
+    node_names = [
+        node.name().removesuffix("Backward") for node in gather_nodes if node is not None
+    ]
     return "inplace" in error_text and any(name in error_text for name in node_names)
 
 
@@ -602,7 +637,9 @@ class UnseenViews(TorchDispatchMode):
         """Return what torch's modes of selective checkpoints return."""
         return True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         viewed = args[0] if getattr(func, "is_view", False) and args else None
         if isinstance(viewed, torch.Tensor) and storage_id(viewed) in self._storages:
             return _call_unseen(func, *args, **(kwargs or {}))
@@ -617,18 +654,26 @@ def copy_aliased_outputs(result: Any, gathered: Leaves) -> Any:
     # Most units return one plain tensor.
     is_plain = type(result) is torch.Tensor and result.layout is torch.strided
     if is_plain and len(gathered) == 1 and not transforms_active():  # only for speed
-        return _clone(result) if storage_id(result) == storage_id(gathered[0][0]) else result
+        return (
+            _clone(result) if storage_id(result) == storage_id(gathered[0][0]) else result
+        )
     # Why a copy: the caller may write to it, and it does not keep the gathered buffer in memory.
     leaf_storages = {storage_id(unwrapped(leaves[0])) for leaves in gathered}
 
     def unaliased(value: torch.Tensor) -> torch.Tensor:
         parts = stored_parts(unwrapped(value))
-        return _clone(value) if any(storage_id(part) in leaf_storages for part in parts) else value
+        return (
+            _clone(value)
+            if any(storage_id(part) in leaf_storages for part in parts)
+            else value
+        )
 
     return map_tensors(unaliased, result)
 
 
-_clone = unseen(torch.clone)  # unseen because a unit that a checkpoint computes again may not copy
+_clone = unseen(
+    torch.clone
+)  # unseen because a unit that a checkpoint computes again may not copy
 
 
 # --- shards that do not fit -----------------------------------------------------------------------
@@ -659,7 +704,9 @@ def check_cut(plan: Plan, shards: Any) -> None:
         check_shard(unit, shards[unit.name], None)
 
 
-def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh | None, *, gradients: bool = False) -> None:
+def check_shard(
+    unit: UnitPlan, shard: Any, mesh: Mesh | None, *, gradients: bool = False
+) -> None:
     """Raise unless ``shard`` has the buffers, shapes, dtypes and devices of ``unit``.
 
     With ``gradients``, that of a frozen buffer may be ``None``, and others in the gradients' dtype.
@@ -675,7 +722,9 @@ def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh | None, *, gradients: boo
         local = shard[buffer.key]
         may_be_none = mesh is None or (gradients and not buffer.trainable)
         # Stacks of shards have more dims, of which the last is the shard's.
-        fits_stack = mesh is None and getattr(local, "shape", ())[-1:] == (buffer.shard_numel,)
+        fits_stack = mesh is None and getattr(local, "shape", ())[-1:] == (
+            buffer.shard_numel,
+        )
         if fits_stack or (local is None and may_be_none):
             continue
         if not isinstance(local, torch.Tensor):
@@ -699,18 +748,24 @@ def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh | None, *, gradients: boo
             gradients and local.dtype == unit.dtypes(buffer).grads
         ):
             rule = f"have dtype {buffer.dtype}; found {local.dtype}"
-            remedy = (
-                "a plan fixes the dtypes of its leaves; make a new plan from params of other dtypes"
-            )
+            remedy = "a plan fixes the dtypes of its leaves; make a new plan from params of other dtypes"
         elif local.device.type == ("cpu" if unit.offload else mesh.device.type):
             continue
         elif unit.offload:
-            rule = f"be on the CPU, because the plan offloads the unit; found {local.device}"
-            remedy = "make it with shard(params, plan, mesh), or make a plan without offload"
+            rule = (
+                f"be on the CPU, because the plan offloads the unit; found {local.device}"
+            )
+            remedy = (
+                "make it with shard(params, plan, mesh), or make a plan without offload"
+            )
         else:
             rule = f"be on the mesh's device, {mesh.device}; found {local.device}"
-            remedy = "move the shards with .to(mesh.device), or build the mesh on that device"
-        raise ValueError(f"shard {buffer.key!r} of unit {unit.title!r} must {rule}: {remedy}")
+            remedy = (
+                "move the shards with .to(mesh.device), or build the mesh on that device"
+            )
+        raise ValueError(
+            f"shard {buffer.key!r} of unit {unit.title!r} must {rule}: {remedy}"
+        )
 
 
 def _cause(plan: Plan, misfit: Any) -> str:
@@ -728,6 +783,8 @@ def _cause(plan: Plan, misfit: Any) -> str:
     values = list(misfit.values()) if isinstance(misfit, Mapping) else []
     if not values or not all(isinstance(value, torch.Tensor) for value in values):
         return "they were made with another plan; make them with shard(params, plan, mesh)"
-    if any(misfit.keys() == {buffer.key for buffer in unit.buffers} for unit in plan.unit_list):
+    if any(
+        misfit.keys() == {buffer.key for buffer in unit.buffers} for unit in plan.unit_list
+    ):
         return "this is the shard of one unit; pass the dictionary with the shards of all units"
     return "these are whole parameters; cut them first with shards = fs.shard(params, plan, mesh)"

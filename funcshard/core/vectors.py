@@ -86,14 +86,18 @@ def vdot(a: Shards, b: Shards, plan: Plan, mesh: Mesh) -> torch.Tensor:
                     f"found {x.dtype} and {y.dtype} for leaf {buffer.leaves[0].path!r}: pass None for "
                     f"shard {buffer.key!r} of unit {unit.title!r}, or cast it"
                 )
-            wide_dtype = functools.reduce(torch.promote_types, (x.dtype, y.dtype), torch.float32)
+            wide_dtype = functools.reduce(
+                torch.promote_types, (x.dtype, y.dtype), torch.float32
+            )
             filled = buffer.filled(mesh.shard.rank)
             x, y = (shard[..., :filled].to(wide_dtype) for shard in (x, y))
             copy_axes = tuple(
                 name for name, _ in Topology(mesh, unit.sharded, buffer.local).repeated
             )
             buffer_sum = (x.conj() * y).sum().to(mesh.device)
-            sums[copy_axes] = sums[copy_axes] + buffer_sum if copy_axes in sums else buffer_sum
+            sums[copy_axes] = (
+                sums[copy_axes] + buffer_sum if copy_axes in sums else buffer_sum
+            )
             dtype = torch.promote_types(dtype, wide_dtype)
     total = torch.zeros((), dtype=dtype, device=mesh.device)
     for copy_axes, copied_sum in sums.items():
@@ -245,13 +249,18 @@ def randn_like(
             vector = empty_shard(unit, buffer, mesh).to(like.dtype)
             for leaf in buffer.leaves:
                 # Ranks along these axes have leaves of their own, whose blocks follow all others.
-                own_sizes = {axis: mesh.shape.get(axis, 1) for axis in buffer.own_axes(leaf)}
+                own_sizes = {
+                    axis: mesh.shape.get(axis, 1) for axis in buffer.own_axes(leaf)
+                }
                 own_position = {axis: mesh.position.get(axis, 0) for axis in own_sizes}
                 own_index = rank_at(own_position, own_sizes)
                 leaf_seed = first_seed + own_index * total_blocks + first_blocks[leaf.index]
 
                 def fill(
-                    values: torch.Tensor, block: int, source: torch.Generator, seed: int = leaf_seed
+                    values: torch.Tensor,
+                    block: int,
+                    source: torch.Generator,
+                    seed: int = leaf_seed,
                 ) -> None:
                     values.normal_(generator=source.manual_seed(seed + block))
 
@@ -269,7 +278,9 @@ def _is_vector(x: torch.Tensor) -> bool:
 
 
 @untraced
-def broadcast_to_shards(value: Any, plan: Plan, mesh: Mesh) -> dict[str, dict[str, torch.Tensor]]:
+def broadcast_to_shards(
+    value: Any, plan: Plan, mesh: Mesh
+) -> dict[str, dict[str, torch.Tensor]]:
     """Prepare a value that all ranks hold for arithmetic with each shard, differentiably.
 
     Use it for a learned rate in ``shard - rate * grad``, or a scale for each leaf. Where ranks hold
@@ -384,7 +395,9 @@ def _by_path(value: Any, plan: Plan) -> dict[str, torch.Tensor]:
     return by_path
 
 
-def _elements(by_path: dict[str, torch.Tensor], buffer: BufferPlan, mesh: Mesh) -> torch.Tensor:
+def _elements(
+    by_path: dict[str, torch.Tensor], buffer: BufferPlan, mesh: Mesh
+) -> torch.Tensor:
     """Return the elements of whole leaves in this rank's shard of ``buffer``."""
     leaf_pieces = []
     for leaf in buffer.leaves:

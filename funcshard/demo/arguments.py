@@ -30,7 +30,9 @@ def at_least(least: int, most: int = MOST) -> Callable[[str], int]:
         # Why a bound: a size with a few digits too many would take the machine's memory, or not
         # end.
         if number > most:
-            raise argparse.ArgumentTypeError(f"must be at most {most:,}; found {text!r:.40}")
+            raise argparse.ArgumentTypeError(
+                f"must be at most {most:,}; found {text!r:.40}"
+            )
         return number
 
     return parse
@@ -134,7 +136,9 @@ def import_callable(option: str, spec: str) -> Callable[..., Any]:
                 f"{spec}: {error}"
             ) from error
     if not callable(function):
-        raise ValueError(f"{option} {spec} must be callable; found {type(function).__name__}")
+        raise ValueError(
+            f"{option} {spec} must be callable; found {type(function).__name__}"
+        )
     return function
 
 

@@ -33,7 +33,9 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
         help="processes to measure with",
     )
     parser.add_argument(
-        "--gloo", action="store_true", help="communicate through gloo in place of shared memory"
+        "--gloo",
+        action="store_true",
+        help="communicate through gloo in place of shared memory",
     )
     group = parser.add_argument_group("from a step of your own, in place of measuring CPUs")
     group.add_argument(
@@ -101,8 +103,12 @@ def _from_step(options: argparse.Namespace) -> Hardware:
     if options.peak:
         peak = int(options.peak) if options.peak.isdecimal() else options.peak
         fuller = max(1.0, check_bytes("--peak", peak, example="61GiB") / reserved_bytes)
-    source = Source(f"fitted to a step of {options.from_step:g} s by python -m funcshard calibrate")
-    memory_text = f", and leaves {1 - 1 / fuller:.0%} of the memory free" if fuller > 1 else ""
+    source = Source(
+        f"fitted to a step of {options.from_step:g} s by python -m funcshard calibrate"
+    )
+    memory_text = (
+        f", and leaves {1 - 1 / fuller:.0%} of the memory free" if fuller > 1 else ""
+    )
     return dataclasses.replace(
         hardware,
         name=f"{hardware.name}-fitted",
@@ -120,7 +126,8 @@ def _from_step(options: argparse.Namespace) -> Hardware:
 
 def _summary(hardware: Hardware) -> str:
     table_rows = [
-        [f"{name} FLOP/s", f"{flops / 1e9:,.1f} GFLOP/s"] for name, flops in hardware.flops.items()
+        [f"{name} FLOP/s", f"{flops / 1e9:,.1f} GFLOP/s"]
+        for name, flops in hardware.flops.items()
     ]
     table_rows.append(["memory bandwidth", f"{hardware.memory_bandwidth / 1e9:,.1f} GB/s"])
     # Figures that were not measured are left out.
@@ -129,7 +136,9 @@ def _summary(hardware: Hardware) -> str:
         "bandwidth in a training step": hardware.memory_efficiency,
         "bandwidth in the optimizer": hardware.optimizer_efficiency,
     }
-    table_rows += [[name, f"{share:.0%}"] for name, share in measured_shares.items() if share]
+    table_rows += [
+        [name, f"{share:.0%}"] for name, share in measured_shares.items() if share
+    ]
     table_rows += [
         [
             f"{link.kind} on {link.size} ranks",

@@ -58,7 +58,9 @@ def load_corpus(text: str | os.PathLike[str] | None, context: int) -> Corpus:
             f"are held out, and a context of {context} needs {context + 1:,}: pass a longer text, "
             "or a smaller --context"
         )
-    description = f"{title}, {len(text_bytes) / 2**20:.1f} MiB, the last {HELD_OUT:.0%} held out"
+    description = (
+        f"{title}, {len(text_bytes) / 2**20:.1f} MiB, the last {HELD_OUT:.0%} held out"
+    )
     train, valid = torch.frombuffer(text_bytes, dtype=torch.uint8).tensor_split(
         [len(text_bytes) - num_valid]
     )
@@ -76,11 +78,15 @@ def batch(
     # A hash, so that neighbouring steps and ranks draw independent windows.
     digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
-    window_starts = torch.randint(len(data) - context, (size,), generator=generator, device="cpu")
+    window_starts = torch.randint(
+        len(data) - context, (size,), generator=generator, device="cpu"
+    )
     return _cut(data, window_starts, context)
 
 
-def windows(data: torch.Tensor, *, count: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+def windows(
+    data: torch.Tensor, *, count: int, context: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return up to ``count`` windows, evenly spaced, in the form of ``batch``."""
     num_starts = len(data) - context
     count = min(count, num_starts)

@@ -162,7 +162,9 @@ def decoder(config: str | DecoderConfig | GPTConfig, **changes: Any) -> Decoder 
         return GPT(dataclasses.replace(config, **changes))
     if isinstance(config, DecoderConfig):
         return Decoder(dataclasses.replace(config, **changes))
-    raise TypeError(f"decoder takes a name or a DecoderConfig; found {type(config).__name__}")
+    raise TypeError(
+        f"decoder takes a name or a DecoderConfig; found {type(config).__name__}"
+    )
 
 
 class Decoder(nn.Module):
@@ -227,7 +229,9 @@ class GroupedAttention(nn.Module):
         self.wo = _Linear(config.dim, config.dim, std=std)
 
     def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv)
+        )
         q, k = rotate(q, turns), rotate(k, turns)
         return self.wo(attend(q, self.repeated(k), self.repeated(v)))
 
@@ -329,7 +333,9 @@ class Experts(nn.Module):
         weights, chosen = self.router(tokens)
         copies, is_filled = _balanced(chosen, count)
         token_index = copies // per_token
-        expert_inputs = tokens.index_select(0, token_index).unflatten(0, (count, -1)).unbind()
+        expert_inputs = (
+            tokens.index_select(0, token_index).unflatten(0, (count, -1)).unbind()
+        )
         expert_outputs = torch.cat(
             [
                 expert(expert_rows)
@@ -339,7 +345,9 @@ class Experts(nn.Module):
         # Note: a row that no token fills holds a copy of the first token, and counts nothing.
         row_weights = weights.flatten().index_select(0, copies) * is_filled
         weighted_outputs = expert_outputs * row_weights.type_as(expert_outputs)[:, None]
-        out = weighted_outputs.new_zeros(tokens.shape).index_add(0, token_index, weighted_outputs)
+        out = weighted_outputs.new_zeros(tokens.shape).index_add(
+            0, token_index, weighted_outputs
+        )
         if self.shared is not None:
             out = out + self.shared(tokens)
         return out.view_as(x)
@@ -390,15 +398,18 @@ def _balanced(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.T
         sorted_experts, torch.arange(experts, device=flat_chosen.device)
     )
     row_of_expert = (
-        torch.arange(flat_chosen.numel(), device=flat_chosen.device) - first_place[sorted_experts]
+        torch.arange(flat_chosen.numel(), device=flat_chosen.device)
+        - first_place[sorted_experts]
     )
     # Why one more place: all copies beyond an expert's rows are written there, and cut off.
     row_place = torch.where(
-        row_of_expert < num_rows, sorted_experts * num_rows + row_of_expert, experts * num_rows
+        row_of_expert < num_rows,
+        sorted_experts * num_rows + row_of_expert,
+        experts * num_rows,
     )
-    token_copies = torch.full((experts * num_rows + 1,), -1, device=flat_chosen.device).scatter(
-        0, row_place, sorted_order
-    )[:-1]
+    token_copies = torch.full(
+        (experts * num_rows + 1,), -1, device=flat_chosen.device
+    ).scatter(0, row_place, sorted_order)[:-1]
     return token_copies.clamp(min=0), token_copies >= 0
 
 

@@ -19,7 +19,9 @@ say = functools.partial(print, flush=True)
 
 
 @contextmanager
-def progress(title: str, total: int, *, quiet: bool = False, keep: bool = False) -> Iterator[Show]:
+def progress(
+    title: str, total: int, *, quiet: bool = False, keep: bool = False
+) -> Iterator[Show]:
     """Show the progress of a loop of ``total`` turns; yield ``show(done, words)``.
 
     Arguments:
@@ -43,7 +45,9 @@ def progress(title: str, total: int, *, quiet: bool = False, keep: bool = False)
         bars.TextColumn("[dim]left[/dim]"),
         bars.TimeRemainingColumn(),
     )
-    with bars.Progress(*bar_columns, console=console, expand=True, transient=not keep) as drawing:
+    with bars.Progress(
+        *bar_columns, console=console, expand=True, transient=not keep
+    ) as drawing:
         task = drawing.add_task(title, total=total, words="")
         # Note: rich draws in a thread of its own, ten times a second.
         yield lambda done, words: drawing.update(task, completed=done, words=words)

@@ -47,7 +47,9 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         qkv_parts = self.qkv(x).chunk(3, dim=-1)
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv_parts)
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv_parts
+        )
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(out.transpose(1, 2).flatten(2))
 

@@ -60,7 +60,11 @@ class Stop:
 
 
 def launch(
-    job: Callable[..., None], args: tuple[Any, ...] = (), *, ranks: int = 2, replicate: int = 1
+    job: Callable[..., None],
+    args: tuple[Any, ...] = (),
+    *,
+    ranks: int = 2,
+    replicate: int = 1,
 ) -> int:
     """Run ``job(mesh, stop, *args)`` on every rank and return the command's exit code.
 
@@ -95,7 +99,10 @@ def _here(job: Callable[..., None], args: tuple[Any, ...], shape: Mapping[str, i
     # terminal.
     with _on_signal(twice_ends=not is_torchrun) as stop:
         try:
-            if is_torchrun and os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+            if (
+                is_torchrun
+                and os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+            ):
                 _use_loopback()
             job(fs.init_mesh(shape), stop, *args)
             if dist.is_initialized():
@@ -103,12 +110,18 @@ def _here(job: Callable[..., None], args: tuple[Any, ...], shape: Mapping[str, i
         except KeyboardInterrupt:
             return STOPPED
         except Exception as error:
-            print(_failure(int(os.environ.get("RANK", "0")), error), file=sys.stderr, flush=True)
+            print(
+                _failure(int(os.environ.get("RANK", "0")), error),
+                file=sys.stderr,
+                flush=True,
+            )
             return 1
     return stop.exit_code
 
 
-def _spawn(job: Callable[..., None], args: tuple[Any, ...], shape: Mapping[str, int]) -> int:
+def _spawn(
+    job: Callable[..., None], args: tuple[Any, ...], shape: Mapping[str, int]
+) -> int:
     world = math.prod(shape.values())
     say(f"Starting {world} processes …")
     processes: list[Any] = []
@@ -230,7 +243,9 @@ def _wait(processes: list[Any], folder: Path) -> str:
         }
         if failed_ranks or None not in exit_codes:
             break
-        multiprocessing.connection.wait([p.sentinel for p in processes if p.exitcode is None])
+        multiprocessing.connection.wait(
+            [p.sentinel for p in processes if p.exitcode is None]
+        )
     for rank, code in failed_ranks.items():
         if code < 0:  # a killed rank writes no file, and ranks that fail because of it do
             hint = " (out of memory?)" if -code == signal.SIGKILL else ""
@@ -251,13 +266,19 @@ def _failure(rank: int, error: BaseException) -> str:
     if not os.environ.get("FUNCSHARD_TRACEBACK"):
         trace_lines = ["FUNCSHARD_TRACEBACK=1 in the environment shows the traceback"]
     last_frame = traceback.extract_tb(error.__traceback__)[-1]
-    error_place = f"{Path(last_frame.filename).name}:{last_frame.lineno}, in {last_frame.name}"
-    title = f"funcshard: rank {rank} failed: {type(error).__name__}: {error} ({error_place})"
+    error_place = (
+        f"{Path(last_frame.filename).name}:{last_frame.lineno}, in {last_frame.name}"
+    )
+    title = (
+        f"funcshard: rank {rank} failed: {type(error).__name__}: {error} ({error_place})"
+    )
     return "\n".join([title, *trace_lines])
 
 
 @contextmanager
-def _on_signal(processes: Sequence[Any] = (), *, twice_ends: bool = False) -> Iterator[Stop]:
+def _on_signal(
+    processes: Sequence[Any] = (), *, twice_ends: bool = False
+) -> Iterator[Stop]:
     """Yield what SIGINT and SIGTERM request, of ``processes`` too.
 
     With ``twice_ends``, you are told so, and the second signal raises ``KeyboardInterrupt``.

@@ -60,10 +60,21 @@ from funcshard.planning import (
 
 # Options with their defaults: those that a search chooses, that an estimate needs, and that a plan
 # without a search takes.
-_CHOSEN = {"replicate": 1, "strategy": STRATEGIES[0], "bucket_bytes": "auto", "remat": False}
+_CHOSEN = {
+    "replicate": 1,
+    "strategy": STRATEGIES[0],
+    "bucket_bytes": "auto",
+    "remat": False,
+}
 _OF_ESTIMATE = {"budget": None, "compare": None, "auto": False}
 _WITHOUT_PATH = {**_CHOSEN, "auto": False, "model": None, "units": None}
-_OF_TRAINING = {"lora": None, "dpo": False, "inputs": None, "compare": None, "optimizer": "adamw"}
+_OF_TRAINING = {
+    "lora": None,
+    "dpo": False,
+    "inputs": None,
+    "compare": None,
+    "optimizer": "adamw",
+}
 
 
 def _bucket_bytes(text: str) -> int | str:
@@ -175,7 +186,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="optimizer that updates the shards (default: %(default)s)",
     )
     group.add_argument(
-        "--remat", action="store_true", help="compute all units but the root again in backward"
+        "--remat",
+        action="store_true",
+        help="compute all units but the root again in backward",
     )
     group.add_argument(
         "--auto", action="store_true",
@@ -205,8 +218,12 @@ def plan_command(options: argparse.Namespace) -> int:
         if options.json and shown_plans
         else "\n\n".join(map(str, shown_items))
     )
-    shown_reports = [report for report in shown_items if isinstance(report, Report | Infeasible)]
-    return int(bool(options.budget or options.auto) and not all(r.fits for r in shown_reports))
+    shown_reports = [
+        report for report in shown_items if isinstance(report, Report | Infeasible)
+    ]
+    return int(
+        bool(options.budget or options.auto) and not all(r.fits for r in shown_reports)
+    )
 
 
 def _whole_run(options: argparse.Namespace) -> int:
@@ -218,7 +235,10 @@ def _whole_run(options: argparse.Namespace) -> int:
     if len(answers) > 1:
         results = [json.loads(answer.json) for answer in answers]
         shown = [_sweep_table(Path(options.path).stem, results)]
-        answer_json, answer_text = json.dumps(results, indent=2, ensure_ascii=False), str(shown[0])
+        answer_json, answer_text = (
+            json.dumps(results, indent=2, ensure_ascii=False),
+            str(shown[0]),
+        )
     if options.html:
         _write_page(Path(options.html), shown)
     print(answer_json if options.json else answer_text)
@@ -308,7 +328,9 @@ def _comparison(path: str, run: fs.RunPlan, hardware: Hardware) -> Any:
     """Return the comparison of a run with the plan in a file, for the same batch."""
     plan, remat = _compared(path, run.plan)
     options: dict[str, Any] = {**run.report.options, "remat": remat}
-    return fs.compare(fs.estimate(run.profile, plan, hardware=hardware, **options), run.report)
+    return fs.compare(
+        fs.estimate(run.profile, plan, hardware=hardware, **options), run.report
+    )
 
 
 def _check_together(options: argparse.Namespace) -> None:
@@ -336,7 +358,11 @@ def _check_together(options: argparse.Namespace) -> None:
         rules = [
             (True, _WITHOUT_PATH, "PATH finds the plan itself; found {}: " + remedy),
             (options.generate, _OF_TRAINING, "--generate doesn't train: leave out {}"),
-            (several, {"compare": None}, "{} compares one run: pass one --seq and one --batch"),
+            (
+                several,
+                {"compare": None},
+                "{} compares one run: pass one --seq and one --batch",
+            ),
         ]
         if options.ranks % options.tensor:
             raise ValueError(
@@ -440,7 +466,9 @@ def _compared(path: str, plan: fs.Plan) -> tuple[fs.Plan, Sequence[str]]:
     shapes_here = {leaf.path: list(leaf.whole_shape) for leaf in plan.leaves}
     shapes_there = {leaf.path: list(leaf.whole_shape) for leaf in read_plan.leaves}
     for name in {**shapes_here, **shapes_there}:
-        here, there = (shapes.get(name, "missing") for shapes in (shapes_here, shapes_there))
+        here, there = (
+            shapes.get(name, "missing") for shapes in (shapes_here, shapes_there)
+        )
         if here != there:
             raise ValueError(
                 f"--compare must be a plan of the same model; found {path}: {name!r} is {there} "
@@ -481,7 +509,11 @@ def _pictures(shown: list[Any]) -> list[str]:
         return []
     plans = [item for item in shown if isinstance(item, fs.Plan)]
     reports = [item for item in shown if isinstance(item, Report)]
-    figures = [*map(draw_holdings, plans), *map(draw_memory, reports), *map(draw_timeline, reports)]
+    figures = [
+        *map(draw_holdings, plans),
+        *map(draw_memory, reports),
+        *map(draw_timeline, reports),
+    ]
     return list(map(_image, figures))
 
 

@@ -20,7 +20,9 @@ from funcshard.demo.display import Show, progress, say
 from funcshard.demo.gpt import GPT, GPTConfig
 from funcshard.demo.launch import Stop
 
-Model = Callable[[torch.Tensor], torch.Tensor]  # bytes to logits; all ranks must call it together
+Model = Callable[
+    [torch.Tensor], torch.Tensor
+]  # bytes to logits; all ranks must call it together
 
 WINDOWS = 64  # number of windows of held-out text, over all ranks
 TEMPERATURE = 0.8  # of samples: a lower one makes likely bytes likelier
@@ -79,7 +81,9 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
     is_first, config, out = mesh.rank == 0, settings.config, Path(settings.out).resolve()
     tell: Callable[..., None] = say if is_first else lambda *_: None
     corpus = load_corpus(settings.text, config.context)
-    torch.manual_seed(settings.seed)  # every rank draws the same parameters and keeps its shards
+    torch.manual_seed(
+        settings.seed
+    )  # every rank draws the same parameters and keeps its shards
     apply, params, buffers = fs.make_functional(GPT(config))
     plan = fs.make_plan(params, mesh, units=settings.units, strategy=settings.strategy)
     if is_first:
@@ -149,7 +153,9 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
                 size=settings.batch,
                 context=config.context,
             )
-            state, step_metrics = step(state, (inputs.to(mesh.device), targets.to(mesh.device)))
+            state, step_metrics = step(
+                state, (inputs.to(mesh.device), targets.to(mesh.device))
+            )
             values = meter(state, step_metrics)
             losses.append(values["loss"])
             show(
@@ -177,7 +183,12 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
     sample_length = 60 if stop.happened else 200
     with progress("Sampling", sample_length, quiet=not is_first) as show:
         sample_text = sample(
-            model, mesh, length=sample_length, context=config.context, seed=settings.seed, show=show
+            model,
+            mesh,
+            length=sample_length,
+            context=config.context,
+            seed=settings.seed,
+            show=show,
         )
     if not is_first:
         return
@@ -297,8 +308,15 @@ def sample(
     for sample_index in range(length):
         logits = model(torch.tensor([written_bytes[-context:]], device=mesh.device))[0, -1]
         next_probabilities = (logits.float().cpu() / TEMPERATURE).softmax(0)
-        written_bytes.append(int(torch.multinomial(next_probabilities, 1, generator=generator)))
+        written_bytes.append(
+            int(torch.multinomial(next_probabilities, 1, generator=generator))
+        )
         show(sample_index + 1, "")
-    text = bytes(written_bytes[1:]).decode(errors="replace").replace("\ufffd", "·").expandtabs(4)
+    text = (
+        bytes(written_bytes[1:])
+        .decode(errors="replace")
+        .replace("\ufffd", "·")
+        .expandtabs(4)
+    )
     # A terminal would obey control characters.
     return "".join(c if c.isprintable() or c == "\n" else "·" for c in text)

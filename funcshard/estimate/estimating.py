@@ -117,7 +117,10 @@ def estimate(
     # Why: an estimate makes thousands of small objects, and a garbage collection between takes
     # longer than it does.
     with without_collection():
-        held_optimizer, used_schedule = optimizer_memory(optimizer), schedule or make_schedule(plan)
+        held_optimizer, used_schedule = (
+            optimizer_memory(optimizer),
+            schedule or make_schedule(plan),
+        )
         if transform is not None:
             simulation = simulate_operator(
                 profile,
@@ -209,7 +212,9 @@ def _accumulation(accumulate: int | Accumulation) -> Accumulation:
 def _check_model_axes(plan: Plan) -> None:
     """Raise if every rank along the model axes holds the whole model."""
     model_axes = [axis for axis, size in plan.model_axes if size > 1]
-    cut_axes = {axis for unit in plan.unit_list for buffer in unit.buffers for axis in buffer.local}
+    cut_axes = {
+        axis for unit in plan.unit_list for buffer in unit.buffers for axis in buffer.local
+    }
     if model_axes and cut_axes.isdisjoint(model_axes):
         raise ValueError(
             "estimate needs a plan that cuts leaves along its model axes; found no leaf that is local "

@@ -20,4 +20,12 @@ from funcshard.graph.memory import StepCost, StepMemory
 from funcshard.graph.step_graph import StepGraph
 from funcshard.graph.traced import Traced, trace
 
-__all__ = ["StepCost", "StepGraph", "StepMemory", "Traced", "load_traced", "passes", "trace"]
+__all__ = [
+    "StepCost",
+    "StepGraph",
+    "StepMemory",
+    "Traced",
+    "load_traced",
+    "passes",
+    "trace",
+]

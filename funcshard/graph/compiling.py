@@ -44,7 +44,12 @@ _compiling = threading.RLock()
 Backend = str | Callable[..., Any]
 
 # One fast kernel for many tensors, which a compiler would write less well.
-_FUSED = ("aten::_fused_adamw_", "aten::_fused_adam_", "aten::_fused_sgd_", "aten::_fused_adagrad_")
+_FUSED = (
+    "aten::_fused_adamw_",
+    "aten::_fused_adam_",
+    "aten::_fused_sgd_",
+    "aten::_fused_adagrad_",
+)
 # Sums in the order of an index, which compilers give to several threads in no fixed order.
 # Parts of their names, because each of them has variants that write in place or check nothing.
 _SCATTERED = (
@@ -146,8 +151,13 @@ class Cut:
         # Note: a compiler has other random numbers, and one code for each shape.
         if _UNCOMPILED_TAGS & set(target.tags):
             return False
-        result_leaves = [leaf for leaf in tree.leaves(node.meta.get("val")) if leaf is not None]
-        if any(not isinstance(leaf, torch.Tensor) or leaf.is_complex() for leaf in result_leaves):
+        result_leaves = [
+            leaf for leaf in tree.leaves(node.meta.get("val")) if leaf is not None
+        ]
+        if any(
+            not isinstance(leaf, torch.Tensor) or leaf.is_complex()
+            for leaf in result_leaves
+        ):
             return False
         # Note: a compiler would bake a number in, such as the learning rate of this step.
         return not any(map(_is_number, node.all_input_nodes))
@@ -207,17 +217,23 @@ class Cut:
 
     def _inputs(self, nodes: list[fx.Node]) -> list[fx.Node]:
         inside = set(nodes)
-        outside_nodes = [n for node in nodes for n in node.all_input_nodes if n not in inside]
+        outside_nodes = [
+            n for node in nodes for n in node.all_input_nodes if n not in inside
+        ]
         # Note: several views of one tensor are one input.
         base_nodes = dict.fromkeys(map(self.behind, outside_nodes))
         return [base for base in base_nodes if base not in inside]
 
     def _is_worth(self, region: Region) -> bool:
-        input_storages = [storage for node in region.inputs for storage in self._storages.of[node]]
+        input_storages = [
+            storage for node in region.inputs for storage in self._storages.of[node]
+        ]
         # Why: Inductor assumes that a write to one input changes no other.
         if len(set(input_storages)) < len(input_storages):
             return False
-        if not all(isinstance(node.meta.get("val"), torch.Tensor) for node in region.inputs):
+        if not all(
+            isinstance(node.meta.get("val"), torch.Tensor) for node in region.inputs
+        ):
             return False
         return sum(node.target is not operator.getitem for node in region.nodes) >= _LEAST
 
@@ -343,16 +359,21 @@ class CompilingBind:
         region_graphs = {
             step: region_graph(step, cut) for step in cut.steps if isinstance(step, Region)
         }
-        code_of_region = {region: region_text(graph) for region, graph in region_graphs.items()}
+        code_of_region = {
+            region: region_text(graph) for region, graph in region_graphs.items()
+        }
         # Note: equal texts mean equal code, so one compiled function serves all of them.
-        graph_by_text = {code_of_region[region]: graph for region, graph in region_graphs.items()}
+        graph_by_text = {
+            code_of_region[region]: graph for region, graph in region_graphs.items()
+        }
         unique_texts = list(graph_by_text)
         # Why rotated: ranks that compile at once find each other's results in Inductor's cache.
         first_index = len(unique_texts) * mesh.rank // mesh.world_size
         for region_code in unique_texts[first_index:] + unique_texts[:first_index]:
             self._compile(region_code, graph_by_text[region_code])
         calls = {
-            region: self._compiled[region_code] for region, region_code in code_of_region.items()
+            region: self._compiled[region_code]
+            for region, region_code in code_of_region.items()
         }
         graph = _schedule(step_graph, mesh, cut, calls)
         return fx.GraphModule(dict(step_graph.constants), graph).forward
@@ -362,7 +383,9 @@ class CompilingBind:
         dim_of_name: dict[str, tuple[int, int]] = {}  # an input of the graph, and its dim
         for input_index, leaf_index in enumerate(step_graph.inputs):
             leaf_facts: Any = step_graph.signature.leaves[leaf_index]
-            for dim, size in enumerate(leaf_facts[0]) if isinstance(leaf_facts, tuple) else ():
+            for dim, size in (
+                enumerate(leaf_facts[0]) if isinstance(leaf_facts, tuple) else ()
+            ):
                 if isinstance(size, str):
                     dim_of_name.setdefault(size, (input_index, dim))
 
@@ -393,7 +416,9 @@ class CompilingBind:
             start_time = time.perf_counter()
             # Note: a region takes all tensors as inputs, so its module has no attributes.
             region_module = fx.GraphModule(torch.nn.Module(), graph)
-            example_inputs = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+            example_inputs = [
+                node.meta["val"] for node in graph.find_nodes(op="placeholder")
+            ]
             run: Boxed
             if isinstance(self.backend, str):
                 run = inductor(region_module, example_inputs)
@@ -426,7 +451,9 @@ def _with_fixed_sizes(step_graph: StepGraph, sizes: Mapping[str, int]) -> StepGr
 # --- the calls of a step --------------------------------------------------------------------------
 
 
-def _schedule(step_graph: StepGraph, mesh: Mesh, cut: Cut, calls: dict[Region, Boxed]) -> fx.Graph:
+def _schedule(
+    step_graph: StepGraph, mesh: Mesh, cut: Cut, calls: dict[Region, Boxed]
+) -> fx.Graph:
     storages = GraphStorages.find(step_graph.graph)
     graph = fx.Graph()
     copy_of = dict[fx.Node, fx.Node]()
@@ -437,7 +464,9 @@ def _schedule(step_graph: StepGraph, mesh: Mesh, cut: Cut, calls: dict[Region, B
             boxed_inputs = graph.call_function(_boxed, tuple(map(copy, step.inputs)))
             region_call = graph.call_function(calls[step], (boxed_inputs,))
             for output_index, node in enumerate(step.outputs):
-                copy_of[node] = graph.call_function(operator.getitem, (region_call, output_index))
+                copy_of[node] = graph.call_function(
+                    operator.getitem, (region_call, output_index)
+                )
                 copy_of[node].meta["val"] = node.meta["val"]
         else:
             copy_of[step] = graph.node_copy(step, copy)

@@ -32,7 +32,9 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     if not operator_name(node.target) or not writes_inputs(node.target):
         return []
     written_nodes: list[fx.Node] = []
-    fx.node.map_arg(written_arguments(node.target, node.args, node.kwargs), written_nodes.append)
+    fx.node.map_arg(
+        written_arguments(node.target, node.args, node.kwargs), written_nodes.append
+    )
     return written_nodes
 
 
@@ -51,7 +53,9 @@ def draws_numbers(node: fx.Node) -> bool:
     """Return whether a node uses or sets the random number generator."""
     if collective_of(node) in ("random_state", "set_random_state"):
         return True
-    return bool(operator_name(node.target)) and is_random(node.target, node.args, node.kwargs)
+    return bool(operator_name(node.target)) and is_random(
+        node.target, node.args, node.kwargs
+    )
 
 
 def is_pure(node: fx.Node) -> bool:
@@ -146,7 +150,9 @@ def check_order(graph: fx.Graph, before: fx.Graph) -> None:
     kept_nodes = [node for node in before.nodes if node.name in new_position]
     for first, second in pairwise(filter(communicates, kept_nodes)):
         if new_position[first.name] >= new_position[second.name]:
-            raise ValueError(f"collectives are in another order: {second} comes before {first}")
+            raise ValueError(
+                f"collectives are in another order: {second} comes before {first}"
+            )
     # Why of the graph before: what a pass added has no order to keep.
     needed_before = dependencies(before, GraphStorages.find(before))
     for node in kept_nodes:

@@ -123,10 +123,14 @@ def _traced(
                 "file cannot hold; found a step without one, or none: pass "
                 "load_traced(path, mesh, step=step) with the step that was traced"
             )
-    step_graphs = [graph_from(recording, mesh.device, schedules) for recording in recordings]
+    step_graphs = [
+        graph_from(recording, mesh.device, schedules) for recording in recordings
+    ]
     fixed_reason = ""
     if step is None:
-        fixed_reason = "it was loaded without its step: pass load_traced(path, mesh, step=step)"
+        fixed_reason = (
+            "it was loaded without its step: pass load_traced(path, mesh, step=step)"
+        )
     elif facts["changes"]:
         fixed_reason = (
             "passes changed its graphs before it was saved, and a new one would lack them: trace "
@@ -135,7 +139,9 @@ def _traced(
     return Traced(
         used_step,
         mesh,
-        by_signature(Entry(step_graph, bind(step_graph, mesh)) for step_graph in step_graphs),
+        by_signature(
+            Entry(step_graph, bind(step_graph, mesh)) for step_graph in step_graphs
+        ),
         _fixed=fixed_reason,
         _earlier=facts["changes"],
         _names=NamedSizes(facts["dynamic_shapes"]),

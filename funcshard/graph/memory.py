@@ -25,7 +25,12 @@ from funcshard._utils.torch_operators import (
 )
 from funcshard._utils.torch_private import storage_id
 from funcshard._utils.tree import tensors_in
-from funcshard.graph.step_graph import StepGraph, arguments_of, collective_of, is_unit_gather
+from funcshard.graph.step_graph import (
+    StepGraph,
+    arguments_of,
+    collective_of,
+    is_unit_gather,
+)
 from funcshard.plan import Event
 
 
@@ -68,7 +73,9 @@ class GraphStorages:
                     graph_storages._add(storage, node, tensor.untyped_storage().nbytes())
             # Note: several results may be views of one storage.
             of[node] = tuple(dict.fromkeys(own_storages))
-            for storage in graph_storages.under((node, *node.all_input_nodes, *held_until(node))):
+            for storage in graph_storages.under(
+                (node, *node.all_input_nodes, *held_until(node))
+            ):
                 # Note: the maker is no user, so that a storage without users is free at once.
                 if made_by[storage] is not node:
                     graph_storages.users[storage].append(node)
@@ -204,11 +211,21 @@ class StepMemory(Shown):
     at: str
 
     def _parts(self) -> list[Part]:
-        attribute_names = ("arguments", "outputs", "donated", "temporary", "peak", "peak_gathered")
+        attribute_names = (
+            "arguments",
+            "outputs",
+            "donated",
+            "temporary",
+            "peak",
+            "peak_gathered",
+        )
         rows = [
-            [name.replace("_", " "), table.size(getattr(self, name))] for name in attribute_names
+            [name.replace("_", " "), table.size(getattr(self, name))]
+            for name in attribute_names
         ]
-        return [Table(f"Memory of a step; the peak is at {self.at}", ["what", "bytes"], rows)]
+        return [
+            Table(f"Memory of a step; the peak is at {self.at}", ["what", "bytes"], rows)
+        ]
 
 
 def memory_of(step_graph: StepGraph) -> StepMemory:
@@ -223,7 +240,10 @@ def memory_of(step_graph: StepGraph) -> StepMemory:
     output_node = step_graph.graph.output_node()
     returned_storages = storages.under(output_node.all_input_nodes)
     bytes_of = storages.bytes.__getitem__
-    argument_bytes, temporary_bytes = sum(map(bytes_of, input_storages)), live_bytes[peak_node]
+    argument_bytes, temporary_bytes = (
+        sum(map(bytes_of, input_storages)),
+        live_bytes[peak_node],
+    )
     return StepMemory(
         arguments=argument_bytes,
         outputs=sum(map(bytes_of, returned_storages)),
@@ -347,7 +367,9 @@ def _owners(graph: fx.Graph) -> dict[fx.Node, str]:
         event = node.meta.get("event")
         # Note: gathered buffers are parameters, reduced ones gradients.
         if event is not None and event.unit is not None:
-            (unit_of_params if event.kind == "all_gather" else unit_of_grads)[storage] = event.unit
+            (unit_of_params if event.kind == "all_gather" else unit_of_grads)[storage] = (
+                event.unit
+            )
         elif node.meta.get("unit") is not None:
             unit_of_params[storage] = node.meta["unit"]
     owner_of_node = {}
@@ -355,7 +377,9 @@ def _owners(graph: fx.Graph) -> dict[fx.Node, str]:
         if collective_of(node) not in ("", "wait"):
             continue
         unit_of = (
-            unit_of_params | unit_of_grads if node.meta.get("phase") == "update" else unit_of_params
+            unit_of_params | unit_of_grads
+            if node.meta.get("phase") == "update"
+            else unit_of_params
         )
         read_storages = storages.under(node.all_input_nodes)
         units = {unit_of[storage] for storage in read_storages if storage in unit_of}

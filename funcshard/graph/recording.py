@@ -45,7 +45,9 @@ from funcshard.train import DONATED_STATE, is_donated
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
 
-def record(step: Step, state: Any, batch: Any, names: Mapping[int, Any]) -> tuple[StepGraph, Any]:
+def record(
+    step: Step, state: Any, batch: Any, names: Mapping[int, Any]
+) -> tuple[StepGraph, Any]:
     """Return the graph of one step, and a state after it, without data; raise as ``trace`` does.
 
     Arguments:
@@ -125,13 +127,17 @@ def record(step: Step, state: Any, batch: Any, names: Mapping[int, Any]) -> tupl
         start.meta["event"] = event
     # Note: by identity, because the shards of two units may be equal.
     unit_of_leaf = {
-        id(leaf): unit for unit, shard in state.shards.items() for leaf in tree.leaves(shard)
+        id(leaf): unit
+        for unit, shard in state.shards.items()
+        for leaf in tree.leaves(shard)
     }
     placeholders = graph.find_nodes(op="placeholder")
     for node, leaf_index in zip(placeholders, input_leaves, strict=True):
         unit = unit_of_leaf.get(id(leaves[leaf_index]))
         node.meta.update(path=leaf_paths[leaf_index], unit=unit)
-    signature = signature_of(leaves, form, in_state, names)._replace(conditions=conditions.texts)
+    signature = signature_of(leaves, form, in_state, names)._replace(
+        conditions=conditions.texts
+    )
     state_after = step_facts.pop("after")
     if names:
         # Why first: a recording whose state grows with the batch would be recorded again in each
@@ -184,7 +190,9 @@ def _check_after(state: Any, sizes: Mapping[str, int]) -> None:
 def _variables(step: Step) -> dict[tuple[str, str, int], Any]:
     """Return the numbers, flags and texts that functions of the optimizer captured."""
     captured_values = captured(getattr(step, "optimizer", None))
-    functions = [value for value in captured_values if isinstance(value, types.FunctionType)]
+    functions = [
+        value for value in captured_values if isinstance(value, types.FunctionType)
+    ]
     captured_before = {}
     for function_index, function in enumerate(functions):
         owner_name = f"{function.__module__}.{function.__qualname__}"
@@ -197,10 +205,13 @@ def _variables(step: Step) -> dict[tuple[str, str, int], Any]:
 def _where(error: BaseException) -> str:
     """Return the last place in the user's code that an error passed."""
     library_folders = tuple(
-        os.path.dirname(path) + os.sep for path in (str(torch.__file__), os.path.dirname(__file__))
+        os.path.dirname(path) + os.sep
+        for path in (str(torch.__file__), os.path.dirname(__file__))
     )
     code_frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
-    user_frames = [frame for frame in code_frames if not frame.filename.startswith(library_folders)]
+    user_frames = [
+        frame for frame in code_frames if not frame.filename.startswith(library_folders)
+    ]
     if not user_frames:
         return f"in torch: {error}"
     return f"in {os.path.basename(user_frames[-1].filename)}, line {user_frames[-1].lineno}"
@@ -241,10 +252,14 @@ class _Guard(TorchDispatchMode):
         # Whether the step draws numbers again, from a state that the graph sets.
         self._set_back = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         argument_leaves = tree.leaves((args, kwargs))
-        given_tensors = [value for value in argument_leaves if isinstance(value, torch.Tensor)]
+        given_tensors = [
+            value for value in argument_leaves if isinstance(value, torch.Tensor)
+        ]
         if any(hasattr(value, "__tensor_flatten__") for value in given_tensors):
             # Such as a DTensor: it runs the operations of its parts, which come here again.
             return NotImplemented

@@ -55,7 +55,9 @@ def lower(
     elif operation_name:
         # Note: unit, axis and label are known now; only data, and the source of a broadcast, are
         # arguments.
-        copy.target = _start_of(node, operation_name, mesh, donated=_is_free(node, storages))
+        copy.target = _start_of(
+            node, operation_name, mesh, donated=_is_free(node, storages)
+        )
         copy.args, copy.kwargs = copy.args[: 2 if operation_name == "broadcast" else 1], {}
 
 
@@ -76,7 +78,9 @@ def _wait(pending: Any) -> Any:
 def _number(function: Callable[[int], float], is_tensor: bool) -> Callable[[int], Any]:
     def number(steps: int) -> Any:
         value = float(function(steps))
-        return torch.tensor(value, dtype=torch.float64, device="cpu") if is_tensor else value
+        return (
+            torch.tensor(value, dtype=torch.float64, device="cpu") if is_tensor else value
+        )
 
     return number
 

@@ -86,7 +86,9 @@ def read_file(path: Path) -> tuple[dict[str, Any], list[Any]]:
     """Return the facts and the graphs of a file; the facts have its ``"digest"`` too."""
     first_part, _, file_rest = read_regular(path).partition(b"\n")
     try:
-        first_line = file_data.table("its first line", file_data.parse(first_part), ("format",))
+        first_line = file_data.table(
+            "its first line", file_data.parse(first_part), ("format",)
+        )
     except ValueError:
         raise ValueError(
             f"{path} is not a file of Traced.save; found {first_part[:40]!r} in its first line"
@@ -107,14 +109,22 @@ def read_file(path: Path) -> tuple[dict[str, Any], list[Any]]:
         file_facts = file_data.table("its second line", file_data.parse(facts))
         return file_facts | {"digest": digest}, file_data.parse(kind_texts)
     except ValueError as error:
-        raise ValueError(f"{path} cannot be read: {error}; save the traced step again") from None
+        raise ValueError(
+            f"{path} cannot be read: {error}; save the traced step again"
+        ) from None
 
 
 # --- all ranks ------------------------------------------------------------------------------------
 
 
 def save_together(
-    path: Path, facts: dict[str, Any], text: str, collectives: str, mesh: Mesh, *, error: str = ""
+    path: Path,
+    facts: dict[str, Any],
+    text: str,
+    collectives: str,
+    mesh: Mesh,
+    *,
+    error: str = "",
 ) -> None:
     """Write one file for all ranks, which all call this; raise if they differ, or one has an error.
 
@@ -124,7 +134,9 @@ def save_together(
     """
     # Why digests: texts of many MiB are sent only if they differ.
     own_report = [error, text_digest(json.dumps([facts, collectives])), text_digest(text)]
-    rank_reports = map(json.loads, all_gather_texts(mesh, json.dumps(own_report), "a saved step"))
+    rank_reports = map(
+        json.loads, all_gather_texts(mesh, json.dumps(own_report), "a saved step")
+    )
     rank_errors, fact_digests, text_digests = zip(*rank_reports, strict=True)
     for rank in range(mesh.world_size):
         if rank_errors[rank]:
@@ -161,7 +173,9 @@ _NUMBER_ITEM = "funcshard::number.item"  # the number itself, and no tensor
 _OF_INPUTS = ("path", "unit")  # notes for the text of a graph
 
 
-def _graph_to(step_graph: StepGraph, schedules: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
+def _graph_to(
+    step_graph: StepGraph, schedules: Mapping[str, Callable[..., Any]]
+) -> dict[str, Any]:
     """Return a graph as JSON; ``graph_from`` is the inverse."""
     nodes, signature = list(step_graph.graph.nodes), step_graph.signature
     node_names = {node: f"%{node.name}" for node in nodes}
@@ -203,7 +217,13 @@ def graph_from(
     }
     graph = _graph_from(data["nodes"], device, list(constants))
     # Note: this runs all operations on tensors without data, so it also checks that they fit.
-    fill_in(graph, [signature.leaves[i] for i in inputs], data["sizes"], data["memory"], constants)
+    fill_in(
+        graph,
+        [signature.leaves[i] for i in inputs],
+        data["sizes"],
+        data["memory"],
+        constants,
+    )
     return StepGraph(
         graph=graph,
         signature=signature,
@@ -271,7 +291,9 @@ def _nodes_to(
             yield ["phase", phase]
         operation, args, kwargs, event = node.op, node.args, node.kwargs, ()
         if node.op == "placeholder":
-            kwargs = {key: node.meta[key] for key in _OF_INPUTS if node.meta.get(key) is not None}
+            kwargs = {
+                key: node.meta[key] for key in _OF_INPUTS if node.meta.get(key) is not None
+            }
         elif node.op == "get_attr":
             args = (constant_names.index(str(node.target)),)
         elif node.op == "call_function":
@@ -297,12 +319,16 @@ def _graph_from(data: Any, device: torch.device, constant_names: list[str]) -> f
         defaults: list[Any] = [(), {}, ()]
         args_data, kwargs_data, event = node_fields + defaults[len(node_fields) :]
         args = tuple(decoded(argument, nodes_by_name, device) for argument in args_data)
-        kwargs = {key: decoded(item, nodes_by_name, device) for key, item in kwargs_data.items()}
+        kwargs = {
+            key: decoded(item, nodes_by_name, device) for key, item in kwargs_data.items()
+        }
         # Note: fx makes an identifier of a node's name. Names of variables in the code that it runs
         # must not come from a file otherwise.
         if operation == "placeholder":
             node = graph.create_node(operation, f"input{len(nodes_by_name)}", name=name[1:])
-            node.meta.update((key, note) for key, note in kwargs.items() if key in _OF_INPUTS)
+            node.meta.update(
+                (key, note) for key, note in kwargs.items() if key in _OF_INPUTS
+            )
         elif operation == "get_attr":
             node = graph.create_node(operation, constant_names[args[0]], name=name[1:])
         else:
@@ -311,7 +337,9 @@ def _graph_from(data: Any, device: torch.device, constant_names: list[str]) -> f
             if event:
                 node.meta["event"] = Event(*event)
             if operation == _NUMBER_ITEM:
-                node.meta["val"] = 0.0  # for fill_in, which takes the number out of the tensor
+                node.meta["val"] = (
+                    0.0  # for fill_in, which takes the number out of the tensor
+                )
             if phase_name is not None:
                 node.meta["phase"] = phase_name
         nodes_by_name[name] = node
@@ -371,7 +399,12 @@ _NAMED: dict[str, dict[str, Any]] = {
     "layout": {"strided": torch.strided},
     "memory_format": {
         name: getattr(torch, name)
-        for name in ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
+        for name in (
+            "contiguous_format",
+            "preserve_format",
+            "channels_last",
+            "channels_last_3d",
+        )
     },
     "float": {"inf": math.inf, "-inf": -math.inf, "nan": math.nan},
 }

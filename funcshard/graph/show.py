@@ -47,7 +47,9 @@ def graph_html(step_graph: StepGraph) -> str:
     inputs = [*_inputs(step_graph, names), *_sizes(step_graph)]
     detail_parts = [_details("inputs", len(inputs), [], "\n".join(inputs))]
     for section in sections_of(step_graph.graph):
-        lines = [_line(node, names) for node in section.nodes if collective_of(node) in _ARROWS]
+        lines = [
+            _line(node, names) for node in section.nodes if collective_of(node) in _ARROWS
+        ]
         detail_parts.append(
             _details(_title(section), len(section.nodes), lines, _body(section, names))
         )
@@ -94,7 +96,11 @@ def _sizes(step_graph: StepGraph) -> list[str]:
 
 
 def _title(section: Section) -> str:
-    return section.phase if section.unit is None else f"{section.phase} {section.unit or '(root)'}"
+    return (
+        section.phase
+        if section.unit is None
+        else f"{section.phase} {section.unit or '(root)'}"
+    )
 
 
 def _body(section: Section, names: dict[fx.Node, str]) -> str:
@@ -108,7 +114,9 @@ def _results(step_graph: StepGraph, names: dict[fx.Node, str]) -> str:
 
 def _line_without_names(node: fx.Node) -> str:
     """Return the line of a node with forms in place of names."""
-    form_of_node = {used: _form(used.meta.get("val")) for used in (node, *node.all_input_nodes)}
+    form_of_node = {
+        used: _form(used.meta.get("val")) for used in (node, *node.all_input_nodes)
+    }
     if collective_of(node) in _ARROWS:
         return _arrow(node)
     return _line(node, form_of_node).partition(":")[2]
@@ -125,7 +133,9 @@ def _line(node: fx.Node, names: dict[fx.Node, str]) -> str:
         operation_name = getattr(node.target, "__name__", str(node.target))
     operand_texts = [_operand(operand, names) for operand in node.args]
     operand_texts += [
-        f"{key}={_operand(value, names)}" for key, value in node.kwargs.items() if value is not None
+        f"{key}={_operand(value, names)}"
+        for key, value in node.kwargs.items()
+        if value is not None
     ]
     return f"{result_text} {operation_name} {' '.join(operand_texts)}".rstrip()
 
@@ -197,7 +207,9 @@ class StepDifference(Shown):
             ("Operations", self.operations),
         ):
             if heading_lines:
-                more = [f"and {len(heading_lines) - _MOST} more"] * (len(heading_lines) > _MOST)
+                more = [f"and {len(heading_lines) - _MOST} more"] * (
+                    len(heading_lines) > _MOST
+                )
                 yield Bullets(heading, [*heading_lines[:_MOST], *more])
             else:
                 yield f"{heading}: the same, in the same order."
@@ -205,10 +217,13 @@ class StepDifference(Shown):
 
 def _rows(*step_graphs: StepGraph) -> Iterable[list[str]]:
     for kind in STARTS:
-        kind_sizes = [[e.bytes for e in graph.events if e.kind == kind] for graph in step_graphs]
+        kind_sizes = [
+            [e.bytes for e in graph.events if e.kind == kind] for graph in step_graphs
+        ]
         if any(kind_sizes):
             cells = [
-                f"{len(part)} of {table.size(sum(part))}" if part else "none" for part in kind_sizes
+                f"{len(part)} of {table.size(sum(part))}" if part else "none"
+                for part in kind_sizes
             ]
             yield [f"{_VERBS[kind]}s", *cells]
     memories = list(map(memory_of, step_graphs))

@@ -15,7 +15,9 @@ import torch
 from funcshard._utils import tree
 from funcshard.plan import dtype_name
 
-Names = tuple[str | None, ...]  # of each dim of a tensor; ``None`` for a dim of a fixed size
+Names = tuple[
+    str | None, ...
+]  # of each dim of a tensor; ``None`` for a dim of a fixed size
 
 
 class Signature(NamedTuple):
@@ -72,7 +74,9 @@ def _leaf_facts(leaf: Any, in_state: bool) -> Hashable:
 
 def _named_facts(tensor: torch.Tensor, names: Sequence[str | None]) -> Hashable:
     shape = tuple([name or size for name, size in zip(names, tensor.shape, strict=True)])
-    strides = None if tensor.stride() == contiguous_strides(tensor.shape) else tensor.stride()
+    strides = (
+        None if tensor.stride() == contiguous_strides(tensor.shape) else tensor.stride()
+    )
     return shape, tensor.dtype, tensor.device, strides, tensor.requires_grad
 
 
@@ -116,7 +120,9 @@ class NamedSizes:
         text_of_leaf = self._known_texts.get(form)
         if text_of_leaf is None:
             _, batch = tree.build_form(form, range(form.num_leaves))
-            text_of_leaf = self._known_texts[form] = dict(_spread(self.spec, batch, "batch"))
+            text_of_leaf = self._known_texts[form] = dict(
+                _spread(self.spec, batch, "batch")
+            )
         return {
             leaf_index: _names(dims_text, leaves[leaf_index])
             for leaf_index, dims_text in text_of_leaf.items()
@@ -221,7 +227,9 @@ class Conditions:
         # Why no builtins: eval would add all of them, __import__ too.
         known_values = {"__builtins__": {}, **sizes}
         known_values |= {f"{name}()": function for name, function in _FUNCTIONS.items()}
-        for text, place, code in zip_longest(self.texts, self.places, self._codes, fillvalue=""):
+        for text, place, code in zip_longest(
+            self.texts, self.places, self._codes, fillvalue=""
+        ):
             if not eval(code, known_values):
                 return f"{text} ({place})" if place else text
         return ""
@@ -278,10 +286,14 @@ def _differences(recorded: Signature, found: Signature) -> list[str]:
     )
     if recorded.form != found.form:
         texts = [
-            f"the tree has the new leaf `{path}`" for path in new_paths if path not in old_paths
+            f"the tree has the new leaf `{path}`"
+            for path in new_paths
+            if path not in old_paths
         ]
         texts += [
-            f"the tree lacks the leaf `{path}`" for path in old_paths if path not in new_paths
+            f"the tree lacks the leaf `{path}`"
+            for path in old_paths
+            if path not in new_paths
         ]
         return texts or ["the tree has the same leaves in containers of other types"]
     mode_names = ("inference mode", "autocast on the CPU", "autocast on CUDA")
@@ -289,7 +301,9 @@ def _differences(recorded: Signature, found: Signature) -> list[str]:
     old_facts, new_facts = ((*each.modes, *each.leaves) for each in (recorded, found))
     texts = []
     for name, *facts in zip(names, old_facts, new_facts, strict=True):
-        for old_text, new_text in zip_longest(*map(_fact_texts, facts), fillvalue="nothing"):
+        for old_text, new_text in zip_longest(
+            *map(_fact_texts, facts), fillvalue="nothing"
+        ):
             if old_text != new_text:
                 texts.append(f"{name}: recorded {old_text}, found {new_text}")
                 break

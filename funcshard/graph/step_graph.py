@@ -95,7 +95,9 @@ def collective_of(node: fx.Node) -> str:
 def is_unit_gather(node: fx.Node) -> bool:
     """Return whether a node starts the all-gather of a unit."""
     event = node.meta.get("event")
-    return collective_of(node) == "all_gather" and event is not None and event.unit is not None
+    return (
+        collective_of(node) == "all_gather" and event is not None and event.unit is not None
+    )
 
 
 def starts_and_waits(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
@@ -194,23 +196,39 @@ def _inputs(
             )
             # Note: a tensor without elements takes no memory, whatever its strides are.
             elements = (last_element + 1) * (0 not in shape)
-            storage_index, storage_bytes, offset = -1 - leaf_index, elements * dtype.itemsize, 0
+            storage_index, storage_bytes, offset = (
+                -1 - leaf_index,
+                elements * dtype.itemsize,
+                0,
+            )
         # Why bytes: inputs of other dtypes may be views of the same memory.
         if storage_index not in storages:
-            storages[storage_index] = torch.empty(storage_bytes, dtype=torch.uint8, device=device)
+            storages[storage_index] = torch.empty(
+                storage_bytes, dtype=torch.uint8, device=device
+            )
         base_bytes = storages[storage_index]
         if base_bytes.numel() != storage_bytes or base_bytes.device.type != device.type:
-            raise ValueError(f"two inputs lie in memory {storage_index}, and give it other sizes")
+            raise ValueError(
+                f"two inputs lie in memory {storage_index}, and give it other sizes"
+            )
         # Note: the storage may end inside an element, if it is shared with another dtype.
-        whole_tensor = base_bytes[: storage_bytes // dtype.itemsize * dtype.itemsize].view(dtype)
+        whole_tensor = base_bytes[: storage_bytes // dtype.itemsize * dtype.itemsize].view(
+            dtype
+        )
         yield whole_tensor.as_strided(shape, strides, offset)
 
 
-def _result(node: fx.Node, inputs: Any, constants: Mapping[str, torch.Tensor], mode: Any) -> Any:
+def _result(
+    node: fx.Node, inputs: Any, constants: Mapping[str, torch.Tensor], mode: Any
+) -> Any:
     if node.op == "placeholder":
         tensor = next(inputs, None)
         # Why item: it gives a number whose arithmetic is that of the recording.
-        return torch.zeros((), dtype=torch.int64, device="cpu").item() if tensor is None else tensor
+        return (
+            torch.zeros((), dtype=torch.int64, device="cpu").item()
+            if tensor is None
+            else tensor
+        )
     if node.op == "get_attr":
         return mode.from_tensor(constants[str(node.target)])
     return called(node)

@@ -67,10 +67,15 @@ def _drop_copies(graph: fx.Graph) -> None:
     # graph returns new memory.
     storages = GraphStorages.find(graph)
     node_position = {node: node_index for node_index, node in enumerate(graph.nodes)}
-    for copy in [node for node in graph.nodes if operator_name(node.target) == "aten::copy_"]:
+    for copy in [
+        node for node in graph.nodes if operator_name(node.target) == "aten::copy_"
+    ]:
         target_node, source_node = copy.args[:2]
         target_value, source_value = target_node.meta["val"], source_node.meta["val"]
-        (target_storage,), (source_storage,) = storages.of[target_node], storages.of[source_node]
+        (target_storage,), (source_storage,) = (
+            storages.of[target_node],
+            storages.of[source_node],
+        )
         waited_node = source_node
         while operator_name(waited_node.target) in _VIEWS:
             (waited_node,) = waited_node.all_input_nodes
@@ -85,7 +90,8 @@ def _drop_copies(graph: fx.Graph) -> None:
         later_users = [
             user
             for node in sharing_nodes
-            if node_position[node] < node_position[copy] and target_storage in storages.of[node]
+            if node_position[node] < node_position[copy]
+            and target_storage in storages.of[node]
             for user in node.users
         ]
         # Why: only what reads the copy through its own result can read the source instead.
@@ -97,7 +103,13 @@ def _drop_copies(graph: fx.Graph) -> None:
 
 def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return the device of a tensor, and all else that a view of it depends on."""
-    return tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+    return (
+        tensor.device,
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+    )
 
 
 def drop_unused_nodes(graph: fx.Graph) -> None:
@@ -138,7 +150,9 @@ def replace_node(node: fx.Node, new_node: fx.Node) -> None:
         if user.op == "call_function" and storages_before & replaced_storages:
             user.meta["val"] = _form_of(user)
             further_storages = storages_before - _storages(user)
-            waiting_users += [(further_user, further_storages) for further_user in user.users]
+            waiting_users += [
+                (further_user, further_storages) for further_user in user.users
+            ]
 
 
 def _storages(node: fx.Node) -> set[int]:
@@ -148,6 +162,8 @@ def _storages(node: fx.Node) -> set[int]:
 def _form_of(node: fx.Node) -> Any:
     """Return the result of a node without data."""
     # Why: a user may call a pass inside autocast, which the graph has recorded as operations.
-    cpu_off, cuda_off = (torch.autocast(device, enabled=False) for device in ("cpu", "cuda"))
+    cpu_off, cuda_off = (
+        torch.autocast(device, enabled=False) for device in ("cpu", "cuda")
+    )
     with torch.no_grad(), cpu_off, cuda_off:
         return called(node)

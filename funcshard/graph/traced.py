@@ -34,7 +34,13 @@ from funcshard.graph.signatures import (
     sizes_of,
     sizes_text,
 )
-from funcshard.graph.step_graph import Place, StepGraph, collective_of, filled, starts_and_waits
+from funcshard.graph.step_graph import (
+    Place,
+    StepGraph,
+    collective_of,
+    filled,
+    starts_and_waits,
+)
 from funcshard.graph.tidying import drop_unused_nodes
 from funcshard.plan import Event, Plan
 from funcshard.train import DONATED_STATE, TrainStep, copy, donate
@@ -155,7 +161,9 @@ class Traced:
             return Entry(step_graph, lambda *inputs: make_run()(*inputs))
 
         new_entries = by_signature(map(entry, map(checked, self._graphs)))
-        return dataclasses.replace(self, _entries=new_entries, _changes=(*self._changes, checked))
+        return dataclasses.replace(
+            self, _entries=new_entries, _changes=(*self._changes, checked)
+        )
 
     def compile(self, backend: Backend = "inductor") -> Traced:
         """Return a new step with compiled operations.
@@ -268,7 +276,10 @@ class Traced:
         if keeps_state:
             # Note: a copy of the state would also copy frozen shards, which the graph only reads.
             spent_states = [_node_at(state, path) for path in step_graph.spent]
-            taken_leaves = [*tree.leaves(spent_states), *(leaves[i] for i in step_graph.donated)]
+            taken_leaves = [
+                *tree.leaves(spent_states),
+                *(leaves[i] for i in step_graph.donated),
+            ]
             copies = {id(leaf): copy(leaf) for leaf in taken_leaves}
             leaves = [copies.get(id(leaf), leaf) for leaf in leaves]
         with torch.no_grad():
@@ -296,12 +307,16 @@ class Traced:
         leaves, dim_names, sizes, signature = self._facts(state, batch)
         step_entry = self._find(signature, sizes)
         if step_entry is None:
-            step_entry, state_after = self._record(signature, sizes, dim_names, state, batch)
+            step_entry, state_after = self._record(
+                signature, sizes, dim_names, state, batch
+            )
             # The next step's state may have another form. Why no further: a number in it may change
             # with every step.
             _, dim_names, _, ahead = self._facts(state_after, batch)
             if self._find(ahead, sizes) is None:
-                self._record(ahead, sizes, dim_names, state_after, batch, what="the step after it")
+                self._record(
+                    ahead, sizes, dim_names, state_after, batch, what="the step after it"
+                )
         return step_entry, leaves
 
     def _find(self, signature: Signature, sizes: Mapping[str, int]) -> Entry | None:
@@ -418,7 +433,9 @@ class Traced:
             for start, _ in starts_and_waits(step_graph.graph)
         ]
         # Note: a rank with an error calls this too, because the others wait for it there.
-        save_together(path, file_facts, own_text, "\n".join(collectives), self.mesh, error=error)
+        save_together(
+            path, file_facts, own_text, "\n".join(collectives), self.mesh, error=error
+        )
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits that are the same for equal graphs, on all ranks.

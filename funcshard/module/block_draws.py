@@ -120,7 +120,10 @@ class DrawnValues:
     def assign(self, values: torch.Tensor) -> None:
         drawn = drawn_values(values)
         if drawn is not self:
-            self.whole, self.steps = values.detach() if drawn is None else drawn.make_whole(), []
+            self.whole, self.steps = (
+                values.detach() if drawn is None else drawn.make_whole(),
+                [],
+            )
 
     def fill(self, values: torch.Tensor, block: int, generator: torch.Generator) -> None:
         """Write the values of one block."""
@@ -149,7 +152,9 @@ class _Drawn(torch.Tensor):
 
     @classmethod
     def of(cls, values: DrawnValues) -> Any:
-        tensor = wrapper_subclass(cls, values.shape, dtype=values.dtype, device=values.draws.device)
+        tensor = wrapper_subclass(
+            cls, values.shape, dtype=values.dtype, device=values.draws.device
+        )
         tensor.drawn = values
         return tensor
 
@@ -157,14 +162,18 @@ class _Drawn(torch.Tensor):
         return f"tensor of shape {tuple(self.shape)} that is drawn in blocks"
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func == _SET_DATA:  # which torch refuses for tensors of two classes
             args[0].drawn.assign(args[1])
             return None
         return no_torch_function(func, types, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         first_arg = args[0] if args else None
         if isinstance(first_arg, cls):

@@ -33,7 +33,9 @@ NamedTensors = Mapping[str, torch.Tensor]  # which is not written to
 TABLES = ("_parameters", "_buffers", "_modules")
 TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__)  # hooks, tables, the training flag
 TORCH_CONTAINERS = {
-    key: type(value) for key, value in nn.Module().__dict__.items() if isinstance(value, dict | set)
+    key: type(value)
+    for key, value in nn.Module().__dict__.items()
+    if isinstance(value, dict | set)
 }
 # The graph and its code.
 _GRAPH_ATTRIBUTES = frozenset(fx.GraphModule({}, fx.Graph()).__dict__) - TORCH_ATTRIBUTES
@@ -81,7 +83,9 @@ def is_immutable(value: Any) -> bool:
     if issubclass(type(value), _IMMUTABLE):
         return True
     if dataclasses.is_dataclass(value) and type(value).__dataclass_params__.frozen:  # type: ignore[union-attr]
-        return all(is_immutable(getattr(value, field.name)) for field in dataclasses.fields(value))
+        return all(
+            is_immutable(getattr(value, field.name)) for field in dataclasses.fields(value)
+        )
     return False
 
 
@@ -156,7 +160,9 @@ class References:
             if isinstance(value, types.FunctionType) or not is_immutable(value)
         }
         reached_objects = {
-            id(item): item for value in distinct_values.values() for item in reachable(value)
+            id(item): item
+            for value in distinct_values.values()
+            for item in reachable(value)
         }
         for item in reached_objects.values():
             if issubclass(type(item), (DeviceMesh, torch.jit.ScriptFunction)):
@@ -165,7 +171,9 @@ class References:
                 methods.append(item)
             elif isinstance(item, types.FunctionType):
                 closure = enumerate(item.__closure__ or ())
-                followed_cells = tuple(index for index, cell in closure if _leads(cell, parts))
+                followed_cells = tuple(
+                    index for index, cell in closure if _leads(cell, parts)
+                )
                 all_defaults = item.__defaults__, item.__kwdefaults__
                 follows_defaults = any(_leads(values, parts) for values in all_defaults)
                 if followed_cells or follows_defaults:
@@ -176,7 +184,10 @@ class References:
             method
             for method in methods
             if id(method.__func__) in captures
-            or (not isinstance(method.__func__, types.FunctionType) and _leads(method, parts))
+            or (
+                not isinstance(method.__func__, types.FunctionType)
+                and _leads(method, parts)
+            )
         ]
         return cls(tuple(captures.values()), tuple(followed_methods), tuple(shared_objects))
 
@@ -185,7 +196,9 @@ class References:
         """Yield a memo for ``copied`` with copies of the functions, which the end fills."""
         memo.update((id(value), value) for value in self.shared)
         function_copies = [(capture, capture.empty_copy()) for capture in self.captures]
-        memo.update((id(capture.function), function) for capture, function in function_copies)
+        memo.update(
+            (id(capture.function), function) for capture, function in function_copies
+        )
         if self.methods:
             memo = _MethodsToo(memo, self.methods)
         yield memo
@@ -243,7 +256,9 @@ def make_template(
         stand_ins[name] = empty_tensor.detach()
         if isinstance(tensor, nn.Parameter):
             stand_ins[name] = nn.Parameter(empty_tensor, requires_grad=False)
-    memo: dict[int, Any] = {id(tensors[name]): stand_in for name, stand_in in stand_ins.items()}
+    memo: dict[int, Any] = {
+        id(tensors[name]): stand_in for name, stand_in in stand_ins.items()
+    }
     part_ids = {*map(id, modules), *memo}
     attributes: list[Any] = []
     for m in modules:
@@ -279,7 +294,9 @@ def make_template(
             function_attributes = [
                 (k, v) for k, v in vars(m).items() if isinstance(v, types.FunctionType)
             ]
-            m.__dict__.update((key, copied(value, memo)) for key, value in function_attributes)
+            m.__dict__.update(
+                (key, copied(value, memo)) for key, value in function_attributes
+            )
     return module_copies, stand_ins
 
 
@@ -315,13 +332,17 @@ def _copy_by_attributes(modules: Sequence[nn.Module], memo: dict[int, Any]) -> N
             originals.append(module)
         elif not hasattr(cls, "__deepcopy__") and (
             _is_usual(cls)
-            or _can_copy_attributes(module, memo | {id(module): module for module in modules})
+            or _can_copy_attributes(
+                module, memo | {id(module): module for module in modules}
+            )
         ):
             memo[id(module)] = object.__new__(cls)
             originals.append(module)
     for module in originals:
         shared_keys, attributes = graph_attributes(type(module)), memo[id(module)].__dict__
-        for key, value in nn.Module.__getstate__(module).items():  # without what was compiled
+        for key, value in nn.Module.__getstate__(
+            module
+        ).items():  # without what was compiled
             if type(value) in _PLAIN or key in shared_keys:
                 attributes[key] = value
             # Why asked here: a module has a dozen empty tables, which would take most time.
@@ -334,7 +355,9 @@ def _copy_by_attributes(modules: Sequence[nn.Module], memo: dict[int, Any]) -> N
 def _can_copy_attributes(module: nn.Module, memo: dict[int, Any]) -> bool:
     attributes = {key: value for key, value in module.__dict__.items() if key not in TABLES}
     # Why: a copy of a weak reference refers to the same object, as that of nn.LSTM to its weights.
-    if any(issubclass(type(value), weakref.ref) for value in reachable([*attributes.values()])):
+    if any(
+        issubclass(type(value), weakref.ref) for value in reachable([*attributes.values()])
+    ):
         return False
     try:
         copy.deepcopy(attributes, memo)
@@ -346,7 +369,8 @@ def _can_copy_attributes(module: nn.Module, memo: dict[int, Any]) -> bool:
 def _is_usual(cls: type[nn.Module]) -> bool:
     """Return whether a pickle of the class has the attributes of the module, and nothing else."""
     return (
-        cls.__new__ is object.__new__  # others may need arguments, as that of ema_pytorch's EMA
+        cls.__new__
+        is object.__new__  # others may need arguments, as that of ema_pytorch's EMA
         and cls.__getstate__ is nn.Module.__getstate__
         and cls.__setstate__ is nn.Module.__setstate__
         and cls.__reduce__ is nn.Module.__reduce__

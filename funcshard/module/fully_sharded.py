@@ -152,7 +152,9 @@ def fully_shard(
         remat_names = read_remat(remat)
         option_texts = {
             "the schedule": str(schedule),
-            "remat": text_of(remat_names if isinstance(remat_names, bool) else sorted(remat_names)),
+            "remat": text_of(
+                remat_names if isinstance(remat_names, bool) else sorted(remat_names)
+            ),
             "cast": text_of(cast),
             "compiler": text_of(compiler),
             "methods": text_of(methods or {}),
@@ -165,12 +167,15 @@ def fully_shard(
         ignored = {
             name: shape
             for name, shape in shapes.items()
-            if ignored_globs and last_match(ignored_globs, [*tree.upwards(name)]) is not None
+            if ignored_globs
+            and last_match(ignored_globs, [*tree.upwards(name)]) is not None
         }
         _check_plan(skeleton, plan, ignored)
         if apply.late_changes is not None:
             apply.late_changes.look()
-        recomputed_paths = frozenset(recomputed_modules(plan, remat_names) if remat_names else ())
+        recomputed_paths = frozenset(
+            recomputed_modules(plan, remat_names) if remat_names else ()
+        )
         if schedule is not None:
             check_schedule(schedule, plan)
         # Note: a path at which there is no module is refused below, by unit_modules.
@@ -192,12 +197,21 @@ def fully_shard(
                 unit = effective_unit(unit, unit.precision, apply)
             buffer_comms = unit_comms(unit, mesh, cast)
             units[unit.name] = unit_modules(
-                unit, skeleton, mesh, buffer_comms, remat=recomputed_paths, methods=method_names
+                unit,
+                skeleton,
+                mesh,
+                buffer_comms,
+                remat=recomputed_paths,
+                methods=method_names,
             )
             for buffer in unit.buffers:
                 for leaf in buffer.leaves:
-                    outside_tensors[leaf.path] = placeholder(leaf, buffer, unit, mesh.device)
-        trained_names = [b_leaf.path for _, b in trainable_buffers(plan) for b_leaf in b.leaves]
+                    outside_tensors[leaf.path] = placeholder(
+                        leaf, buffer, unit, mesh.device
+                    )
+        trained_names = [
+            b_leaf.path for _, b in trainable_buffers(plan) for b_leaf in b.leaves
+        ]
         # Why these: placeholders outlive the modes and transforms in which you make them.
         with no_transforms(), torch.inference_mode(False), torch.enable_grad():
             trained_tensors = _Ungathered.apply(
@@ -246,7 +260,11 @@ def unit_modules(
         if module_index is not None:
             cls = skeleton.specs[module_index].cls
             fault = f"a {cls.__name__}, which has no forward of its own"
-            if not path or cls.forward is not nn.Module.forward or methods.get(module_index):
+            if (
+                not path
+                or cls.forward is not nn.Module.forward
+                or methods.get(module_index)
+            ):
                 fault = ""
         if module_index is None or fault:
             unit_title = repr(unit.title)
@@ -316,14 +334,21 @@ def entering_methods(
         compiled_forwards = compile_units(apply, units, full_precision, compiler)
     methods_by_index: dict[int, UnitMethods] = {
         index: {
-            "forward": through_unit(specs[index].cls, "forward", compiled_forwards.get(index)),
-            **{name: through_unit(specs[index].cls, name) for name in methods.get(index, ())},
+            "forward": through_unit(
+                specs[index].cls, "forward", compiled_forwards.get(index)
+            ),
+            **{
+                name: through_unit(specs[index].cls, name)
+                for name in methods.get(index, ())
+            },
         }
         for index in {*full_precision, *units.values()} - {0}
     }
     # Note: the call itself enters the root, so its method is hidden only if it is compiled.
     if 0 in compiled_forwards:
-        assert isinstance(apply.method_name, str), "compile_units compiles methods of classes"
+        assert isinstance(apply.method_name, str), (
+            "compile_units compiles methods of classes"
+        )
         method = through_unit(specs[0].cls, apply.method_name, compiled_forwards[0])
         methods_by_index[0] = {apply.method_name: method}
     return methods_by_index
@@ -340,7 +365,10 @@ def placeholder(
     Code that computes with it gets an error with the parameter's path and its unit.
     """
     tensor: Any = wrapper_subclass(
-        _Placeholder, leaf.shape_in_module, dtype=unit.dtypes(buffer).computed, device=device
+        _Placeholder,
+        leaf.shape_in_module,
+        dtype=unit.dtypes(buffer).computed,
+        device=device,
     )
     tensor.leaf, tensor.unit = leaf.path, unit.title
     return tensor
@@ -372,7 +400,9 @@ class _Placeholder(torch.Tensor):
         return f"placeholder of {self.leaf!r} in unit {self.unit!r}"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         # Why an error: the alternatives are to compute with garbage, or to gather the unit in a
         # collective that the plan does not predict.
         tensor = next(x for x in tree.leaves((args, kwargs)) if isinstance(x, cls))
@@ -450,7 +480,9 @@ def _check_plan(skeleton: Skeleton, plan: Plan, ignored: Mapping[str, Any]) -> N
                 f"ignored_params match {common_name!r}, which is a leaf of the plan; make the plan "
                 "from the params without those that are ignored, or do not ignore it"
             )
-    planned_leaves = {leaf.path: (unit, leaf) for unit in plan.unit_list for leaf in unit.leaves}
+    planned_leaves = {
+        leaf.path: (unit, leaf) for unit in plan.unit_list for leaf in unit.leaves
+    }
     check_plan_names(skeleton.shapes.keys() - ignored.keys(), planned_leaves)
     for path in filter(planned_leaves.get, skeleton.shapes):
         unit, leaf = planned_leaves[path]
@@ -469,7 +501,9 @@ def _check_plan(skeleton: Skeleton, plan: Plan, ignored: Mapping[str, Any]) -> N
                     f"{unit.title!r} that owns it: pass make_plan the params that make_functional "
                     "returned"
                 )
-    trained_names = {leaf.path for _, buffer in trainable_buffers(plan) for leaf in buffer.leaves}
+    trained_names = {
+        leaf.path for _, buffer in trainable_buffers(plan) for leaf in buffer.leaves
+    }
     frozen_names = sorted(skeleton.frozen & trained_names)
     # Note: a plan that freezes others was made on purpose.
     if frozen_names and trained_names == skeleton.shapes.keys():

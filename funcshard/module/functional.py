@@ -102,7 +102,9 @@ class Functional:
         # Note: only a state dict, with all names of tied parameters, has more names.
         if isinstance(params, Mapping) and len(params) > len(self.skeleton.parameters):
             tied_names = {name for names in self.ties for name in names[1:]}
-            params = {name: value for name, value in params.items() if name not in tied_names}
+            params = {
+                name: value for name, value in params.items() if name not in tied_names
+            }
         self.check_names("params", params, self.skeleton.parameters)
         call_buffers = self.copies(buffers)
         modules = self.skeleton.instantiate(params, call_buffers, training=self.training)
@@ -148,7 +150,9 @@ class Functional:
         if isinstance(name, nn.Module) or (
             not callable(name) and not callable(getattr(self.skeleton.template, name, None))
         ):
-            raise AttributeError(f"{type(self.skeleton.template).__name__} has no method {name!r}")
+            raise AttributeError(
+                f"{type(self.skeleton.template).__name__} has no method {name!r}"
+            )
         return dataclasses.replace(self, method_name=name)
 
     def train(self, mode: bool = True) -> Functional:
@@ -213,7 +217,9 @@ class Functional:
             check_derivatives(error)
             raise
 
-    def run_plain(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_plain(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run the method on ``module``, the root of a call's modules."""
         method_name = self.method_name
         if callable(method_name):
@@ -383,17 +389,23 @@ class Skeleton:
         # Why this memo: deepcopy follows an attribute to the template's modules and empty tensors,
         # and the memo makes the copy refer to the call's modules and tensors instead.
         memo: dict[int, Any] = dict(zip(map(id, self.modules), modules, strict=True))
-        memo.update((id(stand_in), tensors[name]) for name, stand_in in self.stand_ins.items())
+        memo.update(
+            (id(stand_in), tensors[name]) for name, stand_in in self.stand_ins.items()
+        )
         # Why: deepcopy sets the storage of a new tensor, which no graph can hold. A lifted tensor
         # is a constant of the graph, as one that the forward makes by torch.tensor.
         if tensor_copy is None and dispatch_modes():
             tensor_copy = torch.ops.aten.lift_fresh_copy.default
         if tensor_copy is not None:
-            memo.update((id(tensor), tensor_copy(tensor)) for tensor in self._attribute_tensors())
+            memo.update(
+                (id(tensor), tensor_copy(tensor)) for tensor in self._attribute_tensors()
+            )
         elif self.large and not transforms_active():
             memo.update((id(tensor), late_copy(tensor)) for tensor in self.large)
         # Why not by deepcopy: it sets the state by a tensor, which fails below a transform.
-        memo.update((id(generator), generator.clone_state()) for generator in self.generators)
+        memo.update(
+            (id(generator), generator.clone_state()) for generator in self.generators
+        )
         # An attribute may be the handle of a hook, which refers to the hook's table.
         memo.update(
             (id(self.specs[index].attributes[key]), modules[index].__dict__[key])
@@ -401,11 +413,15 @@ class Skeleton:
         )
         with self.references.in_memo(memo) as memo:
             for index, key in self.copied_attributes:
-                modules[index].__dict__[key] = copied(self.specs[index].attributes[key], memo)
+                modules[index].__dict__[key] = copied(
+                    self.specs[index].attributes[key], memo
+                )
 
     def _attribute_tensors(self) -> list[torch.Tensor]:
         """Return the plain tensors to which copied attributes lead."""
-        values = [self.specs[index].attributes[key] for index, key in self.copied_attributes]
+        values = [
+            self.specs[index].attributes[key] for index, key in self.copied_attributes
+        ]
         return plain_tensors(values)
 
     def paths(self) -> dict[str, int]:
@@ -573,14 +589,16 @@ class DiscardedChanges:
             for spec, module in zip(apply.skeleton.specs, modules, strict=True)
             for key, name in spec.parameters.items()
             if name is not None
-            and module._parameters.get(key, call_parameters[name]) is not call_parameters[name]
+            and module._parameters.get(key, call_parameters[name])
+            is not call_parameters[name]
         ]
         set_attributes += [
             f"{self.skeleton.specs[index].path}.{name}".removeprefix(".")
             for index, name in self.skeleton.copied_attributes
             if name not in TORCH_ATTRIBUTES
             and _was_written(
-                self.skeleton.specs[index].attributes[name], modules[index].__dict__.get(name)
+                self.skeleton.specs[index].attributes[name],
+                modules[index].__dict__.get(name),
             )
         ]
         made_parts = [
@@ -688,7 +706,9 @@ class LateChanges:
             # Note: the values were dropped, to free memory.
             state_after[_WRITTEN] = state_before[_WRITTEN]
         change_titles = [
-            change for change, numbers in state_after.items() if numbers != state_before[change]
+            change
+            for change, numbers in state_after.items()
+            if numbers != state_before[change]
         ]
         if change_titles:
             warnings.warn(
@@ -706,7 +726,9 @@ def _state(module: nn.Module) -> dict[str, list[int]]:
     # Why no hooks: modules of Hugging Face install some in their calls.
     return {
         _WRITTEN: _versions(parameters),
-        "parameters were frozen or unfrozen": [tensor.requires_grad for tensor in parameters],
+        "parameters were frozen or unfrozen": [
+            tensor.requires_grad for tensor in parameters
+        ],
         _TRAINING: [m.training for m in module.modules()],
     }
 
@@ -714,7 +736,9 @@ def _state(module: nn.Module) -> dict[str, list[int]]:
 # --- functions that are taken for modules ---------------------------------------------------------
 
 
-_BEFORE = "the function has no parameters of its own: make_functional returned them as params"
+_BEFORE = (
+    "the function has no parameters of its own: make_functional returned them as params"
+)
 _APPLY = {
     "parameters": _BEFORE,
     "state_dict": f"{_BEFORE}; call fs.to_state_dict(shards, plan, mesh) with shards",

@@ -105,7 +105,9 @@ def init_shards(init: Callable[[UnitPlan], NamedTensors], plan: Plan, mesh: Mesh
         )
     checksums = LeafChecksums(mesh, "init(unit)", _REMEDY)
     with on_every_rank(mesh, checksums):
-        return {unit.name: _init_unit(init, unit, mesh, checksums) for unit in plan.unit_list}
+        return {
+            unit.name: _init_unit(init, unit, mesh, checksums) for unit in plan.unit_list
+        }
 
 
 def _init_unit(
@@ -225,12 +227,17 @@ def _reset_module(
     # Why placeholders: a reset that uses a parameter of another unit gets an error, not garbage.
     for path, m in new_module.named_modules():
         m._parameters.update(
-            {key: placeholders[locations[name].leaf.path] for key, name in _own_names(path, m)}
+            {
+                key: placeholders[locations[name].leaf.path]
+                for key, name in _own_names(path, m)
+            }
         )
     new_shards = {
         u.name: {b.key: empty_shard(u, b, mesh) for b in u.buffers} for u in plan.unit_list
     }
-    make_blank: Callable[..., torch.Tensor] = functools.partial(blank_tensor, device=mesh.device)
+    make_blank: Callable[..., torch.Tensor] = functools.partial(
+        blank_tensor, device=mesh.device
+    )
     if draws is not None:
         make_blank = draws.tensor
     written_paths: set[str] = set()
@@ -244,8 +251,12 @@ def _reset_module(
         drawn_leaf = drawn_values(value)
         # Note: an operation needed all values, so every rank has made them; and blocks are not
         # those of the storage of packed leaves.
-        if drawn_leaf is not None and (drawn_leaf.whole is not None or buffer.packing is not None):
-            value = blank = drawn_leaf.make_whole() if drawn_leaf.steps else drawn_leaf.whole
+        if drawn_leaf is not None and (
+            drawn_leaf.whole is not None or buffer.packing is not None
+        ):
+            value = blank = (
+                drawn_leaf.make_whole() if drawn_leaf.steps else drawn_leaf.whole
+            )
             drawn_leaf = None
         is_drawn = drawn_leaf is not None and bool(drawn_leaf.steps)
         is_assigned = drawn_leaf is None and value is not placeholders[leaf.path]
@@ -267,7 +278,9 @@ def _reset_module(
     def reset_together(unit_modules: list[tuple[str, nn.Module]]) -> None:
         """Allocate parameters of one unit's modules, reset these, and keep this rank's slices."""
         table_entries = [
-            (m._parameters, *names) for path, m in unit_modules for names in _own_names(path, m)
+            (m._parameters, *names)
+            for path, m in unit_modules
+            for names in _own_names(path, m)
         ]
         blank_params: dict[str, Any] = {}
         for table, key, name in table_entries:

@@ -25,7 +25,9 @@ from funcshard.plan import Plan
 Reset = Callable[[nn.Module], object]
 
 
-def blank_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def blank_tensor(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """Return a tensor that shows whether it was written: full of NaN, or else with version 0."""
     filler = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full(shape, filler, dtype=dtype, device=device)
@@ -144,7 +146,9 @@ def init_buffers(module: nn.Module, mesh: Mesh, *, reset: Reset | None = None) -
         {'1.table': tensor([0., 1., 2.])}
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"init_buffers takes a torch.nn.Module; found {type(module).__name__}")
+        raise TypeError(
+            f"init_buffers takes a torch.nn.Module; found {type(module).__name__}"
+        )
     return _reset_buffers(copy.deepcopy(module), mesh, reset)
 
 
@@ -179,7 +183,9 @@ def init_missing(
                 leaves = [leaf for leaf in buffer.leaves if leaf.path in missing]
                 if not leaves:
                     continue
-                leaf_values = _reset_parameters(new_module, mesh, [x.path for x in leaves], reset)
+                leaf_values = _reset_parameters(
+                    new_module, mesh, [x.path for x in leaves], reset
+                )
                 for leaf in leaves:
                     value = leaf_values[leaf.path]
                     put_whole(shards[unit.name][buffer.key], value, leaf, buffer, mesh)

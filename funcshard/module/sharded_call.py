@@ -141,7 +141,9 @@ class FullyShard:
         "between graphs: compile its units with fully_shard(compiler=torch.compile), or whole "
         "steps with fs.trace(step, state, batch).compile()"
     )
-    def __call__(self, shards: Shards, buffers: NamedTensors, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self, shards: Shards, buffers: NamedTensors, /, *args: Any, **kwargs: Any
+    ) -> Any:
         check_shards(self.plan, shards, self.mesh)
         apply, learner, outside_tensors = self.apply, self._learner, self.outside
         if self.ignored and isinstance(buffers, Mapping):
@@ -154,8 +156,12 @@ class FullyShard:
         if self.precision.buffer_dtypes:
             call_buffers = self.precision.cast_buffers(call_buffers)
         # Note: outside of their units, modules hold placeholders for parameters.
-        modules = apply.skeleton.instantiate(outside_tensors, call_buffers, training=apply.training)
-        unit_call = UnitCall(self.units, shards, learner, self.mesh, compiled=self.compiles_units)
+        modules = apply.skeleton.instantiate(
+            outside_tensors, call_buffers, training=apply.training
+        )
+        unit_call = UnitCall(
+            self.units, shards, learner, self.mesh, compiled=self.compiles_units
+        )
         entry_functions: dict[int, Callable[..., Any]] = {
             member.index: functools.partial(
                 unit_call.enter_recomputed if member.remat else unit_call.enter, member
@@ -164,7 +170,9 @@ class FullyShard:
             for member in members
             if name != ""  # the call enters the root itself, below
         }
-        entry_functions |= dict.fromkeys(self.precision.full_precision, forward_in_full_precision)
+        entry_functions |= dict.fromkeys(
+            self.precision.full_precision, forward_in_full_precision
+        )
         if 0 in self.methods:
             entry_functions[0] = _run_inside
         entered_modules = []
@@ -178,7 +186,10 @@ class FullyShard:
             entered_modules.append((module, entry))
         for layer_index in self.slow_path:
             leave_fast_path(modules[layer_index])
-        forward, root_precision = functools.partial(apply.run, modules[0]), self.precision.root
+        forward, root_precision = (
+            functools.partial(apply.run, modules[0]),
+            self.precision.root,
+        )
         _log.debug("root pre_forward")
         try:
             if "" in self.units:
@@ -242,7 +253,9 @@ class FullyShard:
         )
 
 
-def _run_inside(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _run_inside(
+    module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
     # Note: the call has entered the root's unit already.
     return forward(args, kwargs)
 
@@ -254,8 +267,13 @@ def _check_gathered(out: Any) -> None:
         if tensor.requires_grad and tensor.layout is torch.strided:
             with no_transforms():
                 # Why a view: no hook of the tensor must run.
-                view, grad = tensor.view_as(tensor), tensor.new_ones(()).expand(tensor.shape)
-                torch.autograd.grad(view, UNGATHERED, grad, retain_graph=True, allow_unused=True)
+                view, grad = (
+                    tensor.view_as(tensor),
+                    tensor.new_ones(()).expand(tensor.shape),
+                )
+                torch.autograd.grad(
+                    view, UNGATHERED, grad, retain_graph=True, allow_unused=True
+                )
 
 
 def _begin_backward_with(out: Any, prefetcher: Prefetcher) -> None:
@@ -337,15 +355,27 @@ class UnitCall:
 
     @untraced
     def enter(
-        self, member: UnitModule, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs
+        self,
+        member: UnitModule,
+        module: nn.Module,
+        forward: Forward,
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         """Run one module of a unit as part of the call."""
         # Note: backward may enter too, from a checkpoint, after the call has returned.
         group, prefetcher = self.units[member.f.unit.name], self.prefetcher
-        if prefetcher is not None and prefetcher.returned and member.f.trainable and in_grad():
+        if (
+            prefetcher is not None
+            and prefetcher.returned
+            and member.f.trainable
+            and in_grad()
+        ):
             _check_second_run(member.f.unit)
         if prefetcher is not None and transforms_active() and not any_order_active():
-            with any_order():  # as around a call inside a transform; this one is inside the model
+            with (
+                any_order()
+            ):  # as around a call inside a transform; this one is inside the model
                 return self.enter(member, module, forward, args, kwargs)
         inputs = module, forward, args, kwargs
         # Note: a module that backward computes again, or that runs in a transform that the call is
@@ -356,7 +386,8 @@ class UnitCall:
         elif shares_gather and prefetcher is not None:
             shares_gather = not prefetcher.returned and hooks_allowed()
         needs_leaves = torch.is_grad_enabled() and (
-            member.f.trainable or any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+            member.f.trainable
+            or any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
         )
         if shares_gather:
             again = member.remat and needs_leaves
@@ -372,7 +403,12 @@ class UnitCall:
         return out
 
     def _run_in_group(
-        self, group: Sequence[UnitModule], member: UnitModule, inputs: Inputs, *, again: bool
+        self,
+        group: Sequence[UnitModule],
+        member: UnitModule,
+        inputs: Inputs,
+        *,
+        again: bool,
     ) -> Any:
         """Run one module of a group, which backward may run ``again``."""
         unit_name = member.f.unit.name
@@ -441,11 +477,21 @@ class UnitCall:
 
     @untraced
     def enter_recomputed(
-        self, member: UnitModule, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs
+        self,
+        member: UnitModule,
+        module: nn.Module,
+        forward: Forward,
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         """Run one module of a unit as ``enter`` does, such that backward runs it again."""
         prefetcher = self.prefetcher
-        if prefetcher is not None and prefetcher.returned and member.f.trainable and in_grad():
+        if (
+            prefetcher is not None
+            and prefetcher.returned
+            and member.f.trainable
+            and in_grad()
+        ):
             _check_second_run(member.f.unit)
         # Why tensors apart: backward needs the values that forward began with. Under a transform,
         # the call's copies belong to the transform, so they have to be arguments and results.
@@ -454,7 +500,9 @@ class UnitCall:
         tables, places, tensors_before = _get_state(modules)
         copy = torch.clone if recording_or_transforming() else late_copy
         # Why in a namespace: ``remat`` refuses a function that captured tensors in dictionaries.
-        began = types.SimpleNamespace(tables=tables, places=places, contents=_get_contents(tables))
+        began = types.SimpleNamespace(
+            tables=tables, places=places, contents=_get_contents(tables)
+        )
         began.ran = False
 
         def run(
@@ -542,12 +590,16 @@ def _get_state(
                 if id(value) not in seen_ids:
                     seen_ids.add(id(value))
                     tables.append(value)
-            elif isinstance(value, torch.Tensor) and not hasattr(value, "funcshard_placeholder"):
+            elif isinstance(value, torch.Tensor) and not hasattr(
+                value, "funcshard_placeholder"
+            ):
                 places.append((table, key))
     return tables, places, [table[key] for table, key in places]
 
 
-def _put_tensors(places: Sequence[tuple[Table, Any]], tensors: Sequence[torch.Tensor]) -> None:
+def _put_tensors(
+    places: Sequence[tuple[Table, Any]], tensors: Sequence[torch.Tensor]
+) -> None:
     for (table, key), tensor in zip(places, tensors, strict=True):
         table[key] = tensor
 
@@ -570,7 +622,9 @@ def _put_contents(contents: Contents) -> None:
             wanted = {**copy, **{key: table[key] for key in _OF_UNITS if key in table}}
             # Note: a table that is read now mustn't be emptied.
             pairs = ((wanted, table), (wanted.values(), table.values()))
-            if len(wanted) != len(table) or not all(all(map(operator.is_, *x)) for x in pairs):
+            if len(wanted) != len(table) or not all(
+                all(map(operator.is_, *x)) for x in pairs
+            ):
                 table.clear()
                 table.update(wanted)
 
@@ -684,7 +738,11 @@ class _RecomputeParams(dict[str, Any]):
         value, leaf_index = super().__getitem__(name), self.numbers.get(name)
         # Outside of a backward, user code has to meet the placeholder.
         in_backward = graph_task_id() != -1
-        if leaf_index is None or not in_backward or not hasattr(value, "funcshard_placeholder"):
+        if (
+            leaf_index is None
+            or not in_backward
+            or not hasattr(value, "funcshard_placeholder")
+        ):
             return value
         # Note: ``torch.utils.checkpoint`` inside the unit calls a part of its forward again, from
         # backward.
@@ -714,7 +772,10 @@ def _check_second_run(unit: UnitPlan) -> None:
 
 
 def _check_leaves(
-    table: Mapping[str, Any], entries: Mapping[str, int], leaves: list[torch.Tensor], unit: UnitPlan
+    table: Mapping[str, Any],
+    entries: Mapping[str, int],
+    leaves: list[torch.Tensor],
+    unit: UnitPlan,
 ) -> None:
     """Raise if forward has put other tensors in the place of leaves that need gradients."""
     for key, leaf_index in entries.items():
@@ -768,7 +829,9 @@ def forward_with_leaves(
                 before, leaf = table.get(key), leaves[leaf_index]
                 # Note: a module at two paths holds its leaves already, and so does one that a
                 # checkpoint runs again while it runs, for a ``torch.autograd.grad`` inside it.
-                is_replaced = not hasattr(before, "funcshard_placeholder") and before is not leaf
+                is_replaced = (
+                    not hasattr(before, "funcshard_placeholder") and before is not leaf
+                )
                 if is_replaced and graph_task_id() == -1:
                     raise _replaced(gathered.unit, leaf_index)
                 table[key] = leaf  # type: ignore[assignment]
@@ -794,7 +857,9 @@ def forward_with_leaves(
             _exchange(referring, placeholders_by_id)
 
 
-def _exchange(places: Sequence[tuple[dict[str, Any], str]], tensors: Mapping[int, Any]) -> None:
+def _exchange(
+    places: Sequence[tuple[dict[str, Any], str]], tensors: Mapping[int, Any]
+) -> None:
     """Exchange tensors in attributes, e.g. in an RNN's second list of its weights, by their ids."""
     for state, key in places:
         if key in state:

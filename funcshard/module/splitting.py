@@ -99,7 +99,10 @@ def make_functional(
             title = f"the class {module.__name__}"
             remedy = f"make a module of it, as in {module.__name__}(...)"
         elif isinstance(module, Functional):
-            title, remedy = "a function that make_functional returned", "pass it to fully_shard"
+            title, remedy = (
+                "a function that make_functional returned",
+                "pass it to fully_shard",
+            )
         raise TypeError(f"make_functional takes a torch.nn.Module; found {title}: {remedy}")
     check_flag("mutable", mutable)
     with without_collection():
@@ -110,7 +113,9 @@ def make_functional(
             # classes of the modules that contain a parameter, and the order of the module's state
             # dict. The first one also says that the parameter is frozen unless it requires a
             # gradient.
-            param.funcshard_modules = {alias: skeleton.classes(alias) for alias in all_names}
+            param.funcshard_modules = {
+                alias: skeleton.classes(alias) for alias in all_names
+            }
             param.funcshard_names = skeleton.state_names
     apply = Functional(
         skeleton=skeleton,
@@ -131,7 +136,9 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, Tensors, Tensors]:
     parameters, parameter_names = _by_name(module.named_parameters(remove_duplicate=False))
     buffers, buffer_names = _by_name(module.named_buffers(remove_duplicate=False))
     _check_module(modules, parameters, buffers)
-    template_modules, stand_ins = make_template([m for _, m in modules], {**parameters, **buffers})
+    template_modules, stand_ins = make_template(
+        [m for _, m in modules], {**parameters, **buffers}
+    )
     module_indices = {id(m): index for index, m in enumerate(template_modules)}
     tensor_names = {id(stand_in): name for name, stand_in in stand_ins.items()}
     specs = tuple(
@@ -153,7 +160,8 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, Tensors, Tensors]:
             else:
                 copied_attributes.append((index, key))
     references = References.of(
-        [value for _, _, value in own_attributes], module_indices.keys() | tensor_names.keys()
+        [value for _, _, value in own_attributes],
+        module_indices.keys() | tensor_names.keys(),
     )
     # Why these too: a function is immutable, but a call needs its own if it captured modules.
     captured_functions = {id(capture.function) for capture in references.captures}
@@ -180,7 +188,9 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, Tensors, Tensors]:
         ),
         references=references,
         large=_large_tensors(copied_values),
-        generators=tuple(v for v in reachable(copied_values) if isinstance(v, torch.Generator)),
+        generators=tuple(
+            v for v in reachable(copied_values) if isinstance(v, torch.Generator)
+        ),
         parameters=parameter_names,
         shapes={name: tuple(parameter.shape) for name, parameter in parameters.items()},
         frozen=frozenset([name for name, p in parameters.items() if not p.requires_grad]),
@@ -212,7 +222,10 @@ def _by_name(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Tensors, Name
 
 
 def _spec(
-    path: str, m: nn.Module, tensor_names: Mapping[int, str], module_indices: Mapping[int, int]
+    path: str,
+    m: nn.Module,
+    tensor_names: Mapping[int, str],
+    module_indices: Mapping[int, int],
 ) -> ModuleSpec:
     try:
         parameters = _looked_up(m._parameters, tensor_names)
@@ -238,8 +251,12 @@ def _spec(
     )
 
 
-def _looked_up(table: Mapping[str, Any], by_id: Mapping[int, Entry]) -> dict[str, Entry | None]:
-    return {key: None if value is None else by_id[id(value)] for key, value in table.items()}
+def _looked_up(
+    table: Mapping[str, Any], by_id: Mapping[int, Entry]
+) -> dict[str, Entry | None]:
+    return {
+        key: None if value is None else by_id[id(value)] for key, value in table.items()
+    }
 
 
 def _needs_copy(cls: type[nn.Module], value: Any) -> bool:
@@ -298,10 +315,14 @@ def _check_copies(
 
 _EXCHANGES = "which exchanges its parameters or gradients by itself"
 _IN_PLACE = "fs.fully_shard takes its place"
-_COMPILE = "pass compiler=torch.compile to fully_shard, which compiles the forward of each unit"
+_COMPILE = (
+    "pass compiler=torch.compile to fully_shard, which compiles the forward of each unit"
+)
 
 
-def _check_module(modules: Modules, parameters: NamedTensors, buffers: NamedTensors) -> None:
+def _check_module(
+    modules: Modules, parameters: NamedTensors, buffers: NamedTensors
+) -> None:
     """Raise, as ``make_functional`` says, unless the function of a tree of modules can be made."""
     for path, m in modules:
         reason = _why_refused(m)
@@ -354,10 +375,14 @@ def _why_refused(m: nn.Module) -> str | None:
     """Return why a call could not give a module its tensors, and what to do."""
     cls = type(m)
     if issubclass(cls, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        return f"is parallelized by {cls.__name__}, {_EXCHANGES}; use its .module: {_IN_PLACE}"
+        return (
+            f"is parallelized by {cls.__name__}, {_EXCHANGES}; use its .module: {_IN_PLACE}"
+        )
     # Why by name: an import of torch.distributed.fsdp or torch._dynamo takes a while.
     if any(base.__module__.startswith("torch.distributed.fsdp.") for base in cls.__mro__):
-        return f"is parallelized by FSDP, {_EXCHANGES}; use the module without it: {_IN_PLACE}"
+        return (
+            f"is parallelized by FSDP, {_EXCHANGES}; use the module without it: {_IN_PLACE}"
+        )
     # Note: module.compile(), which compiles in place, is no wrapper; it only warns.
     if cls.__name__ == "OptimizedModule" and "_orig_mod" in m._modules:
         return (

@@ -87,7 +87,11 @@ def read_methods(
         for name in names_by_index[units[path]]:
             method = inspect.getattr_static(cls, name, None)
             is_special = name.startswith("__") and name.endswith("__")
-            if not isinstance(method, types.FunctionType) or name == "forward" or is_special:
+            if (
+                not isinstance(method, types.FunctionType)
+                or name == "forward"
+                or is_special
+            ):
                 raise ValueError(
                     f"methods of {path!r} must be methods that the class {cls.__name__} defines, "
                     f"besides forward and those that Python calls; found {name!r}: leave it out"
@@ -101,12 +105,17 @@ def read_methods(
 def check_compiler(compiler: Any) -> None:
     """Raise unless ``compiler`` is a function that this torch can run in this thread."""
     if not callable(compiler):
-        raise TypeError(f"compiler must be a function such as torch.compile; found {compiler!r}")
+        raise TypeError(
+            f"compiler must be a function such as torch.compile; found {compiler!r}"
+        )
     check_thread("leave compiler out in simulations")
 
 
 def compile_units(
-    apply: Functional, units: Mapping[str, int], full_precision: Collection[int], compiler: Compiler
+    apply: Functional,
+    units: Mapping[str, int],
+    full_precision: Collection[int],
+    compiler: Compiler,
 ) -> dict[int, Method]:
     """Compile the forward of each unit that contains no other unit and no full-precision module."""
     specs = apply.skeleton.specs
@@ -198,7 +207,9 @@ def with_dense_gradients(apply: Functional, ignored: Collection[str]) -> Functio
     )
     if specs == apply.skeleton.specs:
         return apply
-    return dataclasses.replace(apply, skeleton=dataclasses.replace(apply.skeleton, specs=specs))
+    return dataclasses.replace(
+        apply, skeleton=dataclasses.replace(apply.skeleton, specs=specs)
+    )
 
 
 # --- ignored parameters ---------------------------------------------------------------------------
@@ -253,7 +264,8 @@ class CallPrecision:
     def restore_buffers(self, buffers: Tensors, caller_buffers: NamedTensors) -> Tensors:
         """Return the new buffers of a call in the dtypes of the caller's."""
         restored = {
-            name: buffers[name].to(caller_buffers[name].dtype) for name in self.buffer_dtypes
+            name: buffers[name].to(caller_buffers[name].dtype)
+            for name in self.buffer_dtypes
         }
         return {**buffers, **restored}
 
@@ -284,7 +296,9 @@ def call_precision(plan: Plan, apply: Functional) -> CallPrecision:
             _check_uncast(path, plan, apply)
             full_precision_paths.append(path)
             full_precision.append(index)
-        elif precision.buffer_dtype is not None and not _evaluates_in_full(precision, index, apply):
+        elif precision.buffer_dtype is not None and not _evaluates_in_full(
+            precision, index, apply
+        ):
             buffer_names = [name for name in spec.buffers.values() if name is not None]
             buffer_dtypes.update(dict.fromkeys(buffer_names, precision.buffer_dtype))
     root_precision = units[""].precision if "" in units else plan.precision
@@ -306,7 +320,9 @@ def _check_uncast(path: str, plan: Plan, apply: Functional) -> None:
                     )
 
 
-def effective_unit(unit: UnitPlan, precision: MixedPrecision, apply: Functional) -> UnitPlan:
+def effective_unit(
+    unit: UnitPlan, precision: MixedPrecision, apply: Functional
+) -> UnitPlan:
     """Return the unit, in full precision if its modules all evaluate and its precision says so."""
     module_indices = [apply.skeleton.indices.get(path, 0) for path in unit.paths]
     if all(_evaluates_in_full(precision, index, apply) for index in module_indices):
@@ -319,7 +335,9 @@ def effective_unit(unit: UnitPlan, precision: MixedPrecision, apply: Functional)
     return unit
 
 
-def _evaluates_in_full(precision: MixedPrecision | None, index: int, apply: Functional) -> bool:
+def _evaluates_in_full(
+    precision: MixedPrecision | None, index: int, apply: Functional
+) -> bool:
     training = apply.training
     if training is None:
         training = apply.skeleton.specs[index].attributes["training"]
@@ -331,4 +349,6 @@ def forward_in_full_precision(
 ) -> Any:
     """Run a module that isn't a unit in the widest dtype of its buffers and inner parameters."""
     tensors = (*module.parameters(), *module.buffers(recurse=False))
-    return run_in_full_precision([tensor.dtype for tensor in tensors], forward, (args, kwargs), {})
+    return run_in_full_precision(
+        [tensor.dtype for tensor in tensors], forward, (args, kwargs), {}
+    )

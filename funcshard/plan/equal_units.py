@@ -93,7 +93,10 @@ def representatives(units: Iterable[UnitPlan]) -> dict[str, UnitPlan]:
     first_units: dict[str, UnitPlan] = {}
     for unit in units:
         buffer_classes = tuple(
-            [(b.key, b.dtype, b.numel, b.trainable, b.shards, b.local) for b in unit.buffers]
+            [
+                (b.key, b.dtype, b.numel, b.trainable, b.shards, b.local)
+                for b in unit.buffers
+            ]
         )
         # Why id: the units of a plan share their precision, and its hash takes long.
         key = buffer_classes, _options_of(unit), id(unit.precision)
@@ -105,7 +108,13 @@ def unit_class(unit: UnitPlan) -> Hashable:
     """Return what equal units agree in: all but the numbers in names, and the places of leaves."""
     precisions = unit.precision, unit.full_precision
     buffer_classes = tuple([_buffer_class(unit, buffer) for buffer in unit.buffers])
-    return _pattern(unit.name), len(unit.members), _options_of(unit), precisions, buffer_classes
+    return (
+        _pattern(unit.name),
+        len(unit.members),
+        _options_of(unit),
+        precisions,
+        buffer_classes,
+    )
 
 
 def _options_of(unit: UnitPlan) -> Hashable:
@@ -144,11 +153,15 @@ def _title(units: Sequence[UnitPlan], patterns: Mapping[str, int]) -> str:
 def _glob(names: Sequence[str]) -> str:
     """Return the name that all share, with a star for each number in which they differ."""
     number_columns = zip(*(_NUMBER.findall(name) for name in names), strict=True)
-    number_texts = iter([column[0] if len({*column}) == 1 else "*" for column in number_columns])
+    number_texts = iter(
+        [column[0] if len({*column}) == 1 else "*" for column in number_columns]
+    )
     return _NUMBER.sub(lambda _: next(number_texts), names[0])
 
 
-def plan_table(fingerprint: str, mesh_axes: Mapping[str, int], units: Sequence[UnitPlan]) -> Table:
+def plan_table(
+    fingerprint: str, mesh_axes: Mapping[str, int], units: Sequence[UnitPlan]
+) -> Table:
     """Return the table of a plan, with equal units as one row and a total of all."""
     unit_groups = fold_units(units)
     header = ["unit", "buffer", "leaves", "numel", "padding", "bytes a rank", "strategy"]
@@ -157,10 +170,20 @@ def plan_table(fingerprint: str, mesh_axes: Mapping[str, int], units: Sequence[U
         for group in unit_groups
         for buffer in group.first.buffers
     ]
-    total_row = ["total", "", *_sums([buffer for unit in units for buffer in unit.buffers]), ""]
-    folded_note = "; a row n × shows one of n equal units" if len(unit_groups) < len(units) else ""
+    total_row = [
+        "total",
+        "",
+        *_sums([buffer for unit in units for buffer in unit.buffers]),
+        "",
+    ]
+    folded_note = (
+        "; a row n × shows one of n equal units" if len(unit_groups) < len(units) else ""
+    )
     return Table(
-        f"Plan {fingerprint} for {mesh_text(mesh_axes)}{folded_note}", header, rows, total_row
+        f"Plan {fingerprint} for {mesh_text(mesh_axes)}{folded_note}",
+        header,
+        rows,
+        total_row,
     )
 
 

@@ -164,7 +164,9 @@ class StepRecording:
         self.started.append(self.events[-1] if own_start else None)
         self._claimed = len(self.events)
 
-    def number(self, function: Callable[[int], float], steps: int, *, tensor: bool = False) -> Any:
+    def number(
+        self, function: Callable[[int], float], steps: int, *, tensor: bool = False
+    ) -> Any:
         """Return a number that a run of the graph computes in Python, before it runs.
 
         Arguments:

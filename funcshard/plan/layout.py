@@ -81,7 +81,9 @@ def read_leaves(params: Any) -> tuple[tree.Structure, list[Leaf], list[torch.Ten
         structure = _renumbered(
             structure, [new_indices[id(leaf_tensor)] for leaf_tensor in leaf_tensors]
         )
-        leaf_tensors = list({id(leaf_tensor): leaf_tensor for leaf_tensor in leaf_tensors}.values())
+        leaf_tensors = list(
+            {id(leaf_tensor): leaf_tensor for leaf_tensor in leaf_tensors}.values()
+        )
     for leaf_tensor, use_paths in zip(leaf_tensors, tensor_uses.values(), strict=True):
         _check_leaf(leaf_tensor, [*use_paths])
     # Why not one rule for all: a module whose parameters are all frozen says so by requires_grad,
@@ -130,7 +132,9 @@ def names_in_order(params: Any, leaves: Sequence[Leaf]) -> tuple[str, ...]:
         if state_names and leaf_path not in names:
             path_prefix = prefix_of(leaf_path, next(iter(module_classes(leaf))))
             if path_prefix is not None:
-                names.update(dict.fromkeys(path_prefix + state_name for state_name in state_names))
+                names.update(
+                    dict.fromkeys(path_prefix + state_name for state_name in state_names)
+                )
         names[leaf_path] = None
     names.update(dict.fromkeys(leaf_path for leaf in leaves for leaf_path in leaf.paths))
     return tuple(names)
@@ -160,7 +164,9 @@ def _check_leaf(leaf: Any, paths: Sequence[str]) -> None:
             )
     path = paths[0]
     if not isinstance(leaf, torch.Tensor):
-        remedy = module_remedy(leaf, "params") or "move it out of params, or make it a tensor"
+        remedy = (
+            module_remedy(leaf, "params") or "move it out of params, or make it a tensor"
+        )
         if isinstance(leaf, Iterator):
             remedy = (
                 "pass the params of make_functional(module), or a tree such as "
@@ -384,7 +390,9 @@ def nodes_by_path(
 ) -> dict[str, list[tree.Structure]]:
     """Return the nodes at some paths: several if keys have dots, or are one text, as 1 and "1"."""
     # Why only these: a tree has far more nodes than units.
-    paths_above = {node for path in paths for node in tree.upwards(path.rpartition(".")[0]) if path}
+    paths_above = {
+        node for path in paths for node in tree.upwards(path.rpartition(".")[0]) if path
+    }
     nodes_at: dict[str, list[tree.Structure]] = {}
     paths_and_nodes = [("", structure)]
     for node_path, node in paths_and_nodes:
@@ -399,7 +407,9 @@ def nodes_by_path(
             # A key with dots is a path of nested dictionaries, each of which has one key.
             first_key, dot, later_keys = key.partition(".")
             inner_node = ("dict", (later_keys,), (child,)) if dot else child
-            paths_and_nodes.append((f"{node_path}.{first_key}".removeprefix("."), inner_node))
+            paths_and_nodes.append(
+                (f"{node_path}.{first_key}".removeprefix("."), inner_node)
+            )
     return nodes_at
 
 
@@ -437,7 +447,9 @@ def _prune(structure: tree.Structure, keep: Mapping[int, int]) -> tree.Structure
         return keep.get(structure)
     node_kind, meta, children = structure
     pruned_children = []
-    for child in children:  # a comprehension would take a second frame of Python's bounded stack
+    for (
+        child
+    ) in children:  # a comprehension would take a second frame of Python's bounded stack
         pruned_children.append(_prune(child, keep))
     if node_kind in _DICTS and any("." in str(key) for key in meta):
         pairs = zip(meta, pruned_children, strict=True)

@@ -23,7 +23,9 @@ from funcshard.plan.unit_plan import LeafCut
 Local = Iterable[str] | Mapping[str, str | Sequence[str] | Mapping[str, int]]
 
 
-def with_local_axes(leaves: list[Leaf], local: Any, mesh_axes: Mapping[str, int]) -> list[Leaf]:
+def with_local_axes(
+    leaves: list[Leaf], local: Any, mesh_axes: Mapping[str, int]
+) -> list[Leaf]:
     """Return the leaves with the mesh axes of ``local``, along which their values differ.
 
     Raises:
@@ -31,13 +33,17 @@ def with_local_axes(leaves: list[Leaf], local: Any, mesh_axes: Mapping[str, int]
     """
     globs = list_of_globs(local, "local nodes")
     match(globs, [leaf.paths for leaf in leaves], "local node")
-    options = local if isinstance(local, Mapping) else dict.fromkeys(globs, tuple(mesh_axes))
+    options = (
+        local if isinstance(local, Mapping) else dict.fromkeys(globs, tuple(mesh_axes))
+    )
     axis_options = {glob: _read_axes(glob, options[glob], mesh_axes) for glob in globs}
     return [_with_axes(leaf, axis_options, mesh_axes) for leaf in leaves]
 
 
 def _with_axes(
-    leaf: Leaf, axis_options: Mapping[str, dict[str, int | None]], mesh_axes: Mapping[str, int]
+    leaf: Leaf,
+    axis_options: Mapping[str, dict[str, int | None]],
+    mesh_axes: Mapping[str, int],
 ) -> Leaf:
     leaf_nodes = {node for path in leaf.paths for node in tree.upwards(path) if node}
     glob = last_match(axis_options, leaf_nodes)
@@ -60,7 +66,9 @@ def _with_axes(
     return leaf._replace(local=tuple(leaf_axes), cuts=tuple(leaf_cuts))
 
 
-def _read_axes(glob: str, option: Any, mesh_axes: Mapping[str, int]) -> dict[str, int | None]:
+def _read_axes(
+    glob: str, option: Any, mesh_axes: Mapping[str, int]
+) -> dict[str, int | None]:
     """Return the axes along which a node is local, each with the dimension that it cuts, if any."""
     axis_dims: dict[str, Any] = {}
     if isinstance(option, Mapping):
@@ -168,14 +176,18 @@ def _placed(
     # ranks of it.
     return leaf._replace(
         shape=tuple(leaf_shape),
-        local=tuple(mesh_axis for mesh_axis in mesh_axes if axis_dims.get(mesh_axis) is not None),
+        local=tuple(
+            mesh_axis for mesh_axis in mesh_axes if axis_dims.get(mesh_axis) is not None
+        ),
         cuts=tuple(cut for cut in leaf_cuts if cut.ranks > 1),
         placements=tuple(axis_dims.items()),
     )
 
 
 def _refuse(leaf: Leaf, rule: str, fact: str, remedy: str) -> NoReturn:
-    raise ValueError(f"leaf {leaf.paths[0]!r} is a DTensor, which {rule}; found {fact}: {remedy}")
+    raise ValueError(
+        f"leaf {leaf.paths[0]!r} is a DTensor, which {rule}; found {fact}: {remedy}"
+    )
 
 
 # --- the option ``storage`` -----------------------------------------------------------------------

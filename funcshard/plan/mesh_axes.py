@@ -35,7 +35,9 @@ def mesh_axes_of(mesh: Any, name: str = "mesh") -> dict[str, int]:
     if (
         not isinstance(sizes, Mapping)
         or not sizes
-        or not all(isinstance(axis_name, str) and axis_name.isidentifier() for axis_name in sizes)
+        or not all(
+            isinstance(axis_name, str) and axis_name.isidentifier() for axis_name in sizes
+        )
     ):
         raise ValueError(
             f'{name} must be a number of ranks, a shape such as {{"replicate": R, "shard": S}}, or '
@@ -43,7 +45,9 @@ def mesh_axes_of(mesh: Any, name: str = "mesh") -> dict[str, int]:
             "such as 'tensor'"
         )
     axis_ranks = [
-        int(n) for n in sizes.values() if isinstance(n, Integral) and not isinstance(n, bool)
+        int(n)
+        for n in sizes.values()
+        if isinstance(n, Integral) and not isinstance(n, bool)
     ]
     if len(axis_ranks) < len(sizes) or min(axis_ranks) < 1:
         raise ValueError(

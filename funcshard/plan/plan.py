@@ -90,7 +90,9 @@ class Plan(Shown):
     def model_axes(self) -> Axes:
         """Name and size of each mesh axis that isn't a data axis."""
         return tuple(
-            (axis_name, size) for axis_name, size in self.mesh_axes.items() if axis_name not in AXES
+            (axis_name, size)
+            for axis_name, size in self.mesh_axes.items()
+            if axis_name not in AXES
         )
 
     @property
@@ -101,7 +103,9 @@ class Plan(Shown):
     @property
     def ordered_structure(self) -> tree.Structure:
         """The structure, with the keys of dictionaries in the order of ``names``."""
-        known_positions = {leaf_name: position for position, leaf_name in enumerate(self.names)}
+        known_positions = {
+            leaf_name: position for position, leaf_name in enumerate(self.names)
+        }
         ordered_leaves = sorted(self.leaves, key=lambda leaf: leaf.index)
         # A leaf that names lack comes last, as in the structure.
         positions = [
@@ -113,7 +117,9 @@ class Plan(Shown):
     def in_order(self, named: Mapping[str, Any]) -> dict[str, Any]:
         """Return leaves or buffers by name in the order of ``names``, unknown keys last."""
         name_order = dict.fromkeys((*self.names, *named))
-        return {leaf_name: named[leaf_name] for leaf_name in name_order if leaf_name in named}
+        return {
+            leaf_name: named[leaf_name] for leaf_name in name_order if leaf_name in named
+        }
 
     def in_full_precision(self) -> Plan:
         """Return the plan without a precision: units use the dtypes of their leaves.
@@ -154,10 +160,14 @@ class Plan(Shown):
         """Return 16 hexadecimal digits that equal plans share, in every process."""
         if not self._digest:
             # Why without names: two plans that differ in the order of keys alone shard alike.
-            compared_fields = {key: value for key, value in encode(self).items() if key != "names"}
+            compared_fields = {
+                key: value for key, value in encode(self).items() if key != "names"
+            }
             plan_text = _canonical({"format": _FORMAT, **compared_fields})
             # Why this way: the class is frozen, and the digest follows from the other fields.
-            object.__setattr__(self, "_digest", hashlib.sha256(plan_text.encode()).hexdigest()[:16])
+            object.__setattr__(
+                self, "_digest", hashlib.sha256(plan_text.encode()).hexdigest()[:16]
+            )
         return self._digest
 
     def _parts(self) -> list[Table]:
@@ -179,9 +189,13 @@ def plan_from_data(data: Any) -> Plan:
             f"{file_data.shown(found_format)}"
         )
     try:
-        plan: Plan = decode(Plan, {k: v for k, v in data.items() if k != "format"}, "the plan")
+        plan: Plan = decode(
+            Plan, {k: v for k, v in data.items() if k != "format"}, "the plan"
+        )
         _check_layout(plan)
-    except Exception as error:  # of any kind, because the parts may contradict each other anywhere
+    except (
+        Exception
+    ) as error:  # of any kind, because the parts may contradict each other anywhere
         raise ValueError(
             f"the plan is damaged, or of a later version of funcshard: {error}: make the plan again"
         ) from None
@@ -269,7 +283,10 @@ def _check_layout(plan: Plan) -> None:
 def trainable_buffers(plan: Plan) -> list[tuple[UnitPlan, BufferPlan]]:
     """Return every flat buffer that has gradients, with its unit."""
     return [
-        (unit, buffer) for unit in plan.unit_list for buffer in unit.buffers if buffer.trainable
+        (unit, buffer)
+        for unit in plan.unit_list
+        for buffer in unit.buffers
+        if buffer.trainable
     ]
 
 

@@ -168,12 +168,19 @@ def make_plan(
         "reshard_after_forward": reshard_after_forward,
         "reshard_after_backward": True,
     }
-    defaults = {"strategy": strategy, "offload": offload, "precision": precision, **reshard_options}
+    defaults = {
+        "strategy": strategy,
+        "offload": offload,
+        "precision": precision,
+        **reshard_options,
+    }
     check_options(defaults, strategy)
     group_bytes = None
     if not isinstance(bucket_bytes, str) or bucket_bytes != "auto":
         remedy = 'pass 0 for no groups, or "auto"'
-        group_bytes = check_count("bucket_bytes", bucket_bytes, 0, of="bytes", remedy=remedy)
+        group_bytes = check_count(
+            "bucket_bytes", bucket_bytes, 0, of="bytes", remedy=remedy
+        )
     mesh_axes = mesh_axes_of(mesh)
     # Why () for the usual axes: plans were stored before there were others, and stay equal.
     axes: Axes = ()
@@ -229,9 +236,13 @@ def make_plan(
                 if module_classes(leaf_tensor)
             }
             # Why planned twice: sizes decide which units join, and they follow from the layout.
-            unit_groups = small_groups(unit_plans, group_bytes, undecided_units, from_modules)
+            unit_groups = small_groups(
+                unit_plans, group_bytes, undecided_units, from_modules
+            )
         for names, stays_gathered in unit_groups.items():
-            group_name = free_name(f"{names[0]}{_TO}{names[-1]}", nodes_of(leaf_uses), paths)
+            group_name = free_name(
+                f"{names[0]}{_TO}{names[-1]}", nodes_of(leaf_uses), paths
+            )
             # The group takes the place of its first unit, whose options are those of all.
             options[group_name] = dict(options[names[0]])
             if stays_gathered:
@@ -267,8 +278,12 @@ def _warn_of_one_large_unit(plan: Plan) -> None:
     unit_bytes, total_bytes = gathered_bytes.get(unit_name, 0), sum(gathered_bytes.values())
     if unit_bytes < _LARGE or 2 * unit_bytes <= total_bytes:
         return
-    inside_paths = [leaf.path for leaf in plan.leaves if tree.is_under(leaf.path, unit_name)]
-    children = {path.removeprefix(f"{unit_name}.").partition(".")[0] for path in inside_paths}
+    inside_paths = [
+        leaf.path for leaf in plan.leaves if tree.is_under(leaf.path, unit_name)
+    ]
+    children = {
+        path.removeprefix(f"{unit_name}.").partition(".")[0] for path in inside_paths
+    }
     warning_text = ""
     # Modules with numbers are layers, most likely.
     if unit_name and len(children) > 1 and all(child.isdecimal() for child in children):
@@ -317,7 +332,9 @@ def _full_precision_modules(
                 # Modules inside one of full precision belong to it.
                 if module_path in class_names:
                     break
-                if module_path and is_one_of(cls, ignored.get(unit_of(module_path) or "", ())):
+                if module_path and is_one_of(
+                    cls, ignored.get(unit_of(module_path) or "", ())
+                ):
                     class_names[module_path] = cls.__name__
                     break
     if class_names:
@@ -340,7 +357,9 @@ def _modules_around(path: str, tensor: torch.Tensor) -> Iterable[tuple[str, type
 
 
 def _with_modules(
-    units: Mapping[str, tuple[str, ...]], modules: Collection[str], uses: Sequence[tuple[str, ...]]
+    units: Mapping[str, tuple[str, ...]],
+    modules: Collection[str],
+    uses: Sequence[tuple[str, ...]],
 ) -> dict[str, tuple[str, ...]]:
     """Return the paths of ``units`` with those of ``modules`` in the order of leaves."""
     # Why the order of leaves: most models call their modules in it, and it is the schedule's
@@ -361,7 +380,9 @@ def _with_modules(
             # Why the highest so far: units keep the order in which the user names them.
             first_leaf = max(first_leaf, min(first_leaves[path] for path in unit_paths))
             placed_units.append((first_leaf, unit_name, unit_paths))
-    placed_units += [(first_leaves[path], path, (path,)) for path in modules if path not in units]
+    placed_units += [
+        (first_leaves[path], path, (path,)) for path in modules if path not in units
+    ]
     placed_units.sort(key=operator.itemgetter(0))
     return {unit_name: unit_paths for _, unit_name, unit_paths in placed_units}
 
@@ -404,7 +425,10 @@ def small_groups(
     """
     # Note: gathered bytes, with padding and in the dtype that travels.
     unit_bytes = [
-        sum(buffer.model_numel * unit.dtypes(buffer).computed.itemsize for buffer in unit.buffers)
+        sum(
+            buffer.model_numel * unit.dtypes(buffer).computed.itemsize
+            for buffer in unit.buffers
+        )
         for unit in units
     ]
     unit_keys = [_key(unit, undecided) for unit in units]
@@ -413,11 +437,15 @@ def small_groups(
         limit = _GROUP_BYTES
         for i, unit in enumerate(units):
             # Why only modules: programs by hand look their units up by name.
-            if unit_bytes[i] > _SMALL_UNIT or any(x.index not in modules for x in unit.leaves):
+            if unit_bytes[i] > _SMALL_UNIT or any(
+                x.index not in modules for x in unit.leaves
+            ):
                 unit_keys[i] = None
         key_runs = [list(run) for _, run in itertools.groupby(unit_keys)]
         # Why a least number: the names of a few units are worth more than the microseconds.
-        unit_keys = [key if len(run) >= _LEAST_UNITS else None for run in key_runs for key in run]
+        unit_keys = [
+            key if len(run) >= _LEAST_UNITS else None for run in key_runs for key in run
+        ]
         small_bytes = [
             unit_size
             for unit_size, unit_key in zip(unit_bytes, unit_keys, strict=True)
@@ -426,7 +454,10 @@ def small_groups(
         if sum(small_bytes) <= limit:
             freed_units = {unit.name for unit in units if unit.reshard_after_forward}
             kept_units = freed_units.intersection(undecided)
-    return {names: names[0] in kept_units for names in _filled(units, unit_bytes, unit_keys, limit)}
+    return {
+        names: names[0] in kept_units
+        for names in _filled(units, unit_bytes, unit_keys, limit)
+    }
 
 
 def _key(unit: UnitPlan, undecided: Collection[str]) -> tuple[Any, ...] | None:
@@ -463,7 +494,9 @@ def _filled(
             continue
         nodes_above = [*tree.upwards(unit.name)]
         # Why: a unit and one inside it run at the same time, so they cannot be one.
-        is_nested = unit.name in nodes_around or not groups[-1].keys().isdisjoint(nodes_above)
+        is_nested = unit.name in nodes_around or not groups[-1].keys().isdisjoint(
+            nodes_above
+        )
         if unit_key != last_key or total_bytes + unit_size > limit or is_nested:
             groups.append({})
             nodes_around, last_key, total_bytes = set(), unit_key, 0

@@ -248,9 +248,13 @@ class _Step:
         if isinstance(recomputed, str):
             unit_names(plan, "recomputed", recomputed)
         for names in recomputed:
-            names = unit_names(plan, "recomputed", (names,) if isinstance(names, str) else names)
+            names = unit_names(
+                plan, "recomputed", (names,) if isinstance(names, str) else names
+            )
             outermost = [
-                name for name, outer_unit in _outer_units(units, names).items() if not outer_unit
+                name
+                for name, outer_unit in _outer_units(units, names).items()
+                if not outer_unit
             ]
             if outermost:
                 self._checkpoints[outermost[-1]] = outermost
@@ -274,7 +278,9 @@ class _Step:
         # The units that are computed together, by the last one of their checkpoint.
         stretches: dict[str, list[str]] = {}
         for unit_name in self._schedule.order:
-            stretches.setdefault(checkpoint_of.get(unit_name, unit_name), []).append(unit_name)
+            stretches.setdefault(checkpoint_of.get(unit_name, unit_name), []).append(
+                unit_name
+            )
         for sweep in SWEEPS[transform]:
             for last_unit in reversed(stretches) if sweep.backward else stretches:
                 is_recomputed = last_unit in self._checkpoints
@@ -294,7 +300,9 @@ class _Step:
             trainable = {buffer.key for buffer in unit.buffers if buffer.trainable}
             # Why without a cast: tangents are no parameters, and travel as they are.
             plain_gathers = _gathers(unit, unit.mesh_shape[1])
-            for values, tangents in zip(self._gathers(unit_name), plain_gathers, strict=True):
+            for values, tangents in zip(
+                self._gathers(unit_name), plain_gathers, strict=True
+            ):
                 if item != "tangents":
                     yield values
                 if item != "values" and tangents.buffer in trainable:
@@ -364,7 +372,9 @@ class _Step:
                 ):
                     entered_units.add(outer_unit)
                     uses = [use for use, name in self._uses.items() if name == outer_unit]
-                    yield from self._reach(outer_unit, uses, self._inner.get(outer_unit, []))
+                    yield from self._reach(
+                        outer_unit, uses, self._inner.get(outer_unit, [])
+                    )
             if moment_kind == "reduce":
                 # A checkpoint runs again even if backward needs none of the unit's own leaves.
                 if unit_name not in gathered_units and unit_name not in entered_units:
@@ -446,7 +456,9 @@ class _Step:
                 continue
             yield from events[:1]
             yield from self._late_reductions
-            self._late_reductions = events[1:] if reduce_mode != "shard_each" or self._last else ()
+            self._late_reductions = (
+                events[1:] if reduce_mode != "shard_each" or self._last else ()
+            )
 
     def _prefetch(self, moment: int, most: int | None = None) -> Iterator[Event]:
         for use in self._order.prefetch(moment, most=most):
@@ -465,7 +477,9 @@ class _Step:
                 yield from self._gathers(unit_name)
 
 
-def _outer_units(units: Mapping[str, UnitPlan], names: Iterable[str]) -> dict[str, list[str]]:
+def _outer_units(
+    units: Mapping[str, UnitPlan], names: Iterable[str]
+) -> dict[str, list[str]]:
     """Return, for each of these units, those around it, from the outside inwards."""
     names = dict.fromkeys(names)
     # A group has several paths, each with units around it.
@@ -508,7 +522,9 @@ def _gathers(unit: UnitPlan, ranks: int, cast: ChooseCast | None = None) -> list
             sent_data = cast_pair.pre_all_gather(shard)
             comm_dtype, buffer_numel = sent_data.dtype, sent_data.numel() * ranks
         events.append(
-            _event("all_gather", unit, buffer, comm_dtype, buffer_numel, "shard", gather_ranks)
+            _event(
+                "all_gather", unit, buffer, comm_dtype, buffer_numel, "shard", gather_ranks
+            )
         )
     return events
 
@@ -538,7 +554,15 @@ def _reduction(unit: UnitPlan, buffer: BufferPlan) -> list[Event]:
         if axis == "shard" and unit.sharded:
             reduction_kind, buffer_numel = "reduce_scatter", buffer.padded_numel
         events.append(
-            _event(reduction_kind, unit, buffer, comm_dtype, buffer_numel, axis, mesh_axes[axis])
+            _event(
+                reduction_kind,
+                unit,
+                buffer,
+                comm_dtype,
+                buffer_numel,
+                axis,
+                mesh_axes[axis],
+            )
         )
     return events
 

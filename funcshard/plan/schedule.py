@@ -55,7 +55,9 @@ class Schedule:
     def __post_init__(self) -> None:
         check_flag("forward_prefetch", self.forward_prefetch)
         check_choice("backward_prefetch", self.backward_prefetch, BACKWARD)
-        remedy = "to gather no unit ahead pass forward_prefetch=False and backward_prefetch=None"
+        remedy = (
+            "to gather no unit ahead pass forward_prefetch=False and backward_prefetch=None"
+        )
         object.__setattr__(
             self, "limit", check_count("limit", self.limit, of="units", remedy=remedy)
         )
@@ -137,7 +139,9 @@ def check_schedule(schedule: Any, plan: Plan) -> None:
             f"{schedule!r}: make it with make_schedule(plan, order)"
         )
     backward_units = [unit_name for _, unit_name in schedule.backward or ()]
-    unit_names(plan, "the schedule", [*schedule.order, *schedule.on_demand, *backward_units])
+    unit_names(
+        plan, "the schedule", [*schedule.order, *schedule.on_demand, *backward_units]
+    )
 
 
 def unit_names(plan: Plan, option: str, names: Iterable[str]) -> tuple[str, ...]:
@@ -210,7 +214,9 @@ class ForwardOrder:
         if not self.follows or not schedule.forward_prefetch:
             return not is_gathered, keeps, []
         next_position = order_position + 1
-        next_units = dict.fromkeys(schedule.order[next_position : next_position + schedule.limit])
+        next_units = dict.fromkeys(
+            schedule.order[next_position : next_position + schedule.limit]
+        )
         ahead_units = [
             name
             for name in next_units
@@ -429,7 +435,9 @@ def recomputed_modules(plan: Plan, remat: Iterable[str] | bool) -> list[str]:
         return paths * unit_names
     chosen_paths: set[str] = set()
     for unit_name in unit_names:
-        module_paths = [module_path for module_path in paths if matches(unit_name, module_path)]
+        module_paths = [
+            module_path for module_path in paths if matches(unit_name, module_path)
+        ]
         if unit_name in units:
             module_paths = list(units[unit_name].paths)
         if not module_paths:

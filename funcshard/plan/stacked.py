@@ -101,7 +101,9 @@ def _stacked(node: Any, path: str) -> Any:
 def _changed(name: str, params: Any, path: str, change: Callable[[Any, str], Any]) -> Any:
     """Return ``params`` with ``change(node, path)`` in place of the node at a path."""
     if not isinstance(path, str):
-        raise TypeError(f"{name} takes the dotted path of a node, such as 'blocks'; found {path!r}")
+        raise TypeError(
+            f"{name} takes the dotted path of a node, such as 'blocks'; found {path!r}"
+        )
     node = params
     for key in path.split(".") if path else ():
         children = _children(node)
@@ -127,4 +129,8 @@ def _children(node: Any) -> dict[str, Any]:
         return {}
     if isinstance(node, (list, tuple)):
         node = dict(zip(getattr(node, "_fields", range(len(node))), node, strict=True))
-    return {str(key): child for key, child in node.items()} if isinstance(node, Mapping) else {}
+    return (
+        {str(key): child for key, child in node.items()}
+        if isinstance(node, Mapping)
+        else {}
+    )

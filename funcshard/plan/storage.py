@@ -154,7 +154,9 @@ def _scaled(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _nf4_levels(device: torch.device) -> torch.Tensor:
     # Why filled: fs.trace records no tensors that a step takes from elsewhere.
-    levels = [torch.full((), level, dtype=torch.float32, device=device) for level in _NF4_LEVELS]
+    levels = [
+        torch.full((), level, dtype=torch.float32, device=device) for level in _NF4_LEVELS
+    ]
     return torch.stack(levels)
 
 
@@ -291,15 +293,21 @@ class Packing:
     @torch.no_grad()
     def pack(self, values: torch.Tensor) -> torch.Tensor:
         """Return the bytes of elements, ``[numel]``, of which the first one begins a block."""
-        packed = torch.empty(self.bytes_of(values.numel()), dtype=torch.uint8, device=values.device)
+        packed = torch.empty(
+            self.bytes_of(values.numel()), dtype=torch.uint8, device=values.device
+        )
         records = packed.view(-1, self.record)
         leaf_values = values.to(dtype_of(self.dtype))
         for begin, end in self._steps(len(records), values.device):
             blocks = leaf_values[begin * self.block : end * self.block]
             padding_numel = (end - begin) * self.block - blocks.numel()
-            blocks = torch.nn.functional.pad(blocks, (0, padding_numel)).view(-1, self.block)
+            blocks = torch.nn.functional.pad(blocks, (0, padding_numel)).view(
+                -1, self.block
+            )
             encoded = _tuple_of(self._functions.encode(blocks))
-            found = tuple(RecordPart(dtype_name(x.dtype), tuple(x.shape[1:])) for x in encoded)
+            found = tuple(
+                RecordPart(dtype_name(x.dtype), tuple(x.shape[1:])) for x in encoded
+            )
             if found != self.parts or any(len(rows) != len(blocks) for rows in encoded):
                 raise ValueError(
                     f"encode of storage {self.name!r} must return {self.parts} for each block, as "
@@ -310,7 +318,9 @@ class Packing:
         return packed
 
     @torch.no_grad()
-    def unpack(self, packed: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def unpack(
+        self, packed: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """Return the elements of whole records, ``[numel]``, in ``dtype`` or the leaves' dtype."""
         records, leaf_dtype = packed.view(-1, self.record), dtype_of(self.dtype)
         values = torch.empty(

@@ -14,7 +14,13 @@ from typing import Any
 import torch
 
 from funcshard._utils import tree
-from funcshard._utils.options import check_choice, check_count, check_flag, did_you_mean, some
+from funcshard._utils.options import (
+    check_choice,
+    check_count,
+    check_flag,
+    did_you_mean,
+    some,
+)
 from funcshard.plan.precision import MixedPrecision
 from funcshard.plan.unit_plan import STRATEGIES
 from funcshard.plan.wrap import Units
@@ -104,7 +110,9 @@ def _no_globs(option: str, value: Any, place: str = "") -> TypeError:
         remedy = f": pass units=fs.wrap.by_class({value.__name__})(module)"
     elif callable(value):
         remedy = ": apply a policy to the module, as in units=policy(module)"
-    return TypeError(f"{option} must be a list of paths or globs; found {value!r}{place}{remedy}")
+    return TypeError(
+        f"{option} must be a list of paths or globs; found {value!r}{place}{remedy}"
+    )
 
 
 def found_by(glob: Any, nodes: Collection[str], noun: str) -> list[str]:
@@ -131,7 +139,9 @@ def _remedy(glob: str, nodes: Collection[str]) -> str:
     known_names = list(nodes)
     otherwise = ""
     if "*" in glob:
-        known_names = [re.sub(r"(?<![^.])\d+(?![^.])", "*", node_path) for node_path in nodes]
+        known_names = [
+            re.sub(r"(?<![^.])\d+(?![^.])", "*", node_path) for node_path in nodes
+        ]
         # Note: a glob is usually meant for repeated layers, such as vit.layers.*.
         repeated = [name for name in dict.fromkeys(known_names) if name.endswith(".*")]
         otherwise = f"repeated modules are {some(repeated)}" if repeated else ""
@@ -147,10 +157,18 @@ def _remedy(glob: str, nodes: Collection[str]) -> str:
 
 
 # A path or glob, or a group of them; a mapping gives each one options.
-UnitNames = Iterable[str | Sequence[str]] | Mapping[str | tuple[str, ...], Mapping[str, Any]]
+UnitNames = (
+    Iterable[str | Sequence[str]] | Mapping[str | tuple[str, ...], Mapping[str, Any]]
+)
 
 # The options that a unit can override.
-OPTIONS = ("strategy", "offload", "precision", "reshard_after_forward", "reshard_after_backward")
+OPTIONS = (
+    "strategy",
+    "offload",
+    "precision",
+    "reshard_after_forward",
+    "reshard_after_backward",
+)
 
 _GRID = "pass a mesh of two axes, as in init_mesh({'replicate': R, 'shard': S}), and"
 # The names that strategies have in other libraries, such as those of FSDP1's ShardingStrategy.
@@ -238,7 +256,9 @@ def _matched_paths(entry: Any, nodes: Collection[str]) -> list[str]:
     member_paths: dict[str, None] = {}
     for member_glob in entry:
         glob_paths = found_by(member_glob, nodes, "unit")
-        repeated_paths = [node_path for node_path in glob_paths if node_path in member_paths]
+        repeated_paths = [
+            node_path for node_path in glob_paths if node_path in member_paths
+        ]
         if repeated_paths or not glob_paths:
             mistake = f"{repeated_paths[0]!r} twice" if repeated_paths else "the root ''"
             raise ValueError(f"{group} {mistake}; name each path below the root once")
@@ -287,7 +307,9 @@ def _read_overrides(
     return overrides
 
 
-def check_options(options: Mapping[str, Any], strategy: str, unit: str | None = None) -> None:
+def check_options(
+    options: Mapping[str, Any], strategy: str, unit: str | None = None
+) -> None:
     """Raise unless the options of ``make_plan``, or those that a unit overrides, are valid."""
     unknown = sorted(options.keys() - set(OPTIONS))
     if unknown:

@@ -47,7 +47,9 @@ def whole_shape_of(shape: Sequence[int], cuts: Iterable[LeafCut]) -> tuple[int, 
     return tuple(whole_shape)
 
 
-Placements = tuple[tuple[str, int | None], ...]  # mesh axis, and the dim that it cuts, if any
+Placements = tuple[
+    tuple[str, int | None], ...
+]  # mesh axis, and the dim that it cuts, if any
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +323,11 @@ class UnitPlan:
 
     def dtypes(self, buffer: BufferPlan) -> UnitDtypes:
         """Return the dtypes of a buffer on its way through a step."""
-        leaf_dtype, computed, precision = buffer.shard_dtype, buffer.model_dtype, self.precision
+        leaf_dtype, computed, precision = (
+            buffer.shard_dtype,
+            buffer.model_dtype,
+            self.precision,
+        )
         if precision is None:
             return UnitDtypes(leaf_dtype, computed, leaf_dtype, leaf_dtype)
         gathered = reduced = leaf_dtype
@@ -455,7 +461,8 @@ class Box(NamedTuple):
     def slices(self) -> tuple[slice, ...]:
         """The index that takes the box out of the tensor."""
         return tuple(
-            slice(begin, begin + size) for begin, size in zip(self.offsets, self.sizes, strict=True)
+            slice(begin, begin + size)
+            for begin, size in zip(self.offsets, self.sizes, strict=True)
         )
 
     def moved(self, by: Sequence[int]) -> Box:
@@ -512,7 +519,9 @@ def boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
             for dim, stride in enumerate(strides)
             if begin % stride == 0 and begin + stride <= end
         )
-        offsets = [begin // stride % size for stride, size in zip(strides, shape, strict=True)]
+        offsets = [
+            begin // stride % size for stride, size in zip(strides, shape, strict=True)
+        ]
         rows = min((end - begin) // strides[dim], shape[dim] - offsets[dim])
         sizes = (*[1] * dim, rows, *shape[dim + 1 :])
         run_boxes.append(Box(tuple(offsets), sizes))

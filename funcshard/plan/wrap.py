@@ -98,7 +98,9 @@ def by_class(*classes: type[nn.Module]) -> Policy:
         # An empty choice is a typo in most cases, and the plan would have one large unit.
         if not units:
             class_names = ", ".join(cls.__name__ for cls in classes)
-            present_classes = ", ".join(sorted({type(m).__name__ for m in module.modules()})[:8])
+            present_classes = ", ".join(
+                sorted({type(m).__name__ for m in module.modules()})[:8]
+            )
             raise ValueError(
                 f"by_class({class_names}) found no such module with parameters; the model is made "
                 f"of {present_classes}"
@@ -154,7 +156,9 @@ def by_size(
         remedy="pass 0 to choose every module with parameters",
     )
     for option, classes in (("exclude", exclude), ("force_leaf", force_leaf)):
-        if not isinstance(classes, tuple) or not all(isinstance(cls, type) for cls in classes):
+        if not isinstance(classes, tuple) or not all(
+            isinstance(cls, type) for cls in classes
+        ):
             raise TypeError(
                 f"{option} must be a tuple of module classes; found {classes!r}: write "
                 "(torch.nn.Linear,)"
@@ -227,7 +231,8 @@ def by_function(function: Callable[[nn.Module], bool | Mapping[str, Any]]) -> Po
             elif unit_answer:
                 chosen_units[name] = {}
         return Units(
-            chosen_units, {name: options for name, options in chosen_units.items() if options}
+            chosen_units,
+            {name: options for name, options in chosen_units.items() if options},
         )
 
     return policy
@@ -281,7 +286,9 @@ def any_of(*policies: Policy) -> Policy:
         chosen_units = sum([choose(module) for choose in policies], start=Units())
         entries = dict.fromkeys(x if isinstance(x, str) else tuple(x) for x in chosen_units)
         module_names = [name for name, _ in _named_modules(module) if name in entries]
-        unit_groups = [unit_entry for unit_entry in entries if not isinstance(unit_entry, str)]
+        unit_groups = [
+            unit_entry for unit_entry in entries if not isinstance(unit_entry, str)
+        ]
         return Units([*module_names, *unit_groups], chosen_units.overrides)
 
     return policy
@@ -315,11 +322,17 @@ def read_outside(module: nn.Module, inputs: Any) -> set[int]:
     computed = [
         t for m in module.modules() for t in tensors_in(m.__dict__) if t.grad_fn is not None
     ]
-    clone_root = copy.deepcopy(module, {id(t): t for t in (*module.parameters(), *computed)})
+    clone_root = copy.deepcopy(
+        module, {id(t): t for t in (*module.parameters(), *computed)}
+    )
     running_ids: list[int] = []
-    for inner_module, cloned_module in zip(module.modules(), clone_root.modules(), strict=True):
+    for inner_module, cloned_module in zip(
+        module.modules(), clone_root.modules(), strict=True
+    ):
         # Why forward and no hooks: a unit is gathered in its forward, and its hooks run outside.
-        cloned_module.forward = _noting(running_ids, id(inner_module), cloned_module.forward)
+        cloned_module.forward = _noting(
+            running_ids, id(inner_module), cloned_module.forward
+        )
     args, kwargs = (), {}
     if isinstance(inputs, Mapping):
         kwargs = dict(inputs)
@@ -333,7 +346,9 @@ def read_outside(module: nn.Module, inputs: Any) -> set[int]:
     return reads_mode.outside
 
 
-def _noting(running: list[int], number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _noting(
+    running: list[int], number: int, forward: Callable[..., Any]
+) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         running.append(number)
         try:
@@ -352,14 +367,17 @@ class _Reads(TorchFunctionMode):
         self.holders, self.running = holders, running
         self.outside: set[int] = set()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         read_tensors = [
             tensor for tensor in tensors_in((args, kwargs)) if id(tensor) in self.holders
         ]
         # Why the results: a shape or a device is no tensor, and a placeholder has them too.
         if read_tensors and any(
-            all(result is not tensor for tensor in read_tensors) for result in tensors_in((out,))
+            all(result is not tensor for tensor in read_tensors)
+            for result in tensors_in((out,))
         ):
             for tensor in read_tensors:
                 self.outside |= self.holders[id(tensor)].difference(self.running)

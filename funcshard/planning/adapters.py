@@ -22,7 +22,9 @@ _FORM = '{"r": 16, "targets": ["q_proj", "v_proj"]}'
 def check_lora(lora: Any) -> None:
     """Raise unless ``lora`` has a rank, names, and perhaps a storage."""
     if not isinstance(lora, Mapping) or lora.keys() - {"base"} != {"r", "targets"}:
-        raise ValueError(f"lora must have a rank and names; found {outline(lora)}: pass {_FORM}")
+        raise ValueError(
+            f"lora must have a rank and names; found {outline(lora)}: pass {_FORM}"
+        )
     check_choice("base of lora", lora.get("base", "nf4"), [*STORAGES])
     check_count("r of lora", lora["r"])
 
@@ -82,7 +84,9 @@ def storage_of(module: nn.Module, base: str | None) -> dict[str, Storage]:
     globs = {
         re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
         for name, parameter in module.named_parameters()
-        if not parameter.requires_grad and parameter.ndim > 1 and id(parameter) not in whole_ids
+        if not parameter.requires_grad
+        and parameter.ndim > 1
+        and id(parameter) not in whole_ids
     }
     return {glob: STORAGES[base]() for glob in sorted(globs)}
 

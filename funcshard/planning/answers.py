@@ -48,7 +48,9 @@ def answer_file(path: Path, question: Mapping[str, Any]) -> Path | None:
     config_file = path / "config.json" if path.is_dir() else path
     adapter_file = config_file.with_name("adapter_config.json")  # transformers reads it too
     try:
-        configs = [read_regular(file) for file in (config_file, adapter_file) if file.exists()]
+        configs = [
+            read_regular(file) for file in (config_file, adapter_file) if file.exists()
+        ]
         folder = _folder()
     except (OSError, RuntimeError, ValueError):
         return None
@@ -61,7 +63,9 @@ def answer_file(path: Path, question: Mapping[str, Any]) -> Path | None:
     sources = sorted(
         (name, status.st_mtime_ns, status.st_size) for name, status in statuses.items()
     )
-    digest = hashlib.sha256(repr((configs, sorted(question.items()), versions, sources)).encode())
+    digest = hashlib.sha256(
+        repr((configs, sorted(question.items()), versions, sources)).encode()
+    )
     return folder / f"{digest.hexdigest()}.json"
 
 
@@ -74,7 +78,9 @@ def read_answer(file: Path) -> Answer | None:
         return None
     texts = (answer.text, answer.json, answer.html)
     return (
-        answer if isinstance(answer.fits, bool) and all(isinstance(t, str) for t in texts) else None
+        answer
+        if isinstance(answer.fits, bool) and all(isinstance(t, str) for t in texts)
+        else None
     )
 
 

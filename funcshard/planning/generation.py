@@ -20,7 +20,9 @@ from funcshard.planning.task_models import cache_bytes
 from funcshard.planning.tasks import Generation
 from funcshard.planning.tensor_parts import AXIS
 
-_TRAFFIC = 3  # times that a pass moves the cache: attention reads it, and the new token copies it
+_TRAFFIC = (
+    3  # times that a pass moves the cache: attention reads it, and the new token copies it
+)
 _BINDS = 0.5  # of the time for a token, above which launches or waits limit it
 _NOTE = (
     "Times follow from kernels, bytes and links; no published run of generation was fitted. An engine "
@@ -207,7 +209,8 @@ def plan_generation(
                 model, profiles[0], {"replicate": ranks // shards, "shard": shards}, tensor
             )
             prefill, decode = (
-                estimate(profile, plan, hardware=hardware, optimizer=None) for profile in profiles
+                estimate(profile, plan, hardware=hardware, optimizer=None)
+                for profile in profiles
             )
             kept_bytes = max(least_reserved(prefill), least_reserved(decode))
             # Note: fewer shards are faster, as smaller groups gather, and one gathers nothing.
@@ -251,7 +254,9 @@ def plan_generation(
     return best
 
 
-def _plan_of(model: PlannedModel, profile: Profile, mesh: dict[str, int], tensor: int) -> Plan:
+def _plan_of(
+    model: PlannedModel, profile: Profile, mesh: dict[str, int], tensor: int
+) -> Plan:
     if tensor > 1:
         mesh = {**mesh, AXIS: tensor}
     return make_plan(

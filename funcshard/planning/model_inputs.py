@@ -52,7 +52,12 @@ def default_seq(module: Any) -> int:
 def context_of(module: Any) -> int | None:
     """Return the most tokens that a model's config allows in its text part."""
     config = text_config(getattr(module, "config", None))
-    for name in ("max_position_embeddings", "n_positions", "max_target_positions", "context"):
+    for name in (
+        "max_position_embeddings",
+        "n_positions",
+        "max_target_positions",
+        "context",
+    ):
         context = getattr(config, name, None)
         if isinstance(context, int) and context > 0:
             # Note: RoBERTa's table has two rows that are no positions.

@@ -130,7 +130,9 @@ def planned_model(
         parameters=parameters,
         units=[f"{part}{name}" for part in parts for name in units],
         local={f"{part}{name}": cut for part in parts for name, cut in local.items()},
-        storage={f"{part}{glob}": packing for part in parts for glob, packing in storage.items()},
+        storage={
+            f"{part}{glob}": packing for part in parts for glob, packing in storage.items()
+        },
         inputs=inputs,
         precision=None if generates else PRECISIONS[task.precision],
         drops_layers=drops_layers,
@@ -249,7 +251,9 @@ def _fused(cls: Any) -> type[nn.Module]:
         forward.__closure__,
     )
     fused_forward.__kwdefaults__ = forward.__kwdefaults__
-    return type(cls.__name__, (cls,), {"forward": fused_forward, "__module__": cls.__module__})
+    return type(
+        cls.__name__, (cls,), {"forward": fused_forward, "__module__": cls.__module__}
+    )
 
 
 def _selective_scan(
@@ -287,5 +291,7 @@ class _Scan(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         hidden, steps, decay, B, C, D, gate, bias, _, scanned = ctx.saved_tensors  # noqa: N806
         products = [(grad * tensor).to(tensor.dtype) for tensor in (hidden, steps, scanned)]
-        smaller = [None if x is None else torch.empty_like(x) for x in (decay, B, C, D, bias)]
+        smaller = [
+            None if x is None else torch.empty_like(x) for x in (decay, B, C, D, bias)
+        ]
         return *products[:2], *smaller[:4], products[2].to(gate.dtype), smaller[4]

@@ -89,7 +89,9 @@ class PlannedRun(Shown):
 
     def _verdict(self, binds: str) -> str:
         verdict = "It fits" if self.fits else "It doesn't fit"
-        memory_text = f"{table.size(self.reserved_bytes)} of {table.size(self.budget)} a GPU"
+        memory_text = (
+            f"{table.size(self.reserved_bytes)} of {table.size(self.budget)} a GPU"
+        )
         return f"{self.title}. {verdict}: {memory_text}. {binds}"
 
     def _mesh_rows(self, mesh_note: str, batch_note: str = "") -> list[list[str]]:
@@ -100,5 +102,9 @@ class PlannedRun(Shown):
         samples = table.count(self.batch * math.prod(plan.mesh_shape))
         return [
             ["mesh", " × ".join(map(str, sizes)), f"{axes_text}; {mesh_note}"],
-            ["batch", table.count(self.batch), f"samples a {per}, {samples} in all{batch_note}"],
+            [
+                "batch",
+                table.count(self.batch),
+                f"samples a {per}, {samples} in all{batch_note}",
+            ],
         ]

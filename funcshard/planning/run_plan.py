@@ -55,7 +55,9 @@ _SAVED = 0.1  # of the peak: what the changes of a plan that fits are to save
 _CHANGES = 3
 
 
-_Search = Callable[..., Best | Infeasible]  # of samples, micro-batches and, if you like, the space
+_Search = Callable[
+    ..., Best | Infeasible
+]  # of samples, micro-batches and, if you like, the space
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -175,9 +177,7 @@ class RunPlan(PlannedRun):
         range_text = " to ".join(map(table.duration, self.step_range))
         waiting_text = table.duration(report.exposed)
         if plan.model_axes:
-            waiting_text += (
-                f" for data axes and {table.duration(self.tensor_seconds)} for the tensor axis"
-            )
+            waiting_text += f" for data axes and {table.duration(self.tensor_seconds)} for the tensor axis"
         tokens_rows = [
             ["tokens per second", f"{self.tokens_per_second:,.0f}", f"{self.tokens_per_second / plan.world_size:,.0f} a GPU"]
         ]  # fmt: skip
@@ -329,7 +329,9 @@ def plan_run(
     functional = make_functional(planned.traced)
     profiles: dict[tuple[int, int], Profile] = {}
 
-    def search(samples: int, micro_batches: int, space: Space | None = None) -> Best | Infeasible:
+    def search(
+        samples: int, micro_batches: int, space: Space | None = None
+    ) -> Best | Infeasible:
         key = samples, micro_batches
         if key not in profiles:
             profiles[key] = trace(
@@ -529,7 +531,9 @@ def _model_collectives(
     return counts, seconds
 
 
-def _collectives_table(report: Report, of_model: Mapping[tuple[str, str], Sequence[int]]) -> Table:
+def _collectives_table(
+    report: Report, of_model: Mapping[tuple[str, str], Sequence[int]]
+) -> Table:
     counts = {key: list(row) for key, row in of_model.items()}
     for event in report.events:
         row = counts.setdefault((event.kind, event.axis), [0, 0])

@@ -68,7 +68,9 @@ def training_script(model: PlannedModel, task: Training, report: Report) -> str:
     if lora is not None:
         # Why no init_module: adapters are for weights that exist, and peft knows their own.
         imports = ["import peft", *imports]
-        adapter_text = f"peft.LoraConfig(r={lora['r']}, target_modules={list(lora['targets'])})"
+        adapter_text = (
+            f"peft.LoraConfig(r={lora['r']}, target_modules={list(lora['targets'])})"
+        )
         model_lines.append(f"    peft.inject_adapter_in_model({adapter_text}, model)")
         values = "shards = fs.shard(params, plan, mesh)"
         if path is not None:
@@ -201,7 +203,9 @@ def _names_text(names: Sequence[str]) -> str:
         else:
             parts.append((stem, number, number + 1, name))
     texts = [
-        repr(name) if end - start == 1 else f'*(f"{stem}{{i}}" for i in range({start}, {end}))'
+        repr(name)
+        if end - start == 1
+        else f'*(f"{stem}{{i}}" for i in range({start}, {end}))'
         for stem, start, end, name in parts
     ]
     return f"[{', '.join(texts)}]"

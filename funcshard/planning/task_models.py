@@ -59,7 +59,9 @@ def cache_bytes(model: Any, seq: int) -> int:
         with torch.no_grad():
             out = model(**prompts(1, seq), use_cache=True, **_last_alone(model))
         cache = next(
-            out[name] for name in ("past_key_values", "cache_params") if out.get(name) is not None
+            out[name]
+            for name in ("past_key_values", "cache_params")
+            if out.get(name) is not None
         )
     except Exception as error:  # of any kind: the model may be the user's
         raise ValueError(
@@ -97,7 +99,9 @@ class Preferences(nn.Module):
     Source: Rafailov et al., "Direct preference optimization", 2023.
     """
 
-    def __init__(self, policy: nn.Module, dtype: torch.dtype | None, *, adapters: bool) -> None:
+    def __init__(
+        self, policy: nn.Module, dtype: torch.dtype | None, *, adapters: bool
+    ) -> None:
         """Take a policy, and copy it unless it has adapters.
 
         Arguments:

@@ -63,7 +63,9 @@ class Training:
         if self.lora is not None:
             check_lora(self.lora)
         if self.dpo and self.inputs is not None:
-            raise ValueError("dpo makes its inputs; found inputs too: leave out inputs or dpo")
+            raise ValueError(
+                "dpo makes its inputs; found inputs too: leave out inputs or dpo"
+            )
 
     @property
     def dtype(self) -> torch.dtype | None:

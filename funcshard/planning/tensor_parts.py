@@ -168,7 +168,9 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: int) -> Any:
         ctx.ranks = ranks
-        gathered = torch.ops.funcshard.all_gather(x.contiguous(), False, None, "", AXIS, ranks, "")
+        gathered = torch.ops.funcshard.all_gather(
+            x.contiguous(), False, None, "", AXIS, ranks, ""
+        )
         return gathered.view(*x.shape[:-1], -1)
 
     @staticmethod

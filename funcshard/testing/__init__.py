@@ -21,4 +21,11 @@ from __future__ import annotations
 from funcshard.testing.mesh_comparison import Comparison, Difference, same_on_every_mesh
 from funcshard.testing.slow_collectives import KINDS, DelayedGroup, delayed
 
-__all__ = ["KINDS", "Comparison", "DelayedGroup", "Difference", "delayed", "same_on_every_mesh"]
+__all__ = [
+    "KINDS",
+    "Comparison",
+    "DelayedGroup",
+    "Difference",
+    "delayed",
+    "same_on_every_mesh",
+]

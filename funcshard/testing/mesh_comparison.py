@@ -136,7 +136,9 @@ def same_on_every_mesh(
         (False, 'scale', 4.0)
     """
     if tolerance is not None:
-        check_number("tolerance", tolerance, least=0, none="for that of the dtype", remedy="pass 0")
+        check_number(
+            "tolerance", tolerance, least=0, none="for that of the dtype", remedy="pass 0"
+        )
     shapes = [mesh_axes_of(mesh, "meshes") for mesh in meshes]
     ones = {axis: 1 for shape in shapes for axis in shape}
     (expected,) = _values(main, 1, ones)
@@ -148,13 +150,17 @@ def same_on_every_mesh(
     reference = _Reference(expected, tolerance)
     by_run = [(run, _differences(run, runs, reference)) for run in runs]
     right_runs = [run for run, faults in by_run if not faults]
-    right_axes = {axis for run in right_runs for axis, size in run.sizes.items() if size > 1}
+    right_axes = {
+        axis for run in right_runs for axis, size in run.sizes.items() if size > 1
+    }
     differences = []
     for run, faults in by_run:
         differences += _explained(main, ones, run, faults, right_axes)
     rounding = 0.0
     if not differences:
-        rounding = max((reference.apart(run, key) for run in runs for key in expected), default=0.0)
+        rounding = max(
+            (reference.apart(run, key) for run in runs for key in expected), default=0.0
+        )
     return Comparison(tuple(run.mesh for run in runs), tuple(differences), rounding)
 
 
@@ -211,14 +217,18 @@ class _Reference:
         return max(distance(value, expected, neighbours_scale) for value in values)
 
 
-def _differences(run: _Run, runs: Sequence[_Run], reference: _Reference) -> list[Difference]:
+def _differences(
+    run: _Run, runs: Sequence[_Run], reference: _Reference
+) -> list[Difference]:
     """Return where a mesh differs, in its first step that does, and what the values show."""
     for values in run.by_rank:
         if other := values.keys() ^ reference.values.keys():
             path = min(path for _, path in other)
             text = "is not returned by all ranks of every mesh: return the same entries"
             return [Difference(mesh=run.mesh, path=path, cause="form", text=text)]
-    keys = [key for key in reference.values if reference.apart(run, key) > reference.limit(key)]
+    keys = [
+        key for key in reference.values if reference.apart(run, key) > reference.limit(key)
+    ]
     merged: dict[tuple[Any, ...], Difference] = {}
     for step, path in keys:
         if step != keys[0][0]:
@@ -242,7 +252,9 @@ def _finding(key: Key, run: _Run, runs: Sequence[_Run], reference: _Reference) -
     apart, varying = reference.apart(run, key), varying_axes(values, run.sizes)
     if varying:
         missing = partial([relation(values, run.sizes, whole)])
-        right = [rank for rank, value in enumerate(values) if distance(value, whole) <= limit]
+        right = [
+            rank for rank, value in enumerate(values) if distance(value, whole) <= limit
+        ]
         if right and (missing is None or missing.cause in ("not added", "not averaged")):
             text = f"is that of one rank on rank {right[0]} alone: the others don't get it"
             return find("one rank", varying, text)
@@ -253,7 +265,9 @@ def _finding(key: Key, run: _Run, runs: Sequence[_Run], reference: _Reference) -
         return find("rounding", (), text)
     lower = _lower_dtype(values, whole)
     if lower is not None and apart <= tolerance_of(lower):
-        text = f"differs by {apart:.0e}, because it's rounded to {lower}: reduce it in float32"
+        text = (
+            f"differs by {apart:.0e}, because it's rounded to {lower}: reduce it in float32"
+        )
         return find("rounding", (), text)
     if varying:
         return find("copies", varying, "is not the same on all ranks {}")
@@ -262,18 +276,24 @@ def _finding(key: Key, run: _Run, runs: Sequence[_Run], reference: _Reference) -
     factor = factor_of(values[0], whole)
     if factor is None:
         return find("value", (), f"differs by {apart:.0e} of the largest element")
-    every = [(other.sizes, factor_of(other.at(key)[0], whole)) for other in runs if other != run]
+    every = [
+        (other.sizes, factor_of(other.at(key)[0], whole)) for other in runs if other != run
+    ]
     factors = [(sizes, other) for sizes, other in every if other is not None]
     # Why not a scale otherwise: any number is a multiple of another one.
     unnamed = find("value", (), f"is {factor:.2f} times that of one rank", factor)
     return scale([(run.sizes, factor), *factors], whole.dtype) or unnamed
 
 
-def _lower_dtype(values: Sequence[torch.Tensor], reference: torch.Tensor) -> torch.dtype | None:
+def _lower_dtype(
+    values: Sequence[torch.Tensor], reference: torch.Tensor
+) -> torch.dtype | None:
     """Return the dtype of 16 bits that holds all digits of the values, but not of the reference."""
     is_exact = lambda value, dtype: torch.equal(value, value.to(dtype).to(value.dtype))  # noqa: E731
     for dtype in (torch.bfloat16, torch.float16):
-        if all(is_exact(value, dtype) for value in values) and not is_exact(reference, dtype):
+        if all(is_exact(value, dtype) for value in values) and not is_exact(
+            reference, dtype
+        ):
             return dtype
     return None
 
@@ -295,7 +315,9 @@ def _explained(
         logs = simulate(lambda mesh: recorded(main, mesh), run.sizes)
     # Why: a program that can't be recorded, e.g. with compiled code, differs all the same.
     except Exception as error:
-        text = f"{first.text} (no cause: recording it raised {type(error).__name__}: {error})"
+        text = (
+            f"{first.text} (no cause: recording it raised {type(error).__name__}: {error})"
+        )
         new = dataclasses.replace(first, text=text)
         return [new if old is first else old for old in differences]
     finding = explain(reference, logs, run.sizes, right_axes)

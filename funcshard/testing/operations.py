@@ -82,7 +82,9 @@ class _Recorder(TorchDispatchMode):
 def _copies(values: Iterable[Any]) -> tuple[torch.Tensor, ...]:
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     # Note: whether a tensor requires a gradient tells parameters and activations from data.
-    return tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors)
+    return tuple(
+        tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors
+    )
 
 
 def _place() -> str:
@@ -104,7 +106,9 @@ def _place() -> str:
             is_library = True
         else:
             # Why not the line: it may hold a loop beside the operation.
-            positions = itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
+            positions = itertools.islice(
+                frame.f_code.co_positions(), frame.f_lasti // 2, None
+            )
             first, last, start, end = next(positions)
             code = linecache.getline(file, first or 0).encode()[
                 start : end if first == last else None
@@ -189,7 +193,9 @@ def _faults(
             ]
             all_ways = [relation(*pair) for pair in pairs]
             scales = [
-                scale_of(*pair) for pair, ways in zip(pairs, all_ways, strict=True) if ways is None
+                scale_of(*pair)
+                for pair, ways in zip(pairs, all_ways, strict=True)
+                if ways is None
             ]
             text = "differs first"
             if None in all_ways:
@@ -255,7 +261,9 @@ def _batch_faults(
         equal = [axis for axis, size in sizes.items() if size > 1 and axis not in varying]
         # Why: copies along a model axis are right, unless the data axes are without it.
         suspects = [
-            axis for axis in equal if axis not in right_axes and (axis in AXES or right_axes)
+            axis
+            for axis in equal
+            if axis not in right_axes and (axis in AXES or right_axes)
         ]
         if is_random and varying:
             yield find("randomness", varying, "has other random numbers on ranks {}")
@@ -268,7 +276,9 @@ def _batch_faults(
         elif _are_rows(parts, whole) and suspects:
             yield find("data", suspects, "has the same batch on ranks {}")
         elif _are_rows(parts, whole):
-            yield find("data", varying, "has some samples twice or leaves some out on ranks {}")
+            yield find(
+                "data", varying, "has some samples twice or leaves some out on ranks {}"
+            )
 
 
 def _joined(calls: Sequence[_Operation], index: int) -> torch.Tensor:

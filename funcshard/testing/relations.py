@@ -29,15 +29,24 @@ _TOLERANCES = {
 _PARTIAL = {
     "norm": ("norm", "is the norm of each rank's own part {}: add the squares with psum"),
     "max": ("max", "is the max of each rank's own part {}: take the largest by pmax"),
-    "sum": ("not added", "is one term on each rank {}, or uses it: a psum is missing before"),
+    "sum": (
+        "not added",
+        "is one term on each rank {}, or uses it: a psum is missing before",
+    ),
     "mean": ("not averaged", "is each rank's own {}: a mean is missing, e.g. by pmean"),
 }
 
 # What is most likely wrong with a factor: by whether the axis is a data axis, and it's too large.
 _SCALE_HINTS = {
     (True, True): "ranks' terms are added there, where their mean is due",
-    (True, False): "it's divided by the number of ranks too often there, or a psum is missing",
-    (False, True): "a psum adds there what's whole already, or its backward isn't its adjoint",
+    (
+        True,
+        False,
+    ): "it's divided by the number of ranks too often there, or a psum is missing",
+    (
+        False,
+        True,
+    ): "a psum adds there what's whole already, or its backward isn't its adjoint",
     (False, False): "a psum is missing there, in its forward or of its gradient",
 }
 
@@ -51,7 +60,9 @@ class Finding(NamedTuple):
     factor: float | None = None
 
 
-def find(cause: str, axes: Iterable[str], text: str, factor: float | None = None) -> Finding:
+def find(
+    cause: str, axes: Iterable[str], text: str, factor: float | None = None
+) -> Finding:
     """Return a finding whose text names the axes in place of ``{}``."""
     fault_axes = tuple(axes)
     phrase = "along " + " and ".join(map(repr, fault_axes)) if fault_axes else "everywhere"
@@ -109,7 +120,9 @@ def varying_axes(values: Values, sizes: Sizes) -> list[str]:
     for axis, size in reversed(list(sizes.items())):
         first_ranks = [rank - rank // stride % size * stride for rank in range(len(values))]
         pairs = [(values[rank], values[first]) for rank, first in enumerate(first_ranks)]
-        if any(distance(value, first) > tolerance_of(first.dtype) for value, first in pairs):
+        if any(
+            distance(value, first) > tolerance_of(first.dtype) for value, first in pairs
+        ):
             varying.insert(0, axis)
         stride *= size
     return varying
@@ -123,7 +136,9 @@ def relation(values: Values, sizes: Sizes, reference: torch.Tensor) -> Ways | No
         ``"max"`` for each axis of several ranks; ``None`` if none of these gives the reference.
     """
     combinations = _combinations(values, sizes, reference)
-    return next((ways for ways, whole in combinations if _same_rows(whole, reference)), None)
+    return next(
+        (ways for ways, whole in combinations if _same_rows(whole, reference)), None
+    )
 
 
 def _combinations(
@@ -203,7 +218,9 @@ def scale_of(values: Values, sizes: Sizes, reference: torch.Tensor) -> Finding |
     if not reference.is_floating_point():
         return None
     for ways, whole in _combinations(values, sizes, reference):
-        if {*ways.values()} <= {"copy", "cut", "mean"} and (factor := factor_of(whole, reference)):
+        if {*ways.values()} <= {"copy", "cut", "mean"} and (
+            factor := factor_of(whole, reference)
+        ):
             return scale([(sizes, factor)], reference.dtype)
     return None
 
@@ -215,12 +232,16 @@ def scale(factors: Sequence[tuple[Sizes, float]], dtype: torch.dtype) -> Finding
         factors: sizes of mesh axes, and the factor on this mesh; first on that of the finding.
         dtype: dtype of the value, which bounds how precise the factors are.
     """
-    axes = sorted({axis for sizes, _ in factors for axis, size in sizes.items() if size > 1})
+    axes = sorted(
+        {axis for sizes, _ in factors for axis, size in sizes.items() if size > 1}
+    )
     # Note: few powers first, and of model axes, whose collectives you write yourself.
     weights = [1.5 if axis in AXES else 1.0 for axis in axes]
     choices = sorted(
         itertools.product(range(-2, 3), repeat=len(axes)),
-        key=lambda powers: sum(p * p * weight for p, weight in zip(powers, weights, strict=True)),
+        key=lambda powers: sum(
+            p * p * weight for p, weight in zip(powers, weights, strict=True)
+        ),
     )
     # Why so small: any number is nearly a power of a few sizes.
     limit = min(1e-3, tolerance_of(dtype))
@@ -230,9 +251,13 @@ def scale(factors: Sequence[tuple[Sizes, float]], dtype: torch.dtype) -> Finding
             math.prod(sizes[axis] ** by_axis[axis] for axis in axes) for sizes, _ in factors
         ]
         pairs = zip(products, factors, strict=True)
-        if all(math.isclose(product, factor, rel_tol=limit) for product, (_, factor) in pairs):
+        if all(
+            math.isclose(product, factor, rel_tol=limit) for product, (_, factor) in pairs
+        ):
             sizes, factor = factors[0]
-            fault_axes = [axis for axis, power in by_axis.items() if power and sizes[axis] > 1]
+            fault_axes = [
+                axis for axis, power in by_axis.items() if power and sizes[axis] > 1
+            ]
             if not fault_axes:
                 return None
             hint = _SCALE_HINTS[fault_axes[0] in AXES, by_axis[fault_axes[0]] > 0]

@@ -41,7 +41,9 @@ def _as_tensor(leaf: Any) -> Any:
     return leaf
 
 
-def _entries(node: Any, path: str, plans: Sequence[Plan], mesh: Mesh) -> Iterator[tuple[str, Any]]:
+def _entries(
+    node: Any, path: str, plans: Sequence[Plan], mesh: Mesh
+) -> Iterator[tuple[str, Any]]:
     for plan in plans:
         if _has_form_of(node, plan):
             yield from _whole_leaves(node, path, plan, mesh)
@@ -65,7 +67,9 @@ def _has_form_of(node: Any, plan: Plan) -> bool:
     if not isinstance(node, Mapping) or not node or not node.keys() <= plan.units.keys():
         return False
     for unit_name, of_unit in node.items():
-        numels = {buffer.key: buffer.shard_numel for buffer in plan.units[unit_name].buffers}
+        numels = {
+            buffer.key: buffer.shard_numel for buffer in plan.units[unit_name].buffers
+        }
         if not isinstance(of_unit, Mapping) or not of_unit.keys() <= numels.keys():
             return False
         for key, of_buffer in of_unit.items():

@@ -98,7 +98,9 @@ class DelayedGroup(WrappedGroup):
         return DelayedGroup(self.inner.around(group), self.kind, self.seconds)
 
     def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
-        return DelayedGroup(self.inner.subgroup(global_ranks, axis), self.kind, self.seconds)
+        return DelayedGroup(
+            self.inner.subgroup(global_ranks, axis), self.kind, self.seconds
+        )
 
     def start(self, op: Op) -> Work:
         out = op.out
@@ -109,7 +111,9 @@ class DelayedGroup(WrappedGroup):
             with torch.no_grad():
                 # The slow collective writes here in place of ``out``, which may be its input too.
                 hidden = torch.empty_like(out) if op.data is not None else out.clone()
-                out.fill_(float("nan") if out.is_floating_point() or out.is_complex() else 0)
+                out.fill_(
+                    float("nan") if out.is_floating_point() or out.is_complex() else 0
+                )
         work = self.inner.start(op._replace(out=hidden))
         sleep = _sleep((op.data if out is None else out).device, self.seconds)
 
@@ -125,7 +129,11 @@ class DelayedGroup(WrappedGroup):
 
 
 def _sleep(device: torch.device, seconds: float) -> Callable[[], None]:
-    return _sleep_on_stream(device, seconds) if device.type == "cuda" else _sleep_on_host(seconds)
+    return (
+        _sleep_on_stream(device, seconds)
+        if device.type == "cuda"
+        else _sleep_on_host(seconds)
+    )
 
 
 def _sleep_on_host(seconds: float) -> Callable[[], None]:

@@ -64,7 +64,9 @@ def attempt(
             "attempt(step, state, batch, mesh=mesh)"
         )
     if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh must be a Mesh, as from init_mesh(); found {type(mesh).__name__}")
+        raise TypeError(
+            f"mesh must be a Mesh, as from init_mesh(); found {type(mesh).__name__}"
+        )
     if UNDO.get() is not None:
         raise RuntimeError(
             "attempt was called inside the step of another attempt: call it once, around both"

@@ -18,7 +18,9 @@ PIECE = 1024  # elements that norm_of_rows adds up in one pass
 
 
 @untraced
-def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -> torch.Tensor:
+def global_norm(
+    grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0
+) -> torch.Tensor:
     """Return the norm of the whole gradient, of which each rank passes its shards.
 
     An all-gather of one number along the shard axis combines the norms of the shards. Leaves that
@@ -50,7 +52,11 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
     Source: ``torch.nn.utils.get_total_norm``.
     """
     check_number(
-        "norm_type", norm_type, above=0, infinite=True, remedy="pass 2.0 for the Euclidean norm"
+        "norm_type",
+        norm_type,
+        above=0,
+        infinite=True,
+        remedy="pass 2.0 for the Euclidean norm",
     )
     if isinstance(norm_type, int):
         norm_type = float(norm_type)  # torch takes no whole number of more than 64 bits
@@ -87,7 +93,9 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
                 unsharded.append(grad)
     # Why norms, and not sums of powers: these overflow, and need a case for infinity.
     # Along the shard axis only, because ranks along the replicate axis hold the same shards.
-    norms_of_shards = start_gather_flat(_norm(sharded, norm_type, mesh).reshape(1), mesh).finish()
+    norms_of_shards = start_gather_flat(
+        _norm(sharded, norm_type, mesh).reshape(1), mesh
+    ).finish()
     # Buffers that are not sharded are the same on all ranks, so they are counted once, here.
     norms = [norms_of_shards, _norm(unsharded, norm_type, mesh).reshape(1)]
     # Every rank knows from the plan whether this collective runs, whatever gradients it has.
@@ -141,7 +149,9 @@ def clip_by_global_norm(
 
     Source: ``torch.nn.utils.clip_grad_norm_``, which also adds 1e-6 to the norm before dividing.
     """
-    check_number("max_norm", max_norm, above=0, remedy="for the norm alone call global_norm")
+    check_number(
+        "max_norm", max_norm, above=0, remedy="for the norm alone call global_norm"
+    )
     check_flag("donate", donate)
     norm = global_norm(grads, plan, mesh, norm_type)
     # Note: NaN stays NaN through clamp, so that a bad gradient shows.
@@ -158,7 +168,9 @@ def clip_by_global_norm(
 
 def _norm(leaves: list[torch.Tensor], norm_type: float, mesh: Mesh) -> torch.Tensor:
     """Return the norm of all elements of ``leaves`` on the mesh's device."""
-    wide_dtypes = {leaf.dtype: torch.promote_types(leaf.dtype, torch.float32) for leaf in leaves}
+    wide_dtypes = {
+        leaf.dtype: torch.promote_types(leaf.dtype, torch.float32) for leaf in leaves
+    }
     # Why from all leaves: a rank that has nothing but padding of one must send its norm in the same
     # dtype as the ranks that hold its elements.
     norm_dtype = functools.reduce(
@@ -174,7 +186,9 @@ def _norm(leaves: list[torch.Tensor], norm_type: float, mesh: Mesh) -> torch.Ten
     # Why one by device: the gradients of offloaded units lie on the CPU, and the host waits for
     # each copy from there.
     device_norms = [
-        torch.linalg.vector_norm(torch.stack(leaf_norms), norm_type).to(mesh.device, norm_dtype)
+        torch.linalg.vector_norm(torch.stack(leaf_norms), norm_type).to(
+            mesh.device, norm_dtype
+        )
         for leaf_norms in by_device.values()
     ]
     if not device_norms:
@@ -203,7 +217,9 @@ def norm_of_rows(x: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch
     # their number: 0.15 % for gradients of 1.8 million elements. CUDA kernels add in a tree.
     if x.device.type != "cpu" or x.shape[-1] < 2 * PIECE:
         # Why no dim: before torch 2.13 the norm of a fake tensor of one element keeps it.
-        return torch.linalg.vector_norm(x, norm_type, dim=None if x.dim() == 1 else -1, dtype=dtype)
+        return torch.linalg.vector_norm(
+            x, norm_type, dim=None if x.dim() == 1 else -1, dtype=dtype
+        )
     whole_numel = x.shape[-1] // PIECE * PIECE
     piece_norms = torch.linalg.vector_norm(
         x[..., :whole_numel].unflatten(-1, (-1, PIECE)), norm_type, dim=-1, dtype=dtype
@@ -211,7 +227,9 @@ def norm_of_rows(x: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch
     norm = norm_of_rows(piece_norms, norm_type, dtype)
     if whole_numel == x.shape[-1]:
         return norm
-    rest_norm = torch.linalg.vector_norm(x[..., whole_numel:], norm_type, dim=-1, dtype=dtype)
+    rest_norm = torch.linalg.vector_norm(
+        x[..., whole_numel:], norm_type, dim=-1, dtype=dtype
+    )
     return torch.linalg.vector_norm(torch.stack([norm, rest_norm]), norm_type, dim=0)
 
 

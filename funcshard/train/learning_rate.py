@@ -13,7 +13,9 @@ from torch.optim import lr_scheduler
 from funcshard._utils.options import check_count, check_number, outline, with_remedies
 
 
-def torch_schedule(make: Callable[..., Any], /, *, lr: float, **options: Any) -> TorchSchedule:
+def torch_schedule(
+    make: Callable[..., Any], /, *, lr: float, **options: Any
+) -> TorchSchedule:
     """Return a scheduler of ``torch.optim.lr_scheduler`` as a function of the number of steps.
 
     You get the rates of a scheduler that is stepped once after each step, to the last bit. Pass the
@@ -66,7 +68,9 @@ _REMEDY = "leave it out; the optimizer asks for the rate of each step"
 class TorchSchedule:
     """The function that ``torch_schedule`` returns."""
 
-    def __init__(self, make: Callable[..., Any], lr: float, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, make: Callable[..., Any], lr: float, options: Mapping[str, Any]
+    ) -> None:
         class_name = getattr(make, "__name__", type(make).__name__)
         self._title = f"torch_schedule({class_name}, lr={lr})"
         # Any class without momentum, which some schedulers would change too.

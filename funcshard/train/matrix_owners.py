@@ -93,7 +93,9 @@ def assigned(
         dtype: dtype in which they are sent; by default one that holds all matrices exactly.
     """
     check_plan(plan)
-    chosen_paths = None if matrices is None else set(leaves_under(plan, matrices, "matrix path"))
+    chosen_paths = (
+        None if matrices is None else set(leaves_under(plan, matrices, "matrix path"))
+    )
     matrix_leaves = [
         (unit, buffer, holder, item, leaf)
         for unit, buffer in trainable_buffers(plan)
@@ -107,12 +109,18 @@ def assigned(
             f"that hold such leaves; found none among {sorted(chosen_paths)[:4]}: choose other "
             "paths, or leave matrices out to take every matrix"
         )
-    cut_axes = {cut.axis for *_, leaf in matrix_leaves for cut in leaf.cuts if cut.ranks > 1}
+    cut_axes = {
+        cut.axis for *_, leaf in matrix_leaves for cut in leaf.cuts if cut.ranks > 1
+    }
     axes = {
-        axis: size for axis, size in plan.mesh_axes.items() if axis == "shard" or axis in cut_axes
+        axis: size
+        for axis, size in plan.mesh_axes.items()
+        if axis == "shard" or axis in cut_axes
     }
     positions = _positions(axes)
-    load = [0] * len(positions)  # of the ranks along these axes; ranks along others repeat it
+    load = [0] * len(
+        positions
+    )  # of the ranks along these axes; ranks along others repeat it
     heaps: dict[tuple[str, ...], list[_Candidate]] = {}
     owned = []
     for unit, buffer, holder, item, leaf in sorted(
@@ -120,7 +128,9 @@ def assigned(
     ):
         stages: list[Stage] = [] if "shard" in buffer.local else [None]
         stages += [cut.axis for cut in reversed(leaf.cuts) if cut.ranks > 1]
-        along = tuple(axis for axis in axes if axis in [stage or "shard" for stage in stages])
+        along = tuple(
+            axis for axis in axes if axis in [stage or "shard" for stage in stages]
+        )
         if along not in heaps:
             ranks_by_index: dict[tuple[int, ...], list[int]] = defaultdict(list)
             for rank, position in enumerate(positions):
@@ -222,7 +232,9 @@ class Matrix:
     def shape(self, stage: Stage = "") -> tuple[int, ...]:
         """Return the shape of the slices that meet in ``stage``, or of the whole matrix."""
         place = self.place(stage)
-        return whole_shape_of(self.leaf.shape, [c for c in self.leaf.cuts if c.axis in place])
+        return whole_shape_of(
+            self.leaf.shape, [c for c in self.leaf.cuts if c.axis in place]
+        )
 
     def part(self, stage: Stage, index: int, peer: int) -> Part:
         """Return the part of the rank at ``index`` along the axis, to swap with ``peer``."""
@@ -365,7 +377,10 @@ class Owners(Shown):
                 owned += [matrix.part(stage, rank, rank) for run in runs for rank in run]
         sent, received = (owned, held) if back else (held, owned)
         return AllToAll(
-            axis, *_in_order(sent, ranks), *_in_order(received, ranks), self._event(stage, back)
+            axis,
+            *_in_order(sent, ranks),
+            *_in_order(received, ranks),
+            self._event(stage, back),
         )
 
     def _event(self, stage: Stage, back: bool) -> Event | None:
@@ -384,7 +399,11 @@ class Owners(Shown):
             crossing = sum(len(run) * numel for run, numel in runs) - kept
             own_run = (range(owner, owner + 1), -kept)
             for key in itertools.product(
-                *([place[a]] if a in place else range(n) for a, n in self.axes if a in other_axes)
+                *(
+                    [place[a]] if a in place else range(n)
+                    for a, n in self.axes
+                    if a in other_axes
+                )
             ):
                 owned[key, owner] += crossing
                 for run, numel in (*runs, own_run):
@@ -393,7 +412,9 @@ class Owners(Shown):
         held = (max(itertools.accumulate(changes)) for changes in steps.values())
         # Note: an event of an exchange counts the busiest rank; see ``Event.bytes``.
         size = max(*owned.values(), *held, 0, 0) * dtype_of(self.dtype).itemsize
-        return Event("all_to_all", None, "", self.dtype, size, axis, ranks) if size else None
+        return (
+            Event("all_to_all", None, "", self.dtype, size, axis, ranks) if size else None
+        )
 
     def _parts(self) -> list[Table]:
         axes = dict(self.axes)
@@ -404,8 +425,17 @@ class Owners(Shown):
             counts = map(table.count, [len(owned), numel, sum(map(_work, owned))])
             rows.append([" × ".join(map(str, position.values())), *counts])
         traffic = table.size(sum(event.traffic for event in self.events))
-        header = ["rank" if len(axes) == 1 else " × ".join(axes), "matrices", "numel", "work"]
-        return [Table(f"Owners of {len(self.matrices)} matrices, {traffic} a step", header, rows)]
+        header = [
+            "rank" if len(axes) == 1 else " × ".join(axes),
+            "matrices",
+            "numel",
+            "work",
+        ]
+        return [
+            Table(
+                f"Owners of {len(self.matrices)} matrices, {traffic} a step", header, rows
+            )
+        ]
 
 
 def times(event: Event, tensors: int) -> Event:

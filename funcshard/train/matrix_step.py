@@ -230,7 +230,9 @@ class PerMatrixStep:
             )
 
 
-def _others(others: Any, matrix_paths: set[str], plan: Plan, mesh: Mesh) -> TorchOptimizer | None:
+def _others(
+    others: Any, matrix_paths: set[str], plan: Plan, mesh: Mesh
+) -> TorchOptimizer | None:
     other_paths = group_leaves(plan, (), matrix_paths)[0]
     if others is None:
         if other_paths:
@@ -242,7 +244,9 @@ def _others(others: Any, matrix_paths: set[str], plan: Plan, mesh: Mesh) -> Torc
         return None
     check_optimizer(others, plan)
     if not isinstance(others, TorchOptimizer):
-        pair_step = PairStep(others, plan, ParamGroupLayout(other_paths, 1, mesh.shard.rank))
+        pair_step = PairStep(
+            others, plan, ParamGroupLayout(other_paths, 1, mesh.shard.rank)
+        )
         return TorchOptimizer(pair_step.init, pair_step)
     if not isinstance(others.step, TorchStep):
         raise TypeError(
@@ -251,7 +255,8 @@ def _others(others: Any, matrix_paths: set[str], plan: Plan, mesh: Mesh) -> Torc
         )
     step = others.step
     return TorchOptimizer(
-        others.init, grouped_step(step.cls, step.options[0], step.groups, plan, mesh, matrix_paths)
+        others.init,
+        grouped_step(step.cls, step.options[0], step.groups, plan, mesh, matrix_paths),
     )
 
 
@@ -275,11 +280,15 @@ class PairStep:
 
     def __call__(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """Update ``params``, which are donated, and return them with the new state."""
-        picked, state = apply_update(self.pair[1], self._pick(grads), state, self._pick(params))
+        picked, state = apply_update(
+            self.pair[1], self._pick(grads), state, self._pick(params)
+        )
         leaves, unflatten = tree.flatten(params)
         params = unflatten(donate(leaves))
         for unit, buffer in trainable_buffers(self.plan):
-            self.layout.put(picked[unit.name][buffer.key], params[unit.name][buffer.key], buffer)
+            self.layout.put(
+                picked[unit.name][buffer.key], params[unit.name][buffer.key], buffer
+            )
         return params, state
 
     def _pick(self, shards: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -373,7 +382,9 @@ class MatrixTransport:
                 result = results[part.path]
                 if len(part.shape) == 1:  # elements of a flat shard
                     result = result.reshape(1, -1)
-                sent_parts.append(result.narrow(part.dim + 1, part.begin, part.shape[part.dim]))
+                sent_parts.append(
+                    result.narrow(part.dim + 1, part.begin, part.shape[part.dim])
+                )
             # The owner keeps its own part only; it comes back with the others.
             for path in {part.path for part in stage.sent}:
                 del results[path]
@@ -398,7 +409,9 @@ class MatrixTransport:
             sizes = receive_sizes, send_sizes
             op = Op("all_to_all", "matrices", receive_buffer, send_buffer, 0, *sizes)
             in_graph(self.mesh.groups[stage.axis], stage.axis).start(op).wait()
-            flat_parts = receive_buffer.split([part.numel * count for part in stage.received])
+            flat_parts = receive_buffer.split(
+                [part.numel * count for part in stage.received]
+            )
         # Without an event every rank sends to itself only.
         return [
             tensor.view(count, *part.shape)
@@ -409,13 +422,19 @@ class MatrixTransport:
 def transport_of(owners: Owners, mesh: Mesh) -> MatrixTransport:
     """Return the way of matrices to their owners, and back, for this rank."""
     position, stages = mesh.position, owners.stages
-    shard_parts = {m.leaf.path: m.buffer.part(m.leaf, mesh.shard.rank) for m in owners.matrices}
+    shard_parts = {
+        m.leaf.path: m.buffer.part(m.leaf, mesh.shard.rank) for m in owners.matrices
+    }
     return MatrixTransport(
         owners=owners,
         mesh=mesh,
         # The owners are the ranks at the place where all stages of a matrix have met.
         owned=[m for m in owners.matrices if m.place().items() <= position.items()],
-        slices={path: part.in_shard for path, part in shard_parts.items() if part.end > part.begin},
+        slices={
+            path: part.in_shard
+            for path, part in shard_parts.items()
+            if part.end > part.begin
+        },
         there=[owners.all_to_all(stage, position, back=False) for stage in stages],
         back=[owners.all_to_all(stage, position, back=True) for stage in reversed(stages)],
     )

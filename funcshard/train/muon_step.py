@@ -159,7 +159,11 @@ class MuonStep:
         for (unit_name, key), numel in self.numels.items():
             momentum[unit_name][key] = params[unit_name][key].new_zeros(numel)
         leaf_states = tree.map(lambda _: {}, momentum)
-        return {"steps": 0, "momentum": momentum, "adamw": {"steps": 0, "leaves": leaf_states}}
+        return {
+            "steps": 0,
+            "momentum": momentum,
+            "adamw": {"steps": 0, "leaves": leaf_states},
+        }
 
     def __call__(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """Update ``params`` and ``state``, which are donated, by one step."""
@@ -174,10 +178,16 @@ class MuonStep:
             lambda _, whole: orthogonalise(whole[0], *numbers), parts, grads, params
         ):
             param_slice.mul_(1 - options["lr"] * options["weight_decay"])
-            rate = adjusted_rate(options["lr"], options["adjust_lr_fn"], matrix.leaf.whole_shape)
+            rate = adjusted_rate(
+                options["lr"], options["adjust_lr_fn"], matrix.leaf.whole_shape
+            )
             param_slice.add_(update, alpha=-rate)
         momentum, state["momentum"] = state["momentum"], DONATED_STATE
-        return params, {"steps": state["steps"] + 1, "momentum": momentum, "adamw": adamw_state}
+        return params, {
+            "steps": state["steps"] + 1,
+            "momentum": momentum,
+            "adamw": adamw_state,
+        }
 
     @property
     def rate(self) -> Any:
@@ -225,7 +235,10 @@ class MuonStep:
         """Update momentum; return this rank's part of each matrix's update."""
         updates: dict[str, torch.Tensor] = {}
         for unit, buffer in trainable_buffers(self.plan):
-            momentum_shard, grad = momentum[unit.name][buffer.key], grads[unit.name][buffer.key]
+            momentum_shard, grad = (
+                momentum[unit.name][buffer.key],
+                grads[unit.name][buffer.key],
+            )
             if not momentum_shard.numel():
                 continue
             if grad is None:

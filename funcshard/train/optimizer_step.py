@@ -79,7 +79,9 @@ def apply_update(update: Any, grads: Any, state: Any, params: Any) -> tuple[Any,
         updates, state = update(grads, state, params=params, **keywords)
     else:
         updates, state = update(grads, state, params, **keywords)
-    return tree.map(lambda leaf, change: leaf + change.to(leaf.dtype), params, updates), state
+    return tree.map(
+        lambda leaf, change: leaf + change.to(leaf.dtype), params, updates
+    ), state
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,9 @@ class TorchStep:
         """Update ``params`` and ``state``, which are donated, by one step."""
         check_form(state, {"steps", "leaves"}, self.title)
         leaves, unflatten = tree.flatten(params)
-        leaf_states = subtrees(params, state["leaves"], f"a state of {self.title}", NEW_STATE)
+        leaf_states = subtrees(
+            params, state["leaves"], f"a state of {self.title}", NEW_STATE
+        )
         all_views = self._views(grads, leaves, params)
         self._check_entries(leaf_states, all_views, params)
         group_members: list[list[torch.nn.Parameter]] = [[] for _ in self.options]
@@ -147,7 +151,9 @@ class TorchStep:
         for leaf_views, leaf_state in zip(all_views, leaf_states, strict=True):
             view_states = [optimizer.state.pop(view.parameter, {}) for view in leaf_views]
             if self.layout is not None:
-                merged_state = _merge_state(leaf_state, leaf_views, view_states, self.layout.count)
+                merged_state = _merge_state(
+                    leaf_state, leaf_views, view_states, self.layout.count
+                )
                 view_states = [merged_state]
             new_states += view_states
         # Whoever uses the old state gets an error, and no tensors that a step has changed.
@@ -162,7 +168,9 @@ class TorchStep:
         if self.known is None:
             return
         group_count = len(self.options)
-        for leaf_index, (leaf_state, views) in enumerate(zip(leaf_states, all_views, strict=True)):
+        for leaf_index, (leaf_state, views) in enumerate(
+            zip(leaf_states, all_views, strict=True)
+        ):
             # The entries of a leaf leave out its elements of no group.
             size: tuple[int, ...] = (sum(view.parameter.numel() for view in views),)
             if self.layout is None:
@@ -171,8 +179,12 @@ class TorchStep:
             unknown_names = held.keys() - self.known.keys()
             fault = ""
             # Note: a class that is not torch's may have more entries than after its first step.
-            if held and (self.known.keys() - held.keys() or (self.is_exact and unknown_names)):
-                fault = f"it must hold {sorted(self.known) or 'nothing'}; found {sorted(held)}"
+            if held and (
+                self.known.keys() - held.keys() or (self.is_exact and unknown_names)
+            ):
+                fault = (
+                    f"it must hold {sorted(self.known) or 'nothing'}; found {sorted(held)}"
+                )
             for name, value in held.items():
                 if self.known.get(name):
                     if getattr(value, "shape", value) != size:
@@ -180,7 +192,10 @@ class TorchStep:
                             f"its {name!r} must have shape {size}; found {outline(value)}, of "
                             "another plan or number of ranks"
                         )
-                elif self.is_exact and (len(value) if type(value) is tuple else 1) != group_count:
+                elif (
+                    self.is_exact
+                    and (len(value) if type(value) is tuple else 1) != group_count
+                ):
                     fault = fault or (
                         f"its {name!r} must have a value for each of {group_count} groups; found "
                         f"{value!r}"
@@ -221,13 +236,18 @@ class TorchStep:
         group_members = [[torch.nn.Parameter(no_elements)] for _ in self.options]
         group_of = dict.fromkeys(paths, 0) if self.layout is None else self.layout.group_of
         return [
-            {**options, "params": [path for path in paths if group_of.get(path) == group_index]}
+            {
+                **options,
+                "params": [path for path in paths if group_of.get(path) == group_index],
+            }
             for group_index, options in enumerate(
                 self._optimizer(group_members, steps).param_groups
             )
         ]
 
-    def _views(self, grads: Any, leaves: Sequence[torch.Tensor], params: Any) -> list[list[_View]]:
+    def _views(
+        self, grads: Any, leaves: Sequence[torch.Tensor], params: Any
+    ) -> list[list[_View]]:
         leaf_grads = subtrees(params, grads, "the gradient", _PASS_GRADIENTS)
         # Without groups each leaf is one view of itself, whatever its shape.
         leaf_ranges: list[Any] = [None] * len(leaves)
@@ -263,7 +283,9 @@ class TorchStep:
         self, members: Sequence[Sequence[torch.nn.Parameter]], steps: int
     ) -> torch.optim.Optimizer:
         """Return an instance of the class over each group's members, with this step's options."""
-        common_options, *overrides = [options_at(options, steps) for options in self.options]
+        common_options, *overrides = [
+            options_at(options, steps) for options in self.options
+        ]
         param_groups: Any = [
             {"params": group_members, **group_options}
             for group_members, group_options in zip(members, [{}, *overrides], strict=True)
@@ -273,8 +295,12 @@ class TorchStep:
         optimizer = self.cls(param_groups, **common_options)
         graph_recording = current_recording()
         if graph_recording is not None:
-            for group, group_options in zip(optimizer.param_groups, self.options, strict=True):
-                for name, schedule in schedules_in({**self.options[0], **group_options}).items():
+            for group, group_options in zip(
+                optimizer.param_groups, self.options, strict=True
+            ):
+                for name, schedule in schedules_in(
+                    {**self.options[0], **group_options}
+                ).items():
                     # Why a tensor: the fused kernels take lr as one, or as a constant.
                     is_fused = name == "lr" and bool(group.get("fused"))
                     group[name] = graph_recording.number(schedule, steps, tensor=is_fused)
@@ -292,9 +318,13 @@ def step_with_groups(optimizer: Any, scheduled: Collection[str]) -> None:
             for entry in [entry for entry in leaf_state if entry.startswith(_GROUP)]:
                 name = entry.removeprefix(_GROUP)
                 group[name] = leaf_state.pop(entry)
-                fresh_group.pop(name, None)  # what was kept once is kept, whatever its value
+                fresh_group.pop(
+                    name, None
+                )  # what was kept once is kept, whatever its value
         attributes.update(
-            (name, group[f"self.{name}"]) for name in fresh_counts if f"self.{name}" in group
+            (name, group[f"self.{name}"])
+            for name in fresh_counts
+            if f"self.{name}" in group
         )
     optimizer.step()
     for group, fresh_group in zip(optimizer.param_groups, fresh_groups, strict=True):
@@ -336,7 +366,9 @@ class Schedule:
 
 def schedules_in(options: Mapping[str, Any]) -> dict[str, Schedule]:
     """Return the options that are functions of the number of steps."""
-    return {name: Schedule(name, value) for name, value in options.items() if callable(value)}
+    return {
+        name: Schedule(name, value) for name, value in options.items() if callable(value)
+    }
 
 
 def rate_in(options: Mapping[str, Any], cls: type) -> Any:
@@ -348,7 +380,9 @@ def rate_in(options: Mapping[str, Any], cls: type) -> Any:
 
 def _plain_number(value: Any) -> Any:
     """Return a scalar of another library as a ``float``, and anything else unchanged."""
-    is_plain = isinstance(value, float | int | torch.Tensor) or not hasattr(value, "__float__")
+    is_plain = isinstance(value, float | int | torch.Tensor) or not hasattr(
+        value, "__float__"
+    )
     return value if is_plain else float(value)
 
 
@@ -418,7 +452,9 @@ def _views_of_groups(
     return views
 
 
-def _split_state(leaf_state: Mapping[str, Any], views: Sequence[_View]) -> list[dict[str, Any]]:
+def _split_state(
+    leaf_state: Mapping[str, Any], views: Sequence[_View]
+) -> list[dict[str, Any]]:
     """Return the state of each view, given its leaf's state; inverse of ``_merge_state``."""
     view_states: list[dict[str, Any]] = [{} for _ in views]
     fresh_states: list[dict[str, Any]] = []
@@ -431,7 +467,9 @@ def _split_state(leaf_state: Mapping[str, Any], views: Sequence[_View]) -> list[
         has_begun = any(scalar is not None for scalar in scalars)
         for group, scalar in enumerate(scalars):
             group_states = [
-                state for state, view in zip(view_states, views, strict=True) if view.group == group
+                state
+                for state, view in zip(view_states, views, strict=True)
+                if view.group == group
             ]
             # Note: a group without a scalar that another group has begins from scratch.
             if scalar is None and has_begun:
@@ -463,7 +501,9 @@ def _merge_state(
         first_value = next((value for value in view_values if value is not None), None)
         if not isinstance(first_value, torch.Tensor) or not first_value.ndim:
             # The last view of a group has the scalar itself, the others have copies.
-            scalar_of = {view.group: value for view, value in zip(views, view_values, strict=True)}
+            scalar_of = {
+                view.group: value for view, value in zip(views, view_values, strict=True)
+            }
             scalars = tuple(scalar_of.get(group) for group in range(num_groups))
             merged_state[name] = scalars if num_groups > 1 else scalars[0]
             continue

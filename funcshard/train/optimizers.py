@@ -102,7 +102,9 @@ def torch_optimizer(
         raise _refusal(cls)
     if not groups:
         check_options(cls, [options])
-        return TorchOptimizer(_init, TorchStep(cls, (options,), learn_entries(cls, [options], [0])))
+        return TorchOptimizer(
+            _init, TorchStep(cls, (options,), learn_entries(cls, [options], [0]))
+        )
     if plan is None or mesh is None:
         raise ValueError(
             "groups= needs the plan and the mesh, which say which elements of each group lie in "
@@ -153,7 +155,9 @@ def grouped_step(
 # --- the options of a class -----------------------------------------------------------------------
 
 
-def check_options(cls: type[torch.optim.Optimizer], options: Sequence[Mapping[str, Any]]) -> None:
+def check_options(
+    cls: type[torch.optim.Optimizer], options: Sequence[Mapping[str, Any]]
+) -> None:
     """Raise unless a class takes the options of all leaves, and those that each group overrides."""
     try:
         signature = inspect.signature(cls)
@@ -176,11 +180,16 @@ def check_options(cls: type[torch.optim.Optimizer], options: Sequence[Mapping[st
                 check_value(name, value, where)
         if signature is None:
             continue
-        fixed = {name: value for name, value in merged_options.items() if not callable(value)}
+        fixed = {
+            name: value for name, value in merged_options.items() if not callable(value)
+        }
         try:
             signature.bind(None, **merged_options)
             # A class checks the values of schedules in each step.
-            if cls in ELEMENTWISE and merged_options.keys() - fixed <= {"lr", "weight_decay"}:
+            if cls in ELEMENTWISE and merged_options.keys() - fixed <= {
+                "lr",
+                "weight_decay",
+            }:
                 cls([_tiny()], **fixed)
         except (TypeError, ValueError) as error:
             raise type(error)(
@@ -267,7 +276,9 @@ def _refusal(cls: Any) -> Exception:
     elif isinstance(cls, functools.partial):
         remedy = "pass the class itself, and its options by name"
     elif cls.__module__.startswith("torch.optim"):
-        remedy = "choose one of these; elementwise=True would compute something else on shards"
+        remedy = (
+            "choose one of these; elementwise=True would compute something else on shards"
+        )
     error_type = ValueError if callable(cls) else TypeError
     return error_type(
         "torch_optimizer takes a class of optimizers that updates each element by itself, because "

@@ -57,7 +57,9 @@ class ParamGroupLayout:
         for leaf in buffer.leaves:
             group = self.group_of.get(leaf.path)
             begin, end, in_shard = buffer.part(leaf, self.shard_rank)
-            start = max(in_shard.start, 0)  # negative in a shard that holds nothing but padding
+            start = max(
+                in_shard.start, 0
+            )  # negative in a shard that holds nothing but padding
             stop = start + end - begin
             if leaf is buffer.leaves[-1]:
                 # Note: the padding belongs to the group of the last leaf.
@@ -108,7 +110,9 @@ def group_leaves(
         groups: ``{"paths": [paths or globs of nodes], option: value, ...}`` for each group.
         left_out: paths of leaves of no group, not even group 0.
     """
-    trainable_paths = {leaf.path for _, buffer in trainable_buffers(plan) for leaf in buffer.leaves}
+    trainable_paths = {
+        leaf.path for _, buffer in trainable_buffers(plan) for leaf in buffer.leaves
+    }
     group_of = dict.fromkeys(sorted(trainable_paths.difference(left_out)), 0)
     group_options: list[dict[str, Any]] = [{}]
     for group_index, group in enumerate(check_groups(groups), start=1):

@@ -136,9 +136,13 @@ def per_sample_grad(
     def run(
         shards: Shards, /, *rest: Any, **kwargs: Any
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], Shards]:
-        walk = SampleWalk("per_sample_grad", loss_fn, plan, mesh, chunk_size, shards, rest, kwargs)
+        walk = SampleWalk(
+            "per_sample_grad", loss_fn, plan, mesh, chunk_size, shards, rest, kwargs
+        )
         # The sums have the dtype of the shards, also in a unit that computes in a narrower dtype.
-        sums = [torch.zeros_like(entry.whole, dtype=entry.shard.dtype) for entry in walk.trained]
+        sums = [
+            torch.zeros_like(entry.whole, dtype=entry.shard.dtype) for entry in walk.trained
+        ]
 
         def gradient(sample: Any) -> Any:
             leaves = [entry.leaves for entry in walk.trained]
@@ -157,7 +161,9 @@ def per_sample_grad(
                         on_grads(unit_name, by_path)
             rows = [
                 (buffer_sum, entry.comm, leaf, grad.reshape(len(grad), leaf.numel))
-                for buffer_sum, entry, buffer_grads in zip(sums, walk.trained, grads, strict=True)
+                for buffer_sum, entry, buffer_grads in zip(
+                    sums, walk.trained, grads, strict=True
+                )
                 for leaf, grad in zip(entry.comm.plan.leaves, buffer_grads, strict=True)
             ]
             squares = walk.zero
@@ -206,7 +212,11 @@ def per_sample_grad(
 
 
 def per_sample_norms(
-    loss_fn: Callable[..., torch.Tensor], plan: Plan, mesh: Mesh, *, chunk_size: int | None = None
+    loss_fn: Callable[..., torch.Tensor],
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    chunk_size: int | None = None,
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """Return a function that computes the norm of every sample's gradient, without the gradients.
 
@@ -250,8 +260,12 @@ def per_sample_norms(
     check_mesh(plan, mesh)
 
     @untraced
-    def run(shards: Shards, /, *rest: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        walk = SampleWalk("per_sample_norms", loss_fn, plan, mesh, chunk_size, shards, rest, kwargs)
+    def run(
+        shards: Shards, /, *rest: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        walk = SampleWalk(
+            "per_sample_norms", loss_fn, plan, mesh, chunk_size, shards, rest, kwargs
+        )
 
         def squares_of(sample: list[torch.Tensor]) -> Any:
             def loss_of(squares: torch.Tensor) -> torch.Tensor:
@@ -260,7 +274,9 @@ def per_sample_norms(
 
             loss, pull = _vjp(loss_of, walk.zero)
             # Why not torch.func.grad: it would record backward, and keep what that computes.
-            return pull(torch.ones_like(loss), retain_graph=False, create_graph=False)[0], loss
+            return pull(torch.ones_like(loss), retain_graph=False, create_graph=False)[
+                0
+            ], loss
 
         return walk.chunks(squares_of, walk.norms)
 
@@ -348,7 +364,12 @@ class SampleWalk:
                 "argument"
             )
         *self._arguments, batch = rest
-        self._caller, self._loss_fn, self._kwargs, self._mesh = caller, loss_fn, kwargs, mesh
+        self._caller, self._loss_fn, self._kwargs, self._mesh = (
+            caller,
+            loss_fn,
+            kwargs,
+            mesh,
+        )
         self._samples, self._unflatten = tree.flatten(batch)
         self._count = _sample_count(self._samples, chunk_size, mesh)
         self._chunk_size = chunk_size or max(self._count, 1)
@@ -374,14 +395,18 @@ class SampleWalk:
         self.zero = torch.zeros((), dtype=norm_dtype, device=mesh.device)
         self._depends = not self.trained  # whether a gradient leaves the loss
 
-    def loss(self, trained_leaves: Sequence[Any], sample: list[torch.Tensor]) -> torch.Tensor:
+    def loss(
+        self, trained_leaves: Sequence[Any], sample: list[torch.Tensor]
+    ) -> torch.Tensor:
         """Return the loss of one sample, given the leaves of each trainable buffer."""
         remaining_leaves = iter(trained_leaves)
         leaves = [
             next(remaining_leaves) if entry.comm.plan.trainable else entry.leaves
             for entry in self.gathered
         ]
-        with activate(GradReducer([entry.shard for entry in self.gathered], gathered=leaves)):
+        with activate(
+            GradReducer([entry.shard for entry in self.gathered], gathered=leaves)
+        ):
             loss = self._loss_fn(
                 self.shards, *self._arguments, self._unflatten(sample), **self._kwargs
             )
@@ -478,7 +503,9 @@ def _whole_grads(grads: Grads, comm: BufferComm) -> Grads:
     if not _model_axes(comm.mesh):
         return grads
     sizes = [leaf.numel for leaf in comm.plan.leaves]
-    rows = [grad.reshape(len(grad), numel) for grad, numel in zip(grads, sizes, strict=True)]
+    rows = [
+        grad.reshape(len(grad), numel) for grad, numel in zip(grads, sizes, strict=True)
+    ]
     parts = _over_model_axes(torch.cat(rows, 1), comm).split(sizes, 1)
     return [part.reshape(grad.shape) for part, grad in zip(parts, grads, strict=True)]
 
@@ -563,4 +590,6 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, leaf: torch.Tensor, squares: Any, comm: Any) -> Any:
-        return _Norm.apply(leaf, squares, comm), in_dims[0]  # a map of the caller over models
+        return _Norm.apply(leaf, squares, comm), in_dims[
+            0
+        ]  # a map of the caller over models

@@ -68,11 +68,17 @@ def lbfgs(
     differentiate = value_and_grad(loss_fn, mesh=mesh)
     keys = [(unit.name, buffer.key) for unit, buffer in trainable_buffers(plan)]
     likes = [shards[unit_name][key] for unit_name, key in keys]
-    nothing = {unit_name: dict.fromkeys(unit_shards) for unit_name, unit_shards in shards.items()}
+    nothing = {
+        unit_name: dict.fromkeys(unit_shards) for unit_name, unit_shards in shards.items()
+    }
 
     def as_tree(vector: torch.Tensor, others: Any = nothing) -> Any:
         # Why plain: the functions that get these compute numbers, which ``Vector`` refuses.
-        parts = vector.detach().as_subclass(torch.Tensor).split([like.numel() for like in likes])
+        parts = (
+            vector.detach()
+            .as_subclass(torch.Tensor)
+            .split([like.numel() for like in likes])
+        )
         tree = {unit_name: dict(unit_shards) for unit_name, unit_shards in others.items()}
         for (unit_name, key), part, like in zip(keys, parts, likes, strict=True):
             tree[unit_name][key] = part.to(like.dtype)

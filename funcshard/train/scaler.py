@@ -35,9 +35,7 @@ class ScalerState(NamedTuple):
     growth_tracker: torch.Tensor
 
 
-_REMEDY = (
-    "make_train_step(..., scaler=) does it; by hand, call scale, unscale and update with the state"
-)
+_REMEDY = "make_train_step(..., scaler=) does it; by hand, call scale, unscale and update with the state"
 
 
 @with_remedies("a GradScaler", {"step": _REMEDY})
@@ -85,7 +83,11 @@ class GradScaler:
         check_number("backoff_factor", self.backoff_factor, above=0, below=1)
         interval = check_count("growth_interval", self.growth_interval, of="steps")
         object.__setattr__(self, "growth_interval", interval)
-        for name in ("init_scale", "growth_factor", "backoff_factor"):  # of NumPy or torch, maybe
+        for name in (
+            "init_scale",
+            "growth_factor",
+            "backoff_factor",
+        ):  # of NumPy or torch, maybe
             object.__setattr__(self, name, float(getattr(self, name)))
 
     def init(self, mesh: Mesh) -> ScalerState:
@@ -101,7 +103,9 @@ class GradScaler:
                 f"state must be a ScalerState of tensors; found {state!r}: make it with "
                 "scaler.init(mesh)"
             )
-        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * state.scale.to(loss.device)
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * state.scale.to(
+            loss.device
+        )
 
     def unscale(
         self,
@@ -143,8 +147,12 @@ class GradScaler:
         inverse = state.scale.double().reciprocal().float()
         # Why by device: gradients of offloaded units lie on the CPU, and the host waits for each
         # copy between devices.
-        inverse_on = {device: inverse.to(device) for device in {leaf.device for leaf in leaves}}
-        wide_leaves = [(leaf, torch.promote_types(leaf.dtype, torch.float32)) for leaf in leaves]
+        inverse_on = {
+            device: inverse.to(device) for device in {leaf.device for leaf in leaves}
+        }
+        wide_leaves = [
+            (leaf, torch.promote_types(leaf.dtype, torch.float32)) for leaf in leaves
+        ]
         if (
             transforms_active()
             or current_recording() is not None
@@ -153,7 +161,8 @@ class GradScaler:
             # Why not the kernel: a graph can fuse arithmetic, and transforms know no rule for the
             # kernel.
             unscaled_leaves = [
-                leaf.to(dtype) * inverse_on[leaf.device].to(dtype) for leaf, dtype in wide_leaves
+                leaf.to(dtype) * inverse_on[leaf.device].to(dtype)
+                for leaf, dtype in wide_leaves
             ]
             found_infs: dict[torch.device, torch.Tensor] = {}
             for leaf in _without_paddings(unflatten(leaves), plan, mesh):
@@ -161,7 +170,9 @@ class GradScaler:
                 device_inf = found_infs.get(leaf.device, found_inf)
                 found_infs[leaf.device] = torch.maximum(device_inf, found_inf)
         else:
-            unscaled_leaves = [leaf.to(dtype, copy=not donate) for leaf, dtype in wide_leaves]
+            unscaled_leaves = [
+                leaf.to(dtype, copy=not donate) for leaf, dtype in wide_leaves
+            ]
             unscaled_parts = _without_paddings(unflatten(unscaled_leaves), plan, mesh)
             found_infs = unscale_in_place(unscaled_parts, inverse_on)
         # A scale of zero hides every infinity from the gradients.
@@ -180,22 +191,34 @@ class GradScaler:
         wide_scale = state.scale.double()
         grown_scale = (wide_scale * self.growth_factor).float()
         is_due = good_steps >= self.growth_interval
-        larger_scale = torch.where(is_due & grown_scale.isfinite(), grown_scale, state.scale)
-        growth_tracker = torch.where(found_inf | is_due, torch.zeros_like(good_steps), good_steps)
+        larger_scale = torch.where(
+            is_due & grown_scale.isfinite(), grown_scale, state.scale
+        )
+        growth_tracker = torch.where(
+            found_inf | is_due, torch.zeros_like(good_steps), good_steps
+        )
         # Why not below: the reciprocal of a smaller scale overflows, and zero would make every
         # gradient NaN.
         smaller_scale = (
-            (wide_scale * self.backoff_factor).float().clamp(min=torch.finfo(torch.float32).tiny)
+            (wide_scale * self.backoff_factor)
+            .float()
+            .clamp(min=torch.finfo(torch.float32).tiny)
         )
-        return ScalerState(torch.where(found_inf, smaller_scale, larger_scale), growth_tracker)
+        return ScalerState(
+            torch.where(found_inf, smaller_scale, larger_scale), growth_tracker
+        )
 
 
 def _without_paddings(grads: Any, plan: Plan | None, mesh: Mesh) -> list[torch.Tensor]:
     """Return views of gradients without padding, as far as ``plan`` tells."""
     if plan is None:
         return tree.leaves(grads)
-    grad_buffers = [(grads[unit.name][b.key], b) for unit in plan.unit_list for b in unit.buffers]
+    grad_buffers = [
+        (grads[unit.name][b.key], b) for unit in plan.unit_list for b in unit.buffers
+    ]
     rank = mesh.shard.rank
     return [
-        without_padding(grad, buffer, rank) for grad, buffer in grad_buffers if grad is not None
+        without_padding(grad, buffer, rank)
+        for grad, buffer in grad_buffers
+        if grad is not None
     ]

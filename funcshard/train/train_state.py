@@ -82,7 +82,9 @@ def choose_tree(is_first: torch.Tensor, first: T, second: T) -> T:
     """Return the tree ``first`` where ``is_first`` is true, and ``second`` where it is not."""
     # Why once: the host waits for a copy to the CPU, which then has the number too.
     flag_on = functools.cache(is_first.to)
-    flag_number = functools.cache(lambda: flag_on(torch.device("cpu")).to(torch.int64).item())
+    flag_number = functools.cache(
+        lambda: flag_on(torch.device("cpu")).to(torch.int64).item()
+    )
 
     # Leaves that are one object, such as frozen shards, cost nothing.
     def choose(first_leaf: Any, second_leaf: Any) -> Any:

@@ -16,7 +16,16 @@ from funcshard._utils import tree
 from funcshard._utils.options import check_flag, check_number, outline, with_remedies
 from funcshard._utils.tensors import is_dtensor
 from funcshard._utils.torch_private import local_part, untraced_with_warning
-from funcshard.comm import UNDO, Mesh, Op, Topology, at_own_rank, check_all_same, in_graph, text_of
+from funcshard.comm import (
+    UNDO,
+    Mesh,
+    Op,
+    Topology,
+    at_own_rank,
+    check_all_same,
+    in_graph,
+    text_of,
+)
 from funcshard.core import (
     BufferComm,
     GradientFunction,
@@ -171,7 +180,12 @@ def make_train_step(
     if max_norm is not None:
         remedy = "pass math.inf for the norm alone"
         check_number(
-            "max_norm", max_norm, above=0, infinite=True, none="for no clipping", remedy=remedy
+            "max_norm",
+            max_norm,
+            above=0,
+            infinite=True,
+            none="for no clipping",
+            remedy=remedy,
         )
     local_axes = {buffer.local for _, buffer in trainable_buffers(plan)}
     if not local_axes:
@@ -195,7 +209,9 @@ def make_train_step(
     # with a tensor of the user.
     divides_all = mesh.world_size > 1 and not {*AXES}.intersection(*local_axes)
     return TrainStep(
-        function=dataclasses.replace(function, options=dataclasses.replace(options, mesh=mesh)),
+        function=dataclasses.replace(
+            function, options=dataclasses.replace(options, mesh=mesh)
+        ),
         optimizer=optimizer,
         plan=plan,
         mesh=mesh,
@@ -209,7 +225,9 @@ def make_train_step(
     )
 
 
-def _gradient_function(loss_fn: Any, mesh: Mesh, keywords: StepKeywords) -> GradientFunction:
+def _gradient_function(
+    loss_fn: Any, mesh: Mesh, keywords: StepKeywords
+) -> GradientFunction:
     if isinstance(loss_fn, GradientFunction):
         if keywords:
             raise TypeError(
@@ -224,9 +242,13 @@ def _gradient_function(loss_fn: Any, mesh: Mesh, keywords: StepKeywords) -> Grad
                 f"{mesh.shape}: leave mesh= out of value_and_grad or accumulate"
             )
         return loss_fn
-    gradient_options = {name: value for name, value in keywords.items() if name != "accumulate"}
+    gradient_options = {
+        name: value for name, value in keywords.items() if name != "accumulate"
+    }
     options = GradientOptions(mesh=mesh, **gradient_options)  # type: ignore[arg-type]
-    micro_batches = check_reduce(keywords.get("accumulate", 1), options.reduce, "accumulate")
+    micro_batches = check_reduce(
+        keywords.get("accumulate", 1), options.reduce, "accumulate"
+    )
     return GradientFunction(loss_fn, options, None if micro_batches == 1 else micro_batches)
 
 
@@ -337,7 +359,9 @@ class TrainStep:
         loss, weight, aux, grads = evaluate(function, loss_and_rest, state.shards, batch)
         local_loss = loss
         if options.weighted:
-            local_loss = local_total / local_weight if local_weight > 0 else torch.zeros_like(loss)
+            local_loss = (
+                local_total / local_weight if local_weight > 0 else torch.zeros_like(loss)
+            )
         return (loss, local_loss, weight, local_weight, buffers, aux), grads
 
     @untraced_with_warning(
@@ -347,7 +371,9 @@ class TrainStep:
     )
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Take one step on this rank's ``batch``."""
-        if not isinstance(state, TrainState) or (state.scaler is None) != (self.scaler is None):
+        if not isinstance(state, TrainState) or (state.scaler is None) != (
+            self.scaler is None
+        ):
             raise _state_error(state)
         _log.debug("step %d begins", state.step + 1)
         plan, mesh = self.plan, self.mesh
@@ -379,7 +405,9 @@ class TrainStep:
         if weight is not None:
             metrics |= {"loss": loss, "weight": weight}
         else:
-            total = start_reduce(loss.detach().clone(), self.world_sum, donated=True).finish()
+            total = start_reduce(
+                loss.detach().clone(), self.world_sum, donated=True
+            ).finish()
             metrics["loss"] = total / mesh.world_size
         metrics["local_loss"] = local_loss
         if self.max_norm is not None:
@@ -403,7 +431,9 @@ class TrainStep:
         if graph_recording is None and metrics.get("found_inf", False):
             return state._replace(buffers=buffers, scaler=scaling), metrics
         # Note: in a graph the step is always taken, and ``_chosen`` keeps the old state if need be.
-        may_skip = graph_recording is not None and (weight is not None or scaler is not None)
+        may_skip = graph_recording is not None and (
+            weight is not None or scaler is not None
+        )
         with torch.no_grad():
             params, opt_state = _trainable(state.shards, plan), state.opt_state
             grads, update = _trainable(grads, plan), self.optimizer[1]
@@ -417,7 +447,9 @@ class TrainStep:
                 params, opt_state = apply_update(update, grads, opt_state, params)
         _log.debug("step %d ends", state.step + 1)
         # Frozen shards stay, the trainable ones are replaced.
-        shards = {name: {**state.shards[name], **params.get(name, {})} for name in state.shards}
+        shards = {
+            name: {**state.shards[name], **params.get(name, {})} for name in state.shards
+        }
         state_after = TrainState(shards, buffers, opt_state, state.step + 1, scaling)
         if may_skip:
             state_after = self._chosen(state, state_after, weight, metrics.get("found_inf"))
@@ -456,7 +488,9 @@ class TrainStep:
 def _trainable(shards: Shards, plan: Plan) -> Shards:
     return {
         unit.name: {
-            buffer.key: shards[unit.name][buffer.key] for buffer in unit.buffers if buffer.trainable
+            buffer.key: shards[unit.name][buffer.key]
+            for buffer in unit.buffers
+            if buffer.trainable
         }
         for unit in plan.unit_list
     }
@@ -465,7 +499,9 @@ def _trainable(shards: Shards, plan: Plan) -> Shards:
 def _first_rank_with(weight: float, mesh: Mesh) -> int:
     """Return the first rank whose ``weight`` is not zero, of which there has to be one."""
     # Note: a recorded weight has no value, so its comparison can be a condition but no number.
-    has_data = torch.full((), 1.0 if weight > 0 else 0.0, dtype=torch.float32, device=mesh.device)
+    has_data = torch.full(
+        (), 1.0 if weight > 0 else 0.0, dtype=torch.float32, device=mesh.device
+    )
     # One element for each rank, so that the sum holds what an all-gather would.
     data_by_rank = all_reduce_flat(at_own_rank(has_data, mesh), mesh)
     # Note: no int(...), because a graph that is recorded has a symbol here.
@@ -473,12 +509,16 @@ def _first_rank_with(weight: float, mesh: Mesh) -> int:
     return first_rank
 
 
-def _broadcast(buffers: dict[str, torch.Tensor], mesh: Mesh, rank: int) -> dict[str, torch.Tensor]:
+def _broadcast(
+    buffers: dict[str, torch.Tensor], mesh: Mesh, rank: int
+) -> dict[str, torch.Tensor]:
     """Return copies of the buffers of ``rank``, on every rank along the data axes."""
     flat, unflatten = tree.flatten(buffers)
     # Copies, because a broadcast writes into its argument, and the loss function owns these.
     buffer_copies = [buffer.contiguous().clone() for buffer in flat]
-    local_parts = [local_part(buffer) if is_dtensor(buffer) else buffer for buffer in buffer_copies]
+    local_parts = [
+        local_part(buffer) if is_dtensor(buffer) else buffer for buffer in buffer_copies
+    ]
     source_place = position_of(rank, mesh.shape)
     # Why no model axes: buffers may be parts of a whole there, such as statistics of slices or
     # experts.
@@ -486,7 +526,9 @@ def _broadcast(buffers: dict[str, torch.Tensor], mesh: Mesh, rank: int) -> dict[
         if mesh.groups[axis].size > 1:
             group = in_graph(mesh.groups[axis], axis)
             # All are started before the first is waited for.
-            ops = [Op("broadcast", "", part, src=source_place[axis]) for part in local_parts]
+            ops = [
+                Op("broadcast", "", part, src=source_place[axis]) for part in local_parts
+            ]
             for work in [group.start(op) for op in ops]:
                 work.wait()
     return unflatten(buffer_copies)
@@ -531,7 +573,9 @@ def _texts_of_optimizer(optimizer: Any) -> dict[str, str]:
 def _check_loss_fn(loss_fn: Any) -> None:
     """Raise ``TypeError`` unless ``loss_fn`` takes shards, buffers and batch."""
     rule = "loss_fn must be a function loss_fn(shards, buffers, batch)"
-    is_module = isinstance(loss_fn, torch.nn.Module) and any(True for _ in loss_fn.parameters())
+    is_module = isinstance(loss_fn, torch.nn.Module) and any(
+        True for _ in loss_fn.parameters()
+    )
     if is_module or not callable(loss_fn):
         raise TypeError(
             f"{rule}; found {outline(loss_fn)}: pass a function that calls the function of "
@@ -545,7 +589,9 @@ def _check_loss_fn(loss_fn: Any) -> None:
         # What the arguments are does not matter, only how many.
         signature.bind(None, None, None)
     except TypeError as error:
-        remedy = "write lambda shards, buffers, batch: ..., also if the model has no buffers"
+        remedy = (
+            "write lambda shards, buffers, batch: ..., also if the model has no buffers"
+        )
         raise TypeError(f"{rule}; found one of {signature}, {error}: {remedy}") from None
 
 

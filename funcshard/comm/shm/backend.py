@@ -51,7 +51,9 @@ class SharedMemoryBackend:
         self.exchange, self.blocks = exchange, exchange.blocks
         # Reductions that ``poll`` reads once all is there.
         self._early: list[weakref.ref[_CollectiveWork]] = []
-        self._output_tensors: dict[int, int] = {}  # live tensors in each shared output, by number
+        self._output_tensors: dict[
+            int, int
+        ] = {}  # live tensors in each shared output, by number
         # Other threads may append to these two lists: Python collects garbage on any thread.
         self._abandoned: list[int] = []  # collectives that were not waited for
         # The number of a shared output, once for each tensor gone.
@@ -79,7 +81,9 @@ class SharedMemoryBackend:
             output_bytes = shard.nbytes * self._size
             # Under minus the number, because the block outlives the collective.
             exchange.contributions[-number] = (
-                self.blocks.take_or_wait(output_bytes, self._busy_outputs, exchange.receive),
+                self.blocks.take_or_wait(
+                    output_bytes, self._busy_outputs, exchange.receive
+                ),
                 0,
             )
         output = self._output(key)
@@ -147,7 +151,9 @@ class SharedMemoryBackend:
         if self._size <= _FEW_RANKS or flat.numel() * flat.element_size() <= _SMALL_BYTES:
 
             def read() -> None:
-                sum_in_rank_order(flat, exchange.all_contributions(key, flat.numel(), flat.dtype))
+                sum_in_rank_order(
+                    flat, exchange.all_contributions(key, flat.numel(), flat.dtype)
+                )
 
             return _CollectiveWork(self, key, read)
 
@@ -160,7 +166,9 @@ class SharedMemoryBackend:
             contributions = exchange.all_contributions(
                 key, own_begin + own_part.numel(), flat.dtype
             )
-            sum_in_rank_order(own_part, [peer_part[own_begin:] for peer_part in contributions])
+            sum_in_rank_order(
+                own_part, [peer_part[own_begin:] for peer_part in contributions]
+            )
             second_key = key + 1
             # Otherwise an earlier wait was interrupted after this.
             if second_key not in exchange.contributions:
@@ -169,7 +177,9 @@ class SharedMemoryBackend:
             for rank, rank_part in enumerate(rank_parts):
                 if rank != self._rank:
                     rank_part.copy_(
-                        exchange.contribution(second_key, rank, rank_part.numel(), flat.dtype)
+                        exchange.contribution(
+                            second_key, rank, rank_part.numel(), flat.dtype
+                        )
                     )
 
         return _CollectiveWork(self, key, read_in_two_phases)
@@ -183,7 +193,9 @@ class SharedMemoryBackend:
         exchange.announce(key)
 
         def read() -> None:
-            tensor.view(-1).copy_(exchange.contribution(key, src, tensor.numel(), tensor.dtype))
+            tensor.view(-1).copy_(
+                exchange.contribution(key, src, tensor.numel(), tensor.dtype)
+            )
 
         return _CollectiveWork(self, key, read)
 
@@ -241,7 +253,9 @@ class SharedMemoryBackend:
             return None
         return first_peer.blocks[message.block]
 
-    def _read_output(self, number: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def _read_output(
+        self, number: int, shape: torch.Size, dtype: torch.dtype
+    ) -> torch.Tensor:
         """Return the gathered tensor in a shared output; copy the shards that are not there yet."""
         freed_tensors, exchange, numel = self._freed_tensors, self.exchange, shape.numel()
         key = 2 * number
@@ -265,9 +279,9 @@ class SharedMemoryBackend:
             # block waits for their release.
             exchange.announce(key, IN_OUTPUT, exchange.contributions[key][0])
         # Peers that were ahead of rank 0 too may have copied their shards by now.
-        while any(peer.received[key].offset != IN_OUTPUT for peer in peers) and exchange.receive(
-            0.0
-        ):
+        while any(
+            peer.received[key].offset != IN_OUTPUT for peer in peers
+        ) and exchange.receive(0.0):
             pass
         for peer in peers:
             # Several ranks may copy it, with the same bytes.
@@ -281,7 +295,10 @@ class SharedMemoryBackend:
 
     def _release_output(self, number: int) -> None:
         """Release a shared output that neither its collective nor a tensor here uses."""
-        if number not in self.exchange.in_progress and self._output_tensors.get(number) == 0:
+        if (
+            number not in self.exchange.in_progress
+            and self._output_tensors.get(number) == 0
+        ):
             del self._output_tensors[number]
             self.exchange.release(-number)
 
@@ -289,7 +306,9 @@ class SharedMemoryBackend:
         """Return the output blocks that only other ranks still need."""
         contributions, tensors = self.exchange.contributions, self._output_tensors
         return [
-            block for key, (block, _) in contributions.items() if key < 0 and -key not in tensors
+            block
+            for key, (block, _) in contributions.items()
+            if key < 0 and -key not in tensors
         ]
 
 

@@ -59,7 +59,9 @@ from funcshard.comm.shm.rendezvous import close
 
 _NUMBERS = struct.Struct("<8q")  # whether the block is new, then the fields of ``Message``
 
-IN_OUTPUT = -1  # ``Message.offset`` of a shard that lies at its position in the shared output
+IN_OUTPUT = (
+    -1
+)  # ``Message.offset`` of a shard that lies at its position in the shared output
 
 # The errors of a socket that has no room now. Every other error means that the peer has gone.
 _FULL = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS}
@@ -136,14 +138,20 @@ class Exchange:
     ) -> None:
         self.rank, self.size = rank, len(connections) + 1
         self.desync, self.timeout = desync, timeout
-        self.peers = [Peer(peer, connection) for peer, connection in sorted(connections.items())]
+        self.peers = [
+            Peer(peer, connection) for peer, connection in sorted(connections.items())
+        ]
         self.blocks = SharedBlocks()
         self.in_progress: dict[int, int] = {}
         self.contributions: dict[int, tuple[Block, int]] = {}
         self._ends: dict[int, float] = {}  # when the time of each of these is over
         self._latest = 0  # highest number of a collective that this rank has begun
-        self._unannounced: list[int] = []  # this rank's releases that no message has named yet
-        self._releases: dict[int, int] = {}  # number of ranks per release; see count_release
+        self._unannounced: list[
+            int
+        ] = []  # this rank's releases that no message has named yet
+        self._releases: dict[
+            int, int
+        ] = {}  # number of ranks per release; see count_release
         self._poll = select.poll()
         self._by_file = {}
         for peer in self.peers:
@@ -311,7 +319,9 @@ class Exchange:
         )
         return next(peer_without, None)
 
-    def contribution(self, key: int, rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def contribution(
+        self, key: int, rank: int, numel: int, dtype: torch.dtype
+    ) -> torch.Tensor:
         """Return the first ``numel`` elements of a rank's contribution."""
         if rank == self.rank:
             block, offset = self.contributions[key]
@@ -327,7 +337,9 @@ class Exchange:
             message.offset : message.offset + numel * dtype.itemsize
         ].view(dtype)
 
-    def all_contributions(self, key: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    def all_contributions(
+        self, key: int, numel: int, dtype: torch.dtype
+    ) -> list[torch.Tensor]:
         """Return the first ``numel`` elements of every rank's contribution, in order of ranks."""
         return [self.contribution(key, rank, numel, dtype) for rank in range(self.size)]
 
@@ -368,7 +380,9 @@ class Exchange:
                 self.blocks.release(self.contributions.pop(key)[0])
 
 
-_ALL: weakref.WeakSet[Exchange] = weakref.WeakSet()  # those of this process, for forked children
+_ALL: weakref.WeakSet[Exchange] = (
+    weakref.WeakSet()
+)  # those of this process, for forked children
 
 
 def _leave_in_child() -> None:

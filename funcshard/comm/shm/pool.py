@@ -22,7 +22,9 @@ import torch
 
 # A block of less than twice as many bytes serves every size that it can hold.
 _SMALL_BYTES = 1 << 16
-_IDLE_TAKES = 200  # a pool drops a free block that was not needed while this many blocks were taken
+_IDLE_TAKES = (
+    200  # a pool drops a free block that was not needed while this many blocks were taken
+)
 
 SLAB_BYTES = 1 << 16  # size of a slab, a block that holds many tiny contributions
 _TINY_BYTES = 1 << 12  # largest contribution that goes into a slab
@@ -107,14 +109,21 @@ def map_block(file: int) -> torch.Tensor:
 
 
 def tracked_view(
-    memory: torch.Tensor, numel: int, dtype: torch.dtype, on_free: Callable[[torch.Tensor], object]
+    memory: torch.Tensor,
+    numel: int,
+    dtype: torch.dtype,
+    on_free: Callable[[torch.Tensor], object],
 ) -> torch.Tensor:
     """Return a 1-D tensor over the first bytes of ``memory``, which lives as long.
 
     ``on_free(memory)`` is called as by ``Block.tensor``.
     """
-    view = memoryview((ctypes.c_char * (numel * dtype.itemsize)).from_address(memory.data_ptr()))
-    weakref.finalize(view, on_free, memory).atexit = False  # the finalizer keeps ``memory`` alive
+    view = memoryview(
+        (ctypes.c_char * (numel * dtype.itemsize)).from_address(memory.data_ptr())
+    )
+    weakref.finalize(
+        view, on_free, memory
+    ).atexit = False  # the finalizer keeps ``memory`` alive
     return torch.frombuffer(view, dtype=dtype)
 
 
@@ -210,7 +219,10 @@ class SharedBlocks(Pool):
         return block
 
     def take_or_wait(
-        self, size: int, busy: Callable[[], Iterable[Block]], receive: Callable[[float], object]
+        self,
+        size: int,
+        busy: Callable[[], Iterable[Block]],
+        receive: Callable[[float], object],
     ) -> Block:
         """Take a block; first wait a short while if a busy block would spare making one.
 

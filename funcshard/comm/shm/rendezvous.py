@@ -28,7 +28,11 @@ _QUEUE = 1024  # calls of strangers that may wait at an address besides those of
 
 
 def connect(
-    rank: int, size: int, all_gather_text: Callable[[str], list[str]], *, wanted: bool = True
+    rank: int,
+    size: int,
+    all_gather_text: Callable[[str], list[str]],
+    *,
+    wanted: bool = True,
 ) -> dict[int, socket.socket]:
     """Connect every pair of ranks; every rank has to call this; ``close`` is the inverse.
 
@@ -42,7 +46,11 @@ def connect(
         A socket to each other rank, by rank; none on every rank if the ranks are not all on one
         machine, one does not want to be connected, or the system does not let them.
     """
-    machine, name, own_token = "", f"funcshard-{secrets.token_hex(16)}", secrets.token_hex(_TOKEN)
+    machine, name, own_token = (
+        "",
+        f"funcshard-{secrets.token_hex(16)}",
+        secrets.token_hex(_TOKEN),
+    )
     listener: socket.socket | None = None
     sockets: dict[int, socket.socket] = {}
     is_connected = False
@@ -58,7 +66,8 @@ def connect(
                 listener.listen(size + _QUEUE)
                 machine = _machine()
         rank_facts = [
-            json.loads(text) for text in all_gather_text(json.dumps([machine, name, own_token]))
+            json.loads(text)
+            for text in all_gather_text(json.dumps([machine, name, own_token]))
         ]
         is_apart = any(other_machine != machine for other_machine, _, _ in rank_facts)
         if listener is None or not machine or is_apart:
@@ -87,12 +96,16 @@ def _hello(rank: int, token: str) -> bytes:
 
 
 def _call(
-    rank: int, lower_ranks: Sequence[tuple[str, str, str]], sockets: dict[int, socket.socket]
+    rank: int,
+    lower_ranks: Sequence[tuple[str, str, str]],
+    sockets: dict[int, socket.socket],
 ) -> bool:
     """Call all lower ranks, and keep their sockets; return whether that worked."""
     try:
         for lower_rank, (_, name, token) in enumerate(lower_ranks):
-            connection = sockets[lower_rank] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            connection = sockets[lower_rank] = socket.socket(
+                socket.AF_UNIX, socket.SOCK_SEQPACKET
+            )
             # Why: a queue that strangers have filled is an error then, and no wait.
             connection.setblocking(False)
             connection.connect(f"\0{name}")

@@ -29,7 +29,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from funcshard._utils.options import check_count, check_flag, check_path
-from funcshard._utils.torch_operators import count_flops, moved_bytes, new_tensors, writes_inputs
+from funcshard._utils.torch_operators import (
+    count_flops,
+    moved_bytes,
+    new_tensors,
+    writes_inputs,
+)
 from funcshard._utils.torch_private import TorchDispatchMode
 from funcshard.comm import Group, Mesh, Op, init_mesh
 from funcshard.estimate.machine.hardware import Hardware, Link, Source
@@ -47,7 +52,9 @@ ROUNDS = 15  # over all figures, so that a burst of other work spoils only one
 
 # Processor time, so that other programs do not count; on Windows it is too coarse for a kernel.
 CLOCK = (
-    time.thread_time if time.get_clock_info("thread_time").resolution < 1e-5 else time.perf_counter
+    time.thread_time
+    if time.get_clock_info("thread_time").resolution < 1e-5
+    else time.perf_counter
 )
 
 
@@ -136,7 +143,9 @@ def fit_link(kind: str, size: int, times: Mapping[int, float], source: Source) -
     sizes, seconds = torch.tensor(list(times.items()), dtype=torch.float64, device="cpu").T
     # Why divided by the seconds: errors are relative then, so small and large buffers count alike.
     rows = torch.stack([sizes / seconds, 1 / seconds], dim=1)
-    slope, latency = torch.linalg.lstsq(rows, torch.ones_like(rows[:, :1])).solution[:, 0].tolist()
+    slope, latency = (
+        torch.linalg.lstsq(rows, torch.ones_like(rows[:, :1])).solution[:, 0].tolist()
+    )
     # Note: noise may hide the bandwidth, and then the largest buffer gives a lower bound of it.
     if slope <= 0:
         slope, latency = times[max(times)] / max(times), 0.0
@@ -162,14 +171,20 @@ def _rank(
     file_store = dist.FileStore(str(Path(folder, "store")), ranks)
     # Note: ranks meet in a file, so no port has to be free.
     dist.init_process_group(
-        "gloo", store=file_store, rank=rank, world_size=ranks, timeout=datetime.timedelta(minutes=5)
+        "gloo",
+        store=file_store,
+        rank=rank,
+        world_size=ranks,
+        timeout=datetime.timedelta(minutes=5),
     )
     mesh = init_mesh({"shard": ranks}, device="cpu", shared_memory=shared_memory)
     torch.save(measure(mesh, sizes, reference), Path(folder, f"rank{rank}.pt"))
     dist.destroy_process_group()
 
 
-def _describe(measured: Sequence[Mapping[str, Any]], ranks: int, shared_memory: bool) -> Hardware:
+def _describe(
+    measured: Sequence[Mapping[str, Any]], ranks: int, shared_memory: bool
+) -> Hardware:
     carriers = ("shm", "shared memory", ""), ("gloo", "gloo", " --gloo")
     carrier_name, carrier_text, command_option = carriers[not shared_memory]
     today = datetime.date.today().isoformat()
@@ -182,7 +197,9 @@ def _describe(measured: Sequence[Mapping[str, Any]], ranks: int, shared_memory: 
 
     best_times: dict[str, dict[int, float]] = {kind: {} for kind in KINDS}
     for kind, size in measured[0]["collectives"]:
-        rank_times = zip(*(figures["collectives"][kind, size] for figures in measured), strict=True)
+        rank_times = zip(
+            *(figures["collectives"][kind, size] for figures in measured), strict=True
+        )
         # Note: the mean over ranks is one run, and the fastest run counts.
         best_times[kind][size] = min(map(statistics.mean, rank_times))
     links = tuple(fit_link(kind, ranks, best_times[kind], source) for kind in KINDS)
@@ -245,7 +262,9 @@ class KernelTimes(TorchDispatchMode):
         super().__init__()
         self.kernels: list[KernelTime] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         start_seconds = CLOCK()
         out = func(*args, **kwargs)
@@ -269,7 +288,9 @@ class _Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.queries, self.keys, self.values, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.queries, self.keys, self.values, self.out = (
+            nn.Linear(width, width) for _ in range(4)
+        )
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -279,12 +300,16 @@ class _Block(nn.Module):
             for projection in (self.queries, self.keys, self.values)
         )
         x = x + self.out(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
         )
         return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
 
-def reference_step(reference: Reference) -> tuple[Callable[[], None], Callable[[], None], int]:
+def reference_step(
+    reference: Reference,
+) -> tuple[Callable[[], None], Callable[[], None], int]:
     """Return forward and backward, the update by AdamW, and the bytes that the update moves."""
     width, batch_shape = reference.width, (reference.batch, reference.length)
     embedding = nn.Embedding(reference.vocabulary, width)
@@ -376,9 +401,16 @@ def measure(
     }
     for dtype in DTYPES:
         m, k, n = PRODUCT if dtype == torch.float32 else SMALL
-        factors = [torch.ones(shape, dtype=dtype, device="cpu") for shape in ((m, k), (k, n))]
-        peak_runs[dtype_name(dtype)] = functools.partial(torch.matmul, *factors), 2 * m * k * n
-    collectives = {(kind, size): _collective(group, kind, size) for kind in KINDS for size in sizes}
+        factors = [
+            torch.ones(shape, dtype=dtype, device="cpu") for shape in ((m, k), (k, n))
+        ]
+        peak_runs[dtype_name(dtype)] = (
+            functools.partial(torch.matmul, *factors),
+            2 * m * k * n,
+        )
+    collectives = {
+        (kind, size): _collective(group, kind, size) for kind in KINDS for size in sizes
+    }
     swept_memory = _ones(2 * max(sizes))
     train_step, update_step, updated_bytes = reference_step(reference)
     runs: dict[Any, Callable[[], Any]] = {name: run for name, (run, _) in peak_runs.items()}
@@ -426,7 +458,9 @@ def _collective(group: Group, kind: str, size: int) -> Callable[[], Any]:
     ranks = group.size
     whole_tensor = _ones(max(size // 4 // ranks, 1) * ranks * 4)
     shard = whole_tensor[: whole_tensor.numel() // ranks].clone()
-    gradient_parts = [part_numel.clone() for part_numel in whole_tensor.tensor_split(LEAVES)]
+    gradient_parts = [
+        part_numel.clone() for part_numel in whole_tensor.tensor_split(LEAVES)
+    ]
     if kind == "all_gather":
         return lambda: group.all_gather_last(shard, shared=True).wait()
     # Note: a reduction also joins gradients and divides the sum, as in a training step.

@@ -108,7 +108,9 @@ class Link:
     def __post_init__(self) -> None:
         check_count("size of a link", self.size)
         check_number("latency of a link", self.latency, least=0, remedy="pass seconds")
-        check_number("bandwidth of a link", self.bandwidth, above=0, remedy="pass bytes per second")
+        check_number(
+            "bandwidth of a link", self.bandwidth, above=0, remedy="pass bytes per second"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,10 @@ class SizeFactor:
     def __post_init__(self) -> None:
         check_count("bytes of a size factor", self.bytes)
         check_number(
-            "factor", self.factor, above=0, remedy="pass a share of the bandwidth, such as 0.87"
+            "factor",
+            self.factor,
+            above=0,
+            remedy="pass a share of the bandwidth, such as 0.87",
         )
 
 
@@ -254,11 +259,14 @@ class Hardware:
             for name in {*_FIGURES, "optimizer_efficiency"}.intersection(data):
                 data[name] = figure(name, data[name])
             data["flops"] = {
-                dtype: figure(f"flops.{dtype}", record) for dtype, record in data["flops"].items()
+                dtype: figure(f"flops.{dtype}", record)
+                for dtype, record in data["flops"].items()
             }
             data["offload"] = _record(Link, data["offload"])
             for name, record_class in _LISTS.items():
-                data[name] = [_record(record_class, record) for record in data.get(name, ())]
+                data[name] = [
+                    _record(record_class, record) for record in data.get(name, ())
+                ]
             return Hardware(**data, sources=sources)
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(
@@ -309,7 +317,8 @@ def load_hardware(hardware: str | os.PathLike[str] | Hardware) -> Hardware:
         advice = "python -m funcshard calibrate writes such a file"
         raise ValueError(
             f"hardware must be one of {', '.join(sorted(_names()))}, or the path of a JSON file; "
-            f"found {hardware_text!r}: " + did_you_mean(hardware_text, _names(), otherwise=advice)
+            f"found {hardware_text!r}: "
+            + did_you_mean(hardware_text, _names(), otherwise=advice)
         )
     try:
         return Hardware.from_json(read_regular(path).decode())
@@ -361,7 +370,9 @@ def _source(data: Mapping[str, Any]) -> Source:
 
 
 def _record_data(record: Link | SizeFactor) -> dict[str, Any]:
-    names = [class_field.name for class_field in fields(record) if class_field.name != "source"]
+    names = [
+        class_field.name for class_field in fields(record) if class_field.name != "source"
+    ]
     data = {name: getattr(record, name) for name in sorted(names, key="kind".__ne__)}
     if data.get("kind") == ALL_KINDS:  # which a link has by default
         del data["kind"]

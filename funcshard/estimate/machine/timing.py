@@ -52,7 +52,10 @@ def collective_time(
     Source: an all-reduce is a reduce-scatter and an all-gather, as in NCCL's rings.
     """
     check_choice("event_kind", event_kind, KINDS)
-    nbytes, ranks = check_count("nbytes", nbytes, 0, of="bytes"), check_count("ranks", ranks)
+    nbytes, ranks = (
+        check_count("nbytes", nbytes, 0, of="bytes"),
+        check_count("ranks", ranks),
+    )
     stride = check_count("stride", stride)
     if ranks == 1:
         return Timed(0.0, "exact")
@@ -64,7 +67,9 @@ def collective_time(
     kind_links = _of_kind(axis_links, event_kind)
     # Note: without a measured all-reduce, it is the two halves of NCCL's ring.
     if event_kind == "all_reduce" and not kind_links:
-        scatter_time = collective_time(hardware, "reduce_scatter", nbytes, ranks, stride=stride)
+        scatter_time = collective_time(
+            hardware, "reduce_scatter", nbytes, ranks, stride=stride
+        )
         gather_time = collective_time(hardware, "all_gather", nbytes, ranks, stride=stride)
         return Timed(
             scatter_time.seconds + gather_time.seconds,
@@ -104,7 +109,10 @@ def compute_time(
     figures = ["memory_bandwidth", "memory_efficiency"]
     if flop_seconds > memory_seconds:
         figures = [f"flops.{dtype}", "flops_efficiency"]
-    busy_seconds, overhead = max(flop_seconds, memory_seconds), kernels * hardware.kernel_overhead
+    busy_seconds, overhead = (
+        max(flop_seconds, memory_seconds),
+        kernels * hardware.kernel_overhead,
+    )
     # Note: the longest of the three times gives the source.
     if overhead > busy_seconds:
         figures = ["kernel_overhead"]
@@ -150,7 +158,9 @@ def _node_links(hardware: Hardware, kind: str) -> list[Link]:
     return links
 
 
-def _across_nodes(hardware: Hardware, kind: str, nbytes: int, ranks: int, nodes: int) -> Timed:
+def _across_nodes(
+    hardware: Hardware, kind: str, nbytes: int, ranks: int, nodes: int
+) -> Timed:
     ranks_per_node = hardware.ranks_per_node
     links = _of_kind(hardware.network, kind) or _shared(hardware.network)
     latency, bandwidth, how = _at(links, nodes)
@@ -161,7 +171,9 @@ def _across_nodes(hardware: Hardware, kind: str, nbytes: int, ranks: int, nodes:
     if ranks_per_node > 1:
         in_node, _, node_how = _at(_node_links(hardware, kind), ranks_per_node)
         node_steps = nodes * ranks_per_node * (1 - rank_share)
-        latency = max(latency - node_steps * in_node / (ranks_per_node - 1), latency * rank_share)
+        latency = max(
+            latency - node_steps * in_node / (ranks_per_node - 1), latency * rank_share
+        )
         how = weakest(how, node_how)
     ring_ranks = ranks_per_node * nodes
     # Note: bytes per second on the wire, through all cards of a node.
@@ -196,7 +208,9 @@ def _at(links: Sequence[Link], size: int) -> tuple[float, float, str]:
     # Note: links are measured at powers of two, and the bandwidth changes with each doubling.
     log_part = math.log(size / smaller_link.size) / math.log(link.size / smaller_link.size)
     latency = smaller_link.latency + linear_part * (link.latency - smaller_link.latency)
-    bandwidth = smaller_link.bandwidth + log_part * (link.bandwidth - smaller_link.bandwidth)
+    bandwidth = smaller_link.bandwidth + log_part * (
+        link.bandwidth - smaller_link.bandwidth
+    )
     return latency, bandwidth, weakest(smaller_link.source.how, link.source.how)
 
 
@@ -205,7 +219,9 @@ def _size_factor(hardware: Hardware, nbytes: int) -> tuple[float, str]:
     factors = hardware.size_factors
     if not factors:
         return 1.0, "exact"
-    factor_index = bisect.bisect_right([size_factor.bytes for size_factor in factors], nbytes)
+    factor_index = bisect.bisect_right(
+        [size_factor.bytes for size_factor in factors], nbytes
+    )
     if factor_index in (0, len(factors)):
         nearest_factor = factors[max(factor_index - 1, 0)]
         return nearest_factor.factor, nearest_factor.source.how
@@ -213,5 +229,7 @@ def _size_factor(hardware: Hardware, nbytes: int) -> tuple[float, str]:
     log_part = math.log(nbytes / smaller_factor.bytes) / math.log(
         larger_factor.bytes / smaller_factor.bytes
     )
-    factor = smaller_factor.factor + log_part * (larger_factor.factor - smaller_factor.factor)
+    factor = smaller_factor.factor + log_part * (
+        larger_factor.factor - smaller_factor.factor
+    )
     return factor, weakest(smaller_factor.source.how, larger_factor.source.how)

@@ -46,7 +46,9 @@ class Comparison(Shown):
         memory_rows = _moves([report.by_category for report in both], table.size)
         time_rows = _moves([_times(report) for report in both], table.duration)
         # Note: phases overlap with waits, so the times of a step are not the sum of the rows.
-        time_total = _row("total", self.before.step_time, self.after.step_time, table.duration)
+        time_total = _row(
+            "total", self.before.step_time, self.after.step_time, table.duration
+        )
         traffic_rows = _moves([_traffic(report) for report in both], table.size)
         header = ["", "before", "after", "±"]
         return [
@@ -184,7 +186,9 @@ def _moves(
     numbers: Sequence[Mapping[str, Any]], text: Callable[[Any], str]
 ) -> tuple[list[list[str]], list[str]]:
     old, new = numbers
-    table_rows = [_row(name, old.get(name, 0), new.get(name, 0), text) for name in {**old, **new}]
+    table_rows = [
+        _row(name, old.get(name, 0), new.get(name, 0), text) for name in {**old, **new}
+    ]
     return table_rows, _row("total", sum(old.values()), sum(new.values()), text)
 
 

@@ -66,7 +66,9 @@ class Holding:
         """Return the bytes of leaves, without padding, at an index on the shard axis."""
         buffer = self.buffer
         first_element = shard * buffer.shard_numel if buffer.shards > 1 else 0
-        return max(min(buffer.numel - first_element, buffer.shard_numel), 0) * buffer.itemsize
+        return (
+            max(min(buffer.numel - first_element, buffer.shard_numel), 0) * buffer.itemsize
+        )
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -153,6 +155,10 @@ def _rows(plan: Plan) -> Iterator[Holding]:
                 group=group,
                 buffer=buffer,
                 axes=plan.mesh_axes,
-                cut={axis: n for axis, n in plan.mesh_axes.items() if axis in cut_axes and n > 1},
+                cut={
+                    axis: n
+                    for axis, n in plan.mesh_axes.items()
+                    if axis in cut_axes and n > 1
+                },
                 gathered=buffer.model_numel * group.first.dtypes(buffer).computed.itemsize,
             )

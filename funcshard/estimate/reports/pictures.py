@@ -33,7 +33,12 @@ _PHASES = {
 _OTHER, _INK, _ALARM = "#DDCC77", "#333333", "#CC3311"
 _MOST_RANKS, _MOST_NAMES = 64, 14
 _FAR = 2.0  # a budget above so many peaks is not drawn: its line would flatten the rest
-_BESIDE = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "frameon": False, "fontsize": 8}
+_BESIDE = {
+    "loc": "upper left",
+    "bbox_to_anchor": (1.01, 1.0),
+    "frameon": False,
+    "fontsize": 8,
+}
 
 
 def draw_memory(report: Report, *, path: str | Path | None = None) -> Figure:
@@ -58,13 +63,16 @@ def draw_memory(report: Report, *, path: str | Path | None = None) -> Figure:
             for name in category_names
         ],
         labels=[
-            f"{name}  {table.size(peak_moment.memory.get(name, 0))}" for name in category_names
+            f"{name}  {table.size(peak_moment.memory.get(name, 0))}"
+            for name in category_names
         ],
         colors=[_COLOURS.get(name, _OTHER) for name in category_names],
         step="post",
     )
     axes.plot([peak_moment.seconds], [peak_moment.total / byte_scale], "o", color=_INK)
-    legend_title = f"peak {table.size(peak_moment.total)} (dot)\nin the {moment_text(peak_moment)}"
+    legend_title = (
+        f"peak {table.size(peak_moment.total)} (dot)\nin the {moment_text(peak_moment)}"
+    )
     legend_title += f"\nbudget {table.size(report.budget)}"
     if report.budget <= _FAR * report.peak:
         axes.axhline(report.budget / byte_scale, color=_ALARM, linestyle="--")
@@ -77,7 +85,11 @@ def draw_memory(report: Report, *, path: str | Path | None = None) -> Figure:
 
 
 def draw_timeline(
-    report: Report, *, begin: float = 0.0, end: float | None = None, path: str | Path | None = None
+    report: Report,
+    *,
+    begin: float = 0.0,
+    end: float | None = None,
+    path: str | Path | None = None,
 ) -> Figure:
     """Draw the lanes of a step: when units compute, and when collectives run.
 
@@ -98,7 +110,12 @@ def draw_timeline(
                 bar_intervals[span.what, row].append((span.begin, span.seconds))
                 if span.seconds > 0.06 * (last_second - begin):
                     middle = (max(span.begin, begin) + min(span.end, last_second)) / 2
-                    text_style = {"ha": "center", "va": "center", "fontsize": 7, "clip_on": True}
+                    text_style = {
+                        "ha": "center",
+                        "va": "center",
+                        "fontsize": 7,
+                        "clip_on": True,
+                    }
                     axes.text(middle, row, span.unit or "(root)", **text_style)
     bars_of_work = {}
     for (work, row), intervals in bar_intervals.items():
@@ -134,7 +151,8 @@ def draw_pareto(reports: Mapping[str, Report], *, path: str | Path | None = None
     most_bytes = max(report.peak for report in reports.values())
     byte_scale, size_unit = table.unit_of(most_bytes)
     points = {
-        name: (report.peak / byte_scale, report.step_time) for name, report in reports.items()
+        name: (report.peak / byte_scale, report.step_time)
+        for name, report in reports.items()
     }
     front_names = pareto_front(reports)
     axes.scatter(*zip(*points.values(), strict=True), color="#bbbbbb", label="all plans")
@@ -145,7 +163,9 @@ def draw_pareto(reports: Mapping[str, Report], *, path: str | Path | None = None
         label = f"budget {table.size(budget)}"
         axes.axvline(budget / byte_scale, color=_ALARM, linestyle="--", label=label)
     for number, name in enumerate(front_names[:_MOST_NAMES], start=1):
-        axes.annotate(str(number), points[name], (3, 3), textcoords="offset points", fontsize=8)
+        axes.annotate(
+            str(number), points[name], (3, 3), textcoords="offset points", fontsize=8
+        )
         axes.plot([], [], " ", label=f"{number}  {name}")
     if len(front_names) > _MOST_NAMES:
         axes.plot([], [], " ", label=f"and {len(front_names) - _MOST_NAMES} more")
@@ -159,7 +179,9 @@ def draw_pareto(reports: Mapping[str, Report], *, path: str | Path | None = None
 
 def pareto_front(reports: Mapping[Any, Any]) -> list[Any]:
     """Return the reports that none beats in both time and memory, least memory first."""
-    ordered_names = sorted(reports, key=lambda name: (reports[name].peak, reports[name].step_time))
+    ordered_names = sorted(
+        reports, key=lambda name: (reports[name].peak, reports[name].step_time)
+    )
     # Note: by rising memory, each report of the front is faster than the one before.
     front_names: list[str] = []
     for name in ordered_names:
@@ -179,11 +201,16 @@ def draw_holdings(
         path: file to save.
     """
     # Note: more cells than that are no picture anymore.
-    chosen_ranks = list(range(min(plan.world_size, _MOST_RANKS)) if ranks is None else ranks)
+    chosen_ranks = list(
+        range(min(plan.world_size, _MOST_RANKS)) if ranks is None else ranks
+    )
     rows = [row for row in holdings(plan).rows if row.buffer.numel]
     # Note: a unit that's whole everywhere has the shade in the middle.
     part_shades = [
-        [row.part(rank) / (row.parts - 1) if row.parts > 1 else 0.5 for rank in chosen_ranks]
+        [
+            row.part(rank) / (row.parts - 1) if row.parts > 1 else 0.5
+            for rank in chosen_ranks
+        ]
         for row in rows
     ]
     width = max(5.0, min(12.0, 3.2 + 0.32 * len(chosen_ranks)))
@@ -193,7 +220,9 @@ def draw_holdings(
     row_titles = [f"{row.group.title}  {row.buffer.key}" for row in rows]
     axes.set_yticks([i + 0.5 for i in range(len(rows))], row_titles)
     tick_places = range(0, len(chosen_ranks), max(1, len(chosen_ranks) // 16))
-    axes.set_xticks([i + 0.5 for i in tick_places], [str(chosen_ranks[i]) for i in tick_places])
+    axes.set_xticks(
+        [i + 0.5 for i in tick_places], [str(chosen_ranks[i]) for i in tick_places]
+    )
     for i, row in enumerate(rows):
         row_text = f"{table.size(row.bytes)} a rank, {row.parts} × {row.copies}"
         axes.text(len(chosen_ranks) + 0.25, i + 0.5, row_text, va="center", fontsize=8)
@@ -211,7 +240,9 @@ def _figure(width: float, height: float) -> tuple[Figure, Any]:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
-    pyplot.close(figure)  # the caller shows it; pyplot would show it a second time, and keep it
+    pyplot.close(
+        figure
+    )  # the caller shows it; pyplot would show it a second time, and keep it
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
 

@@ -17,7 +17,15 @@ from funcshard._utils import table
 from funcshard._utils.table import Part, Shown, Table
 from funcshard.estimate.machine import source_of_sum
 from funcshard.estimate.walk import CATEGORIES, LANES, Moment, Span
-from funcshard.plan import Accumulation, Event, Plan, Schedule, UnitPlan, fold_units, mesh_text
+from funcshard.plan import (
+    Accumulation,
+    Event,
+    Plan,
+    Schedule,
+    UnitPlan,
+    fold_units,
+    mesh_text,
+)
 
 # The sources of numbers that a report does not name itself. Sizes of leaves, collectives and
 # states follow from the plan; all other sizes come from the trace.
@@ -88,7 +96,9 @@ class Report(Shown):
     def by_category(self) -> dict[str, int]:
         """Bytes by category at the peak."""
         memory = self.peak_moment.memory
-        return {category: memory[category] for category in CATEGORIES if memory.get(category)}
+        return {
+            category: memory[category] for category in CATEGORIES if memory.get(category)
+        }
 
     @property
     def remat(self) -> tuple[str, ...]:
@@ -130,7 +140,9 @@ class Report(Shown):
     @property
     def tracks(self) -> dict[str, tuple[Span, ...]]:
         """The spans of each lane that is used."""
-        tracks = {lane: tuple(span for span in self.spans if span.lane == lane) for lane in LANES}
+        tracks = {
+            lane: tuple(span for span in self.spans if span.lane == lane) for lane in LANES
+        }
         return {lane: spans for lane, spans in tracks.items() if spans}
 
     @property
@@ -180,7 +192,9 @@ class Report(Shown):
 
     def _parts(self) -> Iterator[Part]:
         yield _summary(self)
-        yield memory_table(self, f"Memory at the peak, in the {moment_text(self.peak_moment)}")
+        yield memory_table(
+            self, f"Memory at the peak, in the {moment_text(self.peak_moment)}"
+        )
         yield unit_table("By unit, memory that belongs to units", by_unit(self))
         if any(self.reserved) and self.reserved_source:
             yield f"Reserved memory: {self.reserved_source}."
@@ -222,7 +236,9 @@ def left_text(budget: int, peak: int) -> str:
     return f"{table.size(abs(budget - peak))} {'left' if peak <= budget else 'too little'}"
 
 
-def memory_table(report: Report, title: str, beside: Mapping[str, int] | None = None) -> Table:
+def memory_table(
+    report: Report, title: str, beside: Mapping[str, int] | None = None
+) -> Table:
     """Return the memory at the peak as a table, by category, with further bytes beside it."""
     sizes = {**report.by_category, **(beside or {})}
     total = sum(sizes.values())
@@ -245,7 +261,10 @@ def _summary(report: Report) -> Table:
     if report.reserved != (0, 0):
         low, high = map(table.size, report.reserved)
         row("reserved", f"{low} – {high}", "held by a caching allocator")
-    source, note = report.sources.get("budget", "given"), left_text(report.budget, report.peak)
+    source, note = (
+        report.sources.get("budget", "given"),
+        left_text(report.budget, report.peak),
+    )
     if source != "given":
         note = f"the device's memory, {note}"
     row("budget", table.size(report.budget), note, source)
@@ -274,25 +293,32 @@ def _summary(report: Report) -> Table:
             report.source_of("traffic"),
         )
     plan = report.plan
-    title = (
-        f"Report of plan {plan.fingerprint()} for {mesh_text(plan.mesh_axes)}, {report.hardware}"
+    title = f"Report of plan {plan.fingerprint()} for {mesh_text(plan.mesh_axes)}, {report.hardware}"
+    return Table(
+        f"{title}. {report.binds}", ["quantity", "value", "note", "source"], table_rows
     )
-    return Table(f"{title}. {report.binds}", ["quantity", "value", "note", "source"], table_rows)
 
 
 def _of_step(seconds: float, report: Report) -> str:
     return f"{table.share(seconds, report.step_time)} of the step"
 
 
-def unit_table(title: str, new_uses: Sequence[UnitUse], *old_uses: Sequence[UnitUse]) -> Table:
+def unit_table(
+    title: str, new_uses: Sequence[UnitUse], *old_uses: Sequence[UnitUse]
+) -> Table:
     """Return the use of each unit as a table, and how it moved from that of an older report."""
     reports = [{use.names: use for use in uses} for uses in (new_uses, *old_uses)]
     all_uses = {names: use for uses in reports for names, use in uses.items()}
-    header, table_rows, total_row = ["unit"], [[use.title] for use in all_uses.values()], ["total"]
+    header, table_rows, total_row = (
+        ["unit"],
+        [[use.title] for use in all_uses.values()],
+        ["total"],
+    )
     for column, number, text in COLUMNS:
         header += [column, *("±" for _ in old_uses)]
         numbers = [
-            [number(uses[names]) if names in uses else 0 for names in all_uses] for uses in reports
+            [number(uses[names]) if names in uses else 0 for names in all_uses]
+            for uses in reports
         ]
         for row, *cell_numbers in zip(table_rows, *numbers, strict=True):
             row += moved_cells(text, *cell_numbers)
@@ -363,7 +389,9 @@ def by_unit(
     for span in report.spans:
         # Note: spans of the loss and the optimizer name no unit, and neither does the root of a
         # plan that has no root unit.
-        is_whole = span.unit == "" and (span.what in ("loss", "optimizer") or "" not in units)
+        is_whole = span.unit == "" and (
+            span.what in ("loss", "optimizer") or "" not in units
+        )
         seconds = compute if span.lane == "compute" else communication
         seconds[_NO_UNIT if is_whole else span.unit] += span.seconds
     recomputed_names = recomputed_units(report)
@@ -429,7 +457,9 @@ def _trace_events(report: Report) -> Iterator[dict[str, Any]]:
     values_before: dict[str, int] = {}
     for moment in report.timeline:
         current_values = {TOTAL: moment.total}
-        current_values |= {f"{TOTAL}: {name}": moment.memory.get(name, 0) for name in categories}
+        current_values |= {
+            f"{TOTAL}: {name}": moment.memory.get(name, 0) for name in categories
+        }
         # Why only where it changes: a counter keeps its value, and 126 blocks have many moments.
         for name, value in current_values.items():
             if values_before.get(name) != value:

@@ -165,7 +165,8 @@ def auto_plan(
     _, budget_limit = budget_on(target_hardware, budget)
     runtime = Runtime.on(target_hardware.device)
     profiles = [
-        (count, each.on(accelerator=runtime.accelerator)) for count, each in _profiles(profile)
+        (count, each.on(accelerator=runtime.accelerator))
+        for count, each in _profiles(profile)
     ]
     scorer = Scorer(
         profiles=profiles,
@@ -251,7 +252,9 @@ def _search(
         if not (ends(ladder_index, low_rung) or ends(ladder_index, high_rung)):
             return None
         # Why one after the other: the bound of the peak is close, so the first one is near.
-        return next(rung for rung in range(low_rung, rung_count) if ends(ladder_index, rung))
+        return next(
+            rung for rung in range(low_rung, rung_count) if ends(ladder_index, rung)
+        )
 
     time_bounds = [least(i, 0).step_time for i in range(len(all_ladders))]
     ladder_order = sorted(range(len(all_ladders)), key=time_bounds.__getitem__)
@@ -316,7 +319,9 @@ def _profiles(profile: Profiles) -> Iterator[tuple[int, Profile]]:
     """Yield the number of micro-batches and the profile of each way to split the batch."""
     by_count = profile if isinstance(profile, Mapping) else {1: profile}
     if not by_count:
-        raise ValueError("profile must hold at least one Profile; found {}: pass fs.profile(...)")
+        raise ValueError(
+            "profile must hold at least one Profile; found {}: pass fs.profile(...)"
+        )
     for count, single_profile in by_count.items():
         if not isinstance(single_profile, Profile):
             raise TypeError(
@@ -339,7 +344,11 @@ def described(candidate: Candidate, scorer: Scorer) -> str:
             (choice.kept, "keep"),
             (choice.remat, "remat"),
         ):
-            how_many = f"all {unit_count} " if count == unit_count else f"{count} of {unit_count} "
+            how_many = (
+                f"all {unit_count} " if count == unit_count else f"{count} of {unit_count} "
+            )
             if count:
-                parts.append(f"{choice_verb} {how_many if unit_count > 1 else ''}{units.title}")
+                parts.append(
+                    f"{choice_verb} {how_many if unit_count > 1 else ''}{units.title}"
+                )
     return ", ".join(parts)

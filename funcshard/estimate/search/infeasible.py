@@ -42,7 +42,10 @@ class Change:
     report: Report
 
     def __str__(self) -> str:
-        peak, share = table.signed(self.peak, table.size), f"{self.share:+.0%}".replace("-", "−")
+        peak, share = (
+            table.signed(self.peak, table.size),
+            f"{self.share:+.0%}".replace("-", "−"),
+        )
         fits_text = "" if self.fits else " (not enough)"
         return f"{self.text}: {peak}, {share} step time{fits_text}"
 
@@ -183,7 +186,9 @@ def _changed(
         return estimated(on_mesh(plan, mesh, freed))
 
     kept_units = [
-        unit.name for unit in units if unit.sharded and not unit.reshard_after_forward and unit.name
+        unit.name
+        for unit in units
+        if unit.sharded and not unit.reshard_after_forward and unit.name
     ]
     if kept_units and mesh[1] > 1:
         count, report = _fewest(

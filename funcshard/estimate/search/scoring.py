@@ -71,7 +71,9 @@ class _Base(NamedTuple):
 
     plan: Plan
     sizes: Mapping[str, UnitSizes]
-    seconds: Mapping[str, list[float]]  # of gathers, of reductions, and of all-reduces apart
+    seconds: Mapping[
+        str, list[float]
+    ]  # of gathers, of reductions, and of all-reduces apart
     once: Mapping[str, list[float]]  # of one gather, and of one reduction
     first: Mapping[str, float]  # of the first collective of a reduction
     late: Mapping[str, float]  # of the last buffer's collectives along further mesh axes
@@ -120,7 +122,9 @@ class Scorer:
     runtime: Runtime
     classes: Sequence[UnitClass] = ()
     singles: Sequence[Plan] = ()
-    _made: dict[Any, Any] = field(default_factory=dict)  # programs, clocks, bounds and bases
+    _made: dict[Any, Any] = field(
+        default_factory=dict
+    )  # programs, clocks, bounds and bases
 
     def __post_init__(self) -> None:
         # Note: units are cut from the plan for one rank, which is planned once.
@@ -129,7 +133,9 @@ class Scorer:
             for _, profile in self.profiles
         ]
         program, clock = self.profiles[0][1].program(self.singles[0]), self._clock((1, 1))
-        self.classes = unit_classes(self.singles[0], program, lambda run: clock.compute(run)[0])
+        self.classes = unit_classes(
+            self.singles[0], program, lambda run: clock.compute(run)[0]
+        )
 
     def plan(self, candidate: Candidate) -> Plan:
         unit_strategies = self._strategies(candidate)
@@ -159,7 +165,9 @@ class Scorer:
     def remat(self, candidate: Candidate) -> tuple[str, ...]:
         """Return the names of the units that backward recomputes."""
         pairs = zip(self.classes, candidate.choices, strict=True)
-        return tuple(name for units, choice in pairs for name in units.again[: choice.remat])
+        return tuple(
+            name for units, choice in pairs for name in units.again[: choice.remat]
+        )
 
     def score(self, candidate: Candidate) -> Score:
         micro_batches, profile = self.profiles[candidate.profile]
@@ -183,12 +191,15 @@ class Scorer:
         bounds = self._bounds_of(candidate)
         unit_strategies = self._strategies(candidate)
         base_of = {
-            strategy: self._base(candidate, strategy) for strategy in {*unit_strategies.values()}
+            strategy: self._base(candidate, strategy)
+            for strategy in {*unit_strategies.values()}
         }
         bases = {name: base_of[strategy] for name, strategy in unit_strategies.items()}
         unit_sizes = {name: base.sizes[name] for name, base in bases.items()}
         updated_bytes = sum(sizes.trainable_shard for sizes in unit_sizes.values())
-        resting_bytes = profile.buffers + profile.inputs * micro_batches + runtime.communicators
+        resting_bytes = (
+            profile.buffers + profile.inputs * micro_batches + runtime.communicators
+        )
         resting_bytes += sum(sizes.shard for sizes in unit_sizes.values())
         if optimizer is not None:
             resting_bytes += optimizer.states_before * updated_bytes
@@ -210,7 +221,9 @@ class Scorer:
                 last_seconds = list(map(operator.add, last_seconds, one_reduction))
         stalled_seconds = 0.0
         reduced_units = [
-            name for name in bounds.reduced if name in bases and bases[name].sizes[name].reduced
+            name
+            for name in bounds.reduced
+            if name in bases and bases[name].sizes[name].reduced
         ]
         # Note: a reduction along further axes starts behind that of the next unit, and then the
         # rank waits for it.
@@ -241,8 +254,12 @@ class Scorer:
         # Note: forward waits for all of its gathers, and backward or the next forward for the
         # collectives of backward.
         first_seconds = max(bounds.forward, fixed.gathering)
-        middle_seconds = bounds.forward + max(bounds.backward + fixed.stalled, fixed.backward)
-        last_seconds = max(bounds.backward + max(fixed.stalled, fixed.after), fixed.backward)
+        middle_seconds = bounds.forward + max(
+            bounds.backward + fixed.stalled, fixed.backward
+        )
+        last_seconds = max(
+            bounds.backward + max(fixed.stalled, fixed.after), fixed.backward
+        )
         step_seconds = first_seconds + (micro_batches - 1) * middle_seconds + last_seconds
         return Score(
             (step_seconds + fixed.updating) * _LESS,
@@ -272,7 +289,9 @@ class Scorer:
             forward_runs = [step for step in forward_steps if isinstance(step, Run)]
             return _Bounds(
                 forward=math.fsum(clock.compute(run)[0] for run in forward_runs),
-                backward=math.fsum(clock.compute(run)[0] for run in runs[len(forward_runs) :]),
+                backward=math.fsum(
+                    clock.compute(run)[0] for run in runs[len(forward_runs) :]
+                ),
                 calls=Counter(program.order),
                 highest=max(run.highest.total for run in runs),
                 between=forward_runs[-1].end.total,
@@ -322,6 +341,8 @@ class Scorer:
                     late_seconds[name] = 0.0
                     first_seconds[name] = first_seconds[name] or seconds
             unit_sizes = sizes_by_unit(plan, accelerator=self.runtime.accelerator)
-            return _Base(plan, unit_sizes, lane_seconds, once_seconds, first_seconds, late_seconds)
+            return _Base(
+                plan, unit_sizes, lane_seconds, once_seconds, first_seconds, late_seconds
+            )
 
         return once(self._made, (candidate.profile, candidate.mesh, strategy), base)

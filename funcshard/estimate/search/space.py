@@ -20,7 +20,9 @@ STRATEGIES = ("full_shard", "no_shard")
 _MOST_CLASSES = 2  # of equal units, of which each has its own choice
 _PARTS = 8  # of a class, by default
 _FEW = 16  # units of a class in which each number of units is tried
-_LITTLE = 8  # times as many units in the largest class as in one that is recomputed as a whole
+_LITTLE = (
+    8  # times as many units in the largest class as in one that is recomputed as a whole
+)
 MOST_RUNGS = _FEW + 1  # of a ladder on which each rung is tried
 
 
@@ -137,17 +139,26 @@ def unit_classes(
         kinds, mixed_classes = [largest], [(other_units, True, "units of other kinds")]
     single_units = [units[0] for units in unit_groups if len(units) == 1]
     if single_units:
-        title = "other units" if len(single_units) > 1 else single_units[0].name or "the root"
+        title = (
+            "other units" if len(single_units) > 1 else single_units[0].name or "the root"
+        )
         mixed_classes.append((single_units, False, title))
     classes = []
-    for units, is_repeated, title in (*((units, True, "") for units in kinds), *mixed_classes):
+    for units, is_repeated, title in (
+        *((units, True, "") for units in kinds),
+        *mixed_classes,
+    ):
         # Note: backward recomputes only what forward ran, such as no vision for a batch of text. It
         # recomputes neither the root nor groups.
-        again = [u.name for u in units if u.name in program.order and u.name and not u.members]
+        again = [
+            u.name for u in units if u.name in program.order and u.name and not u.members
+        ]
         if title:
             # Why this order: it fills a knapsack well, with seconds as the price of each saved
             # byte.
-            again.sort(key=lambda name: forward_seconds[name] / max(program.saved.get(name, 0), 1))
+            again.sort(
+                key=lambda name: forward_seconds[name] / max(program.saved.get(name, 0), 1)
+            )
         names = tuple(unit.name for unit in units)
         classes.append(UnitClass(names, tuple(again), is_repeated, title or _title(units)))
     return tuple(classes)
@@ -182,9 +193,13 @@ def on_mesh(
             for buffer in unit.buffers
         )
         changed_units.append(
-            dataclasses.replace(unit, mesh_shape=mesh, axes=axes, buffers=buffers, **unit_changes)
+            dataclasses.replace(
+                unit, mesh_shape=mesh, axes=axes, buffers=buffers, **unit_changes
+            )
         )
-    return dataclasses.replace(plan, mesh_shape=mesh, axes=axes, unit_list=tuple(changed_units))
+    return dataclasses.replace(
+        plan, mesh_shape=mesh, axes=axes, unit_list=tuple(changed_units)
+    )
 
 
 def ladders(
@@ -212,7 +227,8 @@ def ladders(
         # Note: beside many equal units, a few others hold little, and each number takes a trace.
         # Half of many others are enough: together with the rungs they make all numbers.
         part_counts = [
-            1 if _LITTLE * count <= able_counts[climbed_class] else 2 for count in able_counts
+            1 if _LITTLE * count <= able_counts[climbed_class] else 2
+            for count in able_counts
         ]
     remat_counts = list(map(_counts, able_counts, part_counts))
     if space.remat is None and (

@@ -76,11 +76,15 @@ class Region(TorchDispatchMode):
         if error[0] is None:
             self._choose()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         inputs, results = tensors_in((args, kwargs)), tensors_in(out)
         known_numbers = set(map(self._number, inputs))
-        new_results = [tensor for tensor in results if self._number(tensor) not in known_numbers]
+        new_results = [
+            tensor for tensor in results if self._number(tensor) not in known_numbers
+        ]
         # Note: nothing new is made, so there is nothing to keep or to compute again.
         if not new_results:  # a view, or an operation in place
             return out
@@ -89,7 +93,9 @@ class Region(TorchDispatchMode):
             for tensor in inputs:
                 tensor_index = self._number(tensor)
                 root_tensors.update(self.roots.get(tensor_index, {tensor_index: tensor}))
-            self.roots.update((self._number(tensor), root_tensors) for tensor in new_results)
+            self.roots.update(
+                (self._number(tensor), root_tensors) for tensor in new_results
+            )
         # Note: what an unfused operation reads is in memory anyway.
         elif not is_reduction(func):
             self.read |= known_numbers
@@ -119,7 +125,9 @@ class Region(TorchDispatchMode):
                 if not self._is_param(root)
             }
             more_bytes = sum(
-                _nbytes(root) for key, root in root_tensors.items() if key not in kept_storages
+                _nbytes(root)
+                for key, root in root_tensors.items()
+                if key not in kept_storages
             )
             is_kept = not may_go(packed) or tensor_index in kept_storages
             if is_kept or more_bytes > _nbytes(packed.tensor):

@@ -95,7 +95,9 @@ class _Folder:
         self._exchanged: dict[int, dict[int, int]] = {}
         # By fold: bytes of storages that backward leaves.
         self._left: dict[int | None, list[int]] = {}
-        self._own: dict[int, set[int]] = {}  # by number of a call: storages that its forward made
+        self._own: dict[
+            int, set[int]
+        ] = {}  # by number of a call: storages that its forward made
         # By fold and path: what each backward leaves and takes, and the forms of gradients.
         self._backwards: dict[int, dict[str, set[Hashable]]] = {}
 
@@ -124,7 +126,9 @@ class _Folder:
                     fold_phase = "recompute" if folded.again else "backward"
                 window = open_windows.get((folded.number, fold_phase))
                 if window is None:
-                    window = open_windows[folded.number, fold_phase] = _Window(folded, fold_phase)
+                    window = open_windows[folded.number, fold_phase] = _Window(
+                        folded, fold_phase
+                    )
                     events.append(window)
                     # Why: what follows the call needs its own place.
                     last_place = None
@@ -154,7 +158,9 @@ class _Folder:
         made_storages = [event.storage for event in call_events if isinstance(event, Alloc)]
         freed_storages = [event.storage for event in call_events if isinstance(event, Free)]
         if window.phase == "backward":
-            grad_storages = {event.storage for event in call_events if isinstance(event, Grad)}
+            grad_storages = {
+                event.storage for event in call_events if isinstance(event, Grad)
+            }
             known_storages = {*made_storages, *exchanged, *own_storages}
             given_storages = [
                 storage for storage in freed_storages if storage not in known_storages
@@ -194,12 +200,15 @@ class _Folder:
             # Note: the first and the last one are the module's own, others those of modules inside.
             _number(exchanged, _INPUTS, enters[0] if enters else ())
             _number(exchanged, _OUTPUTS, exits[-1] if exits else ())
-            own_storages.update(storage for storage in made_storages if storage not in exchanged)
+            own_storages.update(
+                storage for storage in made_storages if storage not in exchanged
+            )
         # Note: stubs have no events of their own, so the fold is that of the call that ran.
         if not call_frame.stub and window.phase not in self.parts.get(call_frame.fold, {}):
             inside_number = renumbered(exchanged)
             events = tuple(
-                rewritten(event, str, inside_number) for event in self.level(window.log, call_frame)
+                rewritten(event, str, inside_number)
+                for event in self.level(window.log, call_frame)
             )
             self.parts.setdefault(call_frame.fold, {})[window.phase] = events
         exchanged_pairs = tuple((inside, outside) for outside, inside in exchanged.items())
@@ -234,7 +243,9 @@ class _Folder:
             # Note: most of them may be folded; the first of these then represents the others.
             shapes = Counter(map(frozenset, by_path.values()))
             usual_shape, _ = shapes.most_common(1)[0]
-            wrong_paths.update(path for path, shape in by_path.items() if shape != usual_shape)
+            wrong_paths.update(
+                path for path, shape in by_path.items() if shape != usual_shape
+            )
         if wrong_paths:
             raise CannotFoldError(wrong_paths)
 
@@ -263,7 +274,9 @@ class _Folder:
             if isinstance(event, Call):
                 fold_part = self.parts.get(event.fold, {}).get(event.phase, ())
                 made_storages = {
-                    part_event.storage for part_event in fold_part if isinstance(part_event, Alloc)
+                    part_event.storage
+                    for part_event in fold_part
+                    if isinstance(part_event, Alloc)
                 }
                 for part_event in fold_part:  # a call inside it makes what it leaves behind
                     if isinstance(part_event, Call) and part_event.phase == "backward":
@@ -320,15 +333,24 @@ class Stub(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, traced: Traced, recorder: Recorder, anchor: torch.Tensor, *inputs: torch.Tensor
+        ctx: Any,
+        traced: Traced,
+        recorder: Recorder,
+        anchor: torch.Tensor,
+        *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         outs = tuple(form.empty() for form in traced.outputs)
         # Note: what the module would keep for backward stays alive for as long.
         ctx.save_for_backward(
-            *(inputs[i] for i in traced.kept_inputs), *(outs[i] for i in traced.kept_outputs)
+            *(inputs[i] for i in traced.kept_inputs),
+            *(outs[i] for i in traced.kept_outputs),
         )
         ctx.mark_non_differentiable(
-            *(out for out, form in zip(outs, traced.outputs, strict=True) if not form.requires_grad)
+            *(
+                out
+                for out, form in zip(outs, traced.outputs, strict=True)
+                if not form.requires_grad
+            )
         )
         ctx.set_materialize_grads(False)
         ctx.forms, ctx.recorder = [Form.of(tensor) for tensor in inputs], recorder

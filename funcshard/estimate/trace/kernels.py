@@ -71,10 +71,14 @@ def _attention(call: AttentionCall) -> torch.Tensor:
         mask = _bias(mask, query.dtype) if mask.dtype == torch.bool else _autocast(mask)
     if _takes_efficient(query, key, value, mask):
         # Note: the sums of exponentials are kept for backward only.
-        keeps_sums = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        keeps_sums = torch.is_grad_enabled() and any(
+            x.requires_grad for x in (query, key, value)
+        )
         if mask is not None:
             mask = _aligned(mask).expand(*query.shape[:-1], key.shape[-2])
-        return _efficient(query, key, value, mask, keeps_sums, dropout_p, is_causal, scale=scale)[0]
+        return _efficient(
+            query, key, value, mask, keeps_sums, dropout_p, is_causal, scale=scale
+        )[0]
     if is_causal:
         score_shape = query.shape[-2], key.shape[-2]
         causal_mask = torch.ones(score_shape, dtype=torch.bool, device=query.device).tril()

@@ -51,7 +51,10 @@ def kinds_of(
     ).static_order():
         spec = skeleton.specs[index]
         children = tuple(
-            [(key, None if child is None else kinds[child]) for key, child in spec.children.items()]
+            [
+                (key, None if child is None else kinds[child])
+                for key, child in spec.children.items()
+            ]
         )
         tensor_forms = tuple([
             (key, None if name is None else form(name))
@@ -114,7 +117,8 @@ def _children(spec: Any) -> list[int]:
 def _fixed(cls: type[nn.Module]) -> frozenset[str] | None:
     """Return the attributes that must be equal in a kind; ``None`` for all of them."""
     as_usual = (
-        cls.__getattr__ is nn.Module.__getattr__ and cls.__getattribute__ is object.__getattribute__
+        cls.__getattr__ is nn.Module.__getattr__
+        and cls.__getattribute__ is object.__getattribute__
     )
     # Why: the tracer watches ``Module.__getattr__``. Python never asks it for names that the class
     # has, nor for any name if the class has its own attribute access.
@@ -139,7 +143,9 @@ def _differing(
             for table in tables.values()
         ):
             continue
-        values = {index: value_of(table[key], owners()[index]) for index, table in tables.items()}
+        values = {
+            index: value_of(table[key], owners()[index]) for index, table in tables.items()
+        }
         if len(set(values.values())) > 1:
             yield key, values
 
@@ -151,7 +157,9 @@ def _foldable(skeleton: Any, kinds: Mapping[int, int]) -> dict[int, int]:
     kinds_by_index = {}
     for path, index in skeleton.paths().items():
         spec = skeleton.specs[index]
-        has_forward = spec.cls.forward is not nn.Module.forward or "forward" in spec.attributes
+        has_forward = (
+            spec.cls.forward is not nn.Module.forward or "forward" in spec.attributes
+        )
         if not path or not spec.children or not has_forward:
             continue
         names_within = [

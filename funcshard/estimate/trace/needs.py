@@ -35,7 +35,9 @@ class Owners:
         """Return the innermost unit around a module, at least the root ``""``."""
         if path not in self._known:
             units_around = (self.of_path.get(node) for node in tree.upwards(path))
-            self._known[path] = next((unit for unit in units_around if unit is not None), "")
+            self._known[path] = next(
+                (unit for unit in units_around if unit is not None), ""
+            )
         return self._known[path]
 
 
@@ -56,13 +58,17 @@ class Needs:
         self._resharded = resharded
         self._held: set[str] = set()  # the outermost modules inside checkpoints
         self._gathered: set[str] = set()
-        self._lent: set[str] = set()  # units that lend their leaves to a forward that runs again
+        self._lent: set[str] = (
+            set()
+        )  # units that lend their leaves to a forward that runs again
         # The units that run again, and whether they are gathered for that.
         self._again: list[tuple[str, bool]] = []
         self._moments: list[tuple[str, str]] = []  # the moments of forward, as (kind, unit)
         # Of each call of a unit: the moment of its last use, or -1.
         self._last: list[tuple[str, int]] = []
-        self._calls: dict[str, int] = {}  # position of the last call of each unit in ``_last``
+        self._calls: dict[
+            str, int
+        ] = {}  # position of the last call of each unit in ``_last``
         self._left = Counter[str]()  # calls of each unit whose gradients are not complete
 
     # --- forward ----------------------------------------------------------------------------------
@@ -113,7 +119,8 @@ class Needs:
         """Backward of a module asks the checkpoint around it for a tensor."""
         # Note: that checkpoint may ask the one around it for its inputs, and so on outwards.
         asked_units = [
-            [unit for unit in units if unit in self._resharded] for units in self._checkpoints(path)
+            [unit for unit in units if unit in self._resharded]
+            for units in self._checkpoints(path)
         ]
         # Note: the outermost unit of a checkpoint is gathered before its forward runs again, and
         # stays for the backward that follows.

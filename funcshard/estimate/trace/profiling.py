@@ -150,7 +150,9 @@ class Profile(Shown):
                 ):
                     end_counts = (border_count, border_count) if margin else (0, len(names))
                     counts = (*end_counts, border_count)
-                    none, all_units, border = (recomputing(names, count) for count in counts)
+                    none, all_units, border = (
+                        recomputing(names, count) for count in counts
+                    )
                     merged_program = merge(
                         none, all_units, border, names, border_count, wanted_count
                     )
@@ -186,7 +188,9 @@ class Profile(Shown):
         if all(param.requires_grad for param in self.forms.values()):
             return trained_flops
         # Note: frozen weights have no gradients, so backward computes those of inputs alone.
-        return min(trained_flops, self.forward_flops + sum(self._flops("backward").values()))
+        return min(
+            trained_flops, self.forward_flops + sum(self._flops("backward").values())
+        )
 
     @property
     def compute_dtype(self) -> str:
@@ -224,7 +228,11 @@ class Profile(Shown):
             )
             rows.append([phase_name, *(f"{figure:,}" for figure in figures)])
         title = f"Profile: autograd keeps {self.saved:,} bytes"
-        return [Table(title, ["phase", "FLOPs", "bytes moved", "kernels", "highest bytes"], rows)]
+        return [
+            Table(
+                title, ["phase", "FLOPs", "bytes moved", "kernels", "highest bytes"], rows
+            )
+        ]
 
 
 def profile(
@@ -301,10 +309,14 @@ def profile(
         )
     with without_collection():
         plan = (
-            precision if isinstance(precision, Plan) else make_plan(params, 1, precision=precision)
+            precision
+            if isinstance(precision, Plan)
+            else make_plan(params, 1, precision=precision)
         )
     compiled_modules = match(
-        compiled, [tuple(names) for names in apply.skeleton.parameters.values()], "compiled module"
+        compiled,
+        [tuple(names) for names in apply.skeleton.parameters.values()],
+        "compiled module",
     )
     dtypes = leaf_dtypes(plan)
     if missing_names := params.keys() - dtypes.keys():
@@ -319,13 +331,18 @@ def profile(
     autocast_dtype = _autocast()
 
     def retrace(
-        remat: frozenset[str], apart: frozenset[str] = frozenset(), *, accelerator: bool = True
+        remat: frozenset[str],
+        apart: frozenset[str] = frozenset(),
+        *,
+        accelerator: bool = True,
     ) -> Tape:
         try:
             with (
                 without_collection(),
                 torch.enable_grad(),
-                torch.autocast("cpu", dtype=autocast_dtype, enabled=autocast_dtype is not None),
+                torch.autocast(
+                    "cpu", dtype=autocast_dtype, enabled=autocast_dtype is not None
+                ),
             ):
                 return trace_model(
                     model_call,
@@ -393,4 +410,6 @@ def _form(param: torch.Tensor, trainable: bool) -> torch.Tensor:
 
 
 def _stored_bytes(tensors: Any) -> int:
-    return sum(part.nbytes for tensor in tensors_in(tensors) for part in stored_parts(tensor))
+    return sum(
+        part.nbytes for tensor in tensors_in(tensors) for part in stored_parts(tensor)
+    )

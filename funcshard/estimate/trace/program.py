@@ -115,7 +115,8 @@ class Program:
         reached = tuple(
             step
             for step in self.steps
-            if isinstance(step, Reached) and step.what in ("need", "again", "reduce", "leave")
+            if isinstance(step, Reached)
+            and step.what in ("need", "again", "reduce", "leave")
         )
         object.__setattr__(self, "reached", reached)
 
@@ -151,10 +152,14 @@ class _Builder:
         # Units to reduce, with the storages of their gradients, and bytes of those in stretches.
         self.complete: list[tuple[str, list[int], int]] = []
         self.work: Counts = {}
-        self.works: dict[tuple[Work, ...], tuple[Work, ...]] = {}  # equal works are one object
+        self.works: dict[
+            tuple[Work, ...], tuple[Work, ...]
+        ] = {}  # equal works are one object
         self.highest: tuple[int, Memory] | None = None
         self.unit, self.what = "", "forward"
-        self.ungraded: frozenset[str] = frozenset()  # units without gradients, such as frozen ones
+        self.ungraded: frozenset[str] = (
+            frozenset()
+        )  # units without gradients, such as frozen ones
         self.lent: list[str] = []  # those of them that backward uses now
 
     def program(self) -> Program:
@@ -171,7 +176,9 @@ class _Builder:
                 for below, call, count, _ in event.grads:
                     awaited_grads[units.owner(below), call] += count
         # Note: no gradient ever says that backward is done with these units.
-        self.ungraded = frozenset(units.members).difference(unit for unit, _ in awaited_grads)
+        self.ungraded = frozenset(units.members).difference(
+            unit for unit, _ in awaited_grads
+        )
         forward_order, path = list[str](), ""
         entered_counts, saved_bytes = Counter[str](), Counter[str]()
         grad_storages: defaultdict[str, list[int]] = defaultdict(list)
@@ -237,7 +244,9 @@ class _Builder:
                     self._marks(needs.enter_again(unit) if enters else needs.exit_again())
                     continue
                 # Note: a group is called with its first member, and returns with its last one.
-                is_whole = unit != "" and entered_counts[unit] % len(units.members[unit]) == 0
+                is_whole = (
+                    unit != "" and entered_counts[unit] % len(units.members[unit]) == 0
+                )
                 if isinstance(event, Exit):
                     if is_whole:
                         self._mark("return", unit)
@@ -276,7 +285,9 @@ class _Builder:
         self._leave_root()
         not_saved = frozenset(units.members) - needs.used
         order = tuple(forward_order)
-        return Program(tuple(self.steps), order, needs.order(), not_saved, dict(saved_bytes))
+        return Program(
+            tuple(self.steps), order, needs.order(), not_saved, dict(saved_bytes)
+        )
 
     def _reduce_complete(self, path: str | None) -> None:
         """Reduce units with complete gradients, unless they contain the module at ``path``."""
@@ -284,8 +295,12 @@ class _Builder:
         if path is not None:
             units_inside.update(map(self.units.of_path.get, tree.upwards(path)))
         complete_units = self.complete
-        self.complete = [complete for complete in complete_units if complete[0] in units_inside]
-        units_outside = [complete for complete in complete_units if complete[0] not in units_inside]
+        self.complete = [
+            complete for complete in complete_units if complete[0] in units_inside
+        ]
+        units_outside = [
+            complete for complete in complete_units if complete[0] not in units_inside
+        ]
         # Note: autograd runs nodes in the opposite order of forward, and a unit's reducing node was
         # made when forward called the unit.
         units_outside.sort(key=lambda complete: -self.needs.position(complete[0]))
@@ -314,7 +329,9 @@ class _Builder:
             return
         # Why here: backward never leaves the root, so its end is known only now.
         last_run = max(
-            i for i, step in enumerate(self.steps) if isinstance(step, Run) and not step.unit
+            i
+            for i, step in enumerate(self.steps)
+            if isinstance(step, Run) and not step.unit
         )
         need_place = self.steps.index(Reached("need", ""))
         self.steps.insert(max(last_run, need_place) + 1, Reached("leave", ""))
@@ -327,7 +344,10 @@ class _Builder:
         if stretch.highest is not None:
             most_bytes = self.total + sum(stretch.highest)
             if self.highest is None or most_bytes > self.highest[0]:
-                self.highest = most_bytes, Memory(*map(operator.add, self.memory, stretch.highest))
+                self.highest = (
+                    most_bytes,
+                    Memory(*map(operator.add, self.memory, stretch.highest)),
+                )
         for category, size in enumerate(stretch.end):
             self.memory[category] += size
             self.total += size
@@ -345,11 +365,15 @@ class _Builder:
             highest_memory = current_memory
             if self.highest is not None and self.highest[0] > self.total:
                 highest_memory = self.highest[1]
-            run_work = tuple([Work(dtype, *counts) for (dtype, _), counts in self.work.items()])
+            run_work = tuple(
+                [Work(dtype, *counts) for (dtype, _), counts in self.work.items()]
+            )
             # Note: equal works are one object, because lanes look up the cost of a run by its
             # identity.
             run_work = self.works.setdefault(run_work, run_work)
-            self.steps.append(Run(self.unit, self.what, run_work, highest_memory, current_memory))
+            self.steps.append(
+                Run(self.unit, self.what, run_work, highest_memory, current_memory)
+            )
         self.work, self.highest = {}, None
 
     def _marks(self, marks: Iterable[tuple[str, str]]) -> None:
@@ -376,7 +400,9 @@ def equal_units(plan: Plan, program: Program) -> list[list[UnitPlan]]:
         if run.what == "forward":
             forward_flops[run.unit] += sum(work.flops for work in run.work)
     units, unit_groups = plan.units, dict[Any, list[UnitPlan]]()
-    for unit in (units[name] for name in dict.fromkeys((*program.order, *units)) if name in units):
+    for unit in (
+        units[name] for name in dict.fromkeys((*program.order, *units)) if name in units
+    ):
         buffer_forms = tuple(
             (buffer.key, buffer.numel, buffer.dtype, buffer.trainable, buffer.local)
             for buffer in unit.buffers
@@ -393,7 +419,12 @@ def equal_units(plan: Plan, program: Program) -> list[list[UnitPlan]]:
 
 
 def merge(
-    none: Program, all_units: Program, border: Program, units: Sequence[str], made: int, wanted: int
+    none: Program,
+    all_units: Program,
+    border: Program,
+    units: Sequence[str],
+    made: int,
+    wanted: int,
 ) -> Program | None:
     """Return the program in which backward recomputes another number of similar units.
 
@@ -428,11 +459,19 @@ def merge(
     if none is border:
         last_before, first_behind = made - 1 - MARGIN, made + MARGIN
         # Note: the first and last units have steps of their own kind too.
-        for alike in (units[MARGIN : last_before + 1], units[first_behind : len(units) - MARGIN]):
-            if len({(border_pieces[name, 0], border_pieces[name, 1]) for name in alike}) > 1:
+        for alike in (
+            units[MARGIN : last_before + 1],
+            units[first_behind : len(units) - MARGIN],
+        ):
+            if (
+                len({(border_pieces[name, 0], border_pieces[name, 1]) for name in alike})
+                > 1
+            ):
                 return None
 
-    def source_of(name: str, count: int) -> tuple[Program, dict[tuple[str, int], Piece], str]:
+    def source_of(
+        name: str, count: int
+    ) -> tuple[Program, dict[tuple[str, int], Piece], str]:
         """Return what has a unit's steps far from any border, if ``count`` units are recomputed."""
         if positions[name] < count:
             return all_units, all_pieces, units[min(positions[name], last_before)]
@@ -470,7 +509,9 @@ def merge(
             merged_pieces[name, phase] = kinds, sizes
     sources = {name: source_of(name, wanted) for name in units}
     not_saved = border.not_saved.difference(units).union(
-        name for name, (program, _, source) in sources.items() if source in program.not_saved
+        name
+        for name, (program, _, source) in sources.items()
+        if source in program.not_saved
     )
     saved = {name: size for name, size in border.saved.items() if name not in positions}
     for name, (program, _, source) in sources.items():
@@ -490,7 +531,9 @@ def similar_border(program: Program, names: Sequence[str], wanted: int) -> int:
     pieces = _pieces(program)
 
     def around(count: int) -> list[Any]:
-        return [pieces.get((name, i)) for name in names[count - 1 : count + 1] for i in range(2)]
+        return [
+            pieces.get((name, i)) for name in names[count - 1 : count + 1] for i in range(2)
+        ]
 
     counts = sorted(range(1, len(names)), key=lambda count: abs(count - len(names) // 2))
     return next((count for count in counts if around(count) == around(wanted)), wanted)
@@ -529,7 +572,9 @@ def _steps(pieces: Mapping[tuple[str, int], Piece]) -> Iterator[Run | Reached]:
             if isinstance(kind, str):
                 yield Reached(kind, name)
             else:
-                highest, memory_now = (Memory(*itertools.islice(run_sizes, 4)) for _ in range(2))
+                highest, memory_now = (
+                    Memory(*itertools.islice(run_sizes, 4)) for _ in range(2)
+                )
                 what, work = kind
                 yield Run(name, what, work, highest, memory_now)
         memory_before = memory_now

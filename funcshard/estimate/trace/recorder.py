@@ -18,7 +18,12 @@ from typing import Any
 import torch
 
 from funcshard._utils.torch_fakes import without_function_modes
-from funcshard._utils.torch_operators import count_flops, data_bytes, moved_bytes, writes_inputs
+from funcshard._utils.torch_operators import (
+    count_flops,
+    data_bytes,
+    moved_bytes,
+    writes_inputs,
+)
 from funcshard._utils.torch_private import (
     TorchDispatchMode,
     next_sequence_number,
@@ -110,8 +115,12 @@ class Recorder(TorchDispatchMode):
         self.root = root
         self._stack: list[Frame] = [root]
         self._frames = 0
-        self._last: dict[str, Frame] = {}  # the last call of each module, those of backward apart
-        self._storages: dict[int, tuple[int, Any]] = {}  # by identity: number, weak reference
+        self._last: dict[
+            str, Frame
+        ] = {}  # the last call of each module, those of backward apart
+        self._storages: dict[
+            int, tuple[int, Any]
+        ] = {}  # by identity: number, weak reference
         self._numbers = 0
         self.params: dict[int, str] = {}
         # The sequence number at which each call began or went on, in order.
@@ -121,7 +130,9 @@ class Recorder(TorchDispatchMode):
         self._inside: set[int] = set()  # results that stay inside a fused kernel, by number
         # The call of a compiled module that the operations are of.
         self._region: tuple[int, str] | None = None
-        self._used: dict[int, list[str]] = {}  # the parameters that each autograd node needs
+        self._used: dict[
+            int, list[str]
+        ] = {}  # the parameters that each autograd node needs
         # The nodes whose tensors a checkpoint around their module keeps.
         self._asks: set[int] = set()
 
@@ -138,7 +149,11 @@ class Recorder(TorchDispatchMode):
         parent = self._caller(path) if runs_again else self._stack[-1]
         self._frames += 1
         call_frame = Frame(
-            path, parent, self._frames, again=runs_again or parent.again, compiled=parent.compiled
+            path,
+            parent,
+            self._frames,
+            again=runs_again or parent.again,
+            compiled=parent.compiled,
         )
         if call_frame.again:
             # Note: a module that forward never called by itself has no first call.
@@ -206,7 +221,9 @@ class Recorder(TorchDispatchMode):
         def note(place: int, is_output: bool, grad: torch.Tensor | None) -> None:
             if grad is None:
                 return
-            storages = set(map(self.number, self.parts([grad]))) if is_output else set[int]()
+            storages = (
+                set(map(self.number, self.parts([grad]))) if is_output else set[int]()
+            )
             frame.output_grads |= storages
             frame.grad_forms.append((place, _form(grad), storages))
 
@@ -257,7 +274,9 @@ class Recorder(TorchDispatchMode):
         if param.requires_grad:
             # Why None: the calls of a module may take all gradients of its parameters.
             param.register_hook(
-                lambda grad: None if grad is None else self.emit(Grad(name, self.number(grad)))
+                lambda grad: (
+                    None if grad is None else self.emit(Grad(name, self.number(grad)))
+                )
             )
 
     def complete(self, name: str, grad: torch.Tensor, call: int) -> None:
@@ -288,7 +307,9 @@ class Recorder(TorchDispatchMode):
                 [tensor] if tensor.layout is torch.strided else stored_parts(tensor)
                 for tensor in tensors
             ]
-            return [part for tensor_parts in parts for part in tensor_parts if storage_id(part)]
+            return [
+                part for tensor_parts in parts for part in tensor_parts if storage_id(part)
+            ]
         finally:
             self.paused = paused_before
 
@@ -305,7 +326,9 @@ class Recorder(TorchDispatchMode):
         # Why: the wrapper that torch would put around each operation imports Dynamo.
         return False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         # Why here: two of three calls are torch's questions for a device, which fake tensors know.
         if func is _DEVICE:
@@ -352,11 +375,16 @@ class Recorder(TorchDispatchMode):
         while compiled_root.parent is not None and compiled_root.parent.compiled:
             compiled_root = compiled_root.parent
         # Note: another call begins a new region, in which nothing is fused yet.
-        if self._region != (compiled_root.number, self.phase):  # each module is compiled by itself
+        if self._region != (
+            compiled_root.number,
+            self.phase,
+        ):  # each module is compiled by itself
             self._region = compiled_root.number, self.phase
             self._inside.clear()
         outside_inputs = [
-            tensor for tensor in inputs if self.number(tensor, known=True) not in self._inside
+            tensor
+            for tensor in inputs
+            if self.number(tensor, known=True) not in self._inside
         ]
         bytes_moved = sum(map(data_bytes, outside_inputs))
         if is_fused(func):
@@ -365,7 +393,9 @@ class Recorder(TorchDispatchMode):
         bytes_moved += sum(map(data_bytes, results))
         # A reduction reads what is in memory, so the fused kernel before it has written it.
         if not is_reduction(func):
-            written_inputs = [tensor for tensor in inputs if self.number(tensor) in self._inside]
+            written_inputs = [
+                tensor for tensor in inputs if self.number(tensor) in self._inside
+            ]
             bytes_moved += 2 * sum(map(data_bytes, written_inputs))
             self._inside.difference_update(map(self.number, written_inputs))
         return bytes_moved

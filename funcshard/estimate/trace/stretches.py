@@ -92,7 +92,8 @@ def compact(tape: Tape, paths: Collection[str]) -> Iterator[Event | Stretch]:
         if event.instance not in waiting_parts:
             instance_calls = calls_by_instance[event.instance]
             units_inside = frozenset(
-                unit[len(module_path) + 1 :] for unit in units_by_module.get(module_path, ())
+                unit[len(module_path) + 1 :]
+                for unit in units_by_module.get(module_path, ())
             )
             # Why these: the same fold may free or exchange other storages where it is called
             # otherwise.
@@ -129,7 +130,9 @@ def _summarised(
     """
     # Why such calls: storages that the caller knows keep the numbers that they have inside.
     inner_calls = [
-        call._replace(path="", exchanged=tuple((inside, inside) for inside, _ in call.exchanged))
+        call._replace(
+            path="", exchanged=tuple((inside, inside) for inside, _ in call.exchanged)
+        )
         for call in life
     ]
     phase_events = list(tape.expanded(inner_calls))
@@ -144,7 +147,9 @@ def _summarised(
     summed_phases, event_position = [], 0
     for events in phase_events:
         event_position += 1
-        phase_categories = [categories.get(event_position + i, 0) for i in range(len(events))]
+        phase_categories = [
+            categories.get(event_position + i, 0) for i in range(len(events))
+        ]
         summed_phases.append(list(summary.phase(events, phase_categories)))
         event_position += len(events)
     return summed_phases
@@ -174,7 +179,8 @@ class _Sum:
                 end=tuple(self.now),
                 saved=self.saved,
                 grads=tuple(
-                    (path, call, count, size) for (path, call), (count, size) in self.grads.items()
+                    (path, call, count, size)
+                    for (path, call), (count, size) in self.grads.items()
                 ),
             )
 
@@ -203,7 +209,9 @@ class _Summary:
         }
         current_place: object = None
         is_forward = False
-        moments_before: set[object] = set()  # uses and asks that change nothing if they come again
+        moments_before: set[object] = (
+            set()
+        )  # uses and asks that change nothing if they come again
         nested_depth = 0  # modules that a checkpoint runs again
         counted_storages: set[int] = set()
         open_stretch = _Sum()

@@ -122,7 +122,9 @@ Instances = dict[int, tuple[dict[int, int], Any]]
 Event = At | Enter | Exit | Alloc | Free | Op | Save | UseParam | Ask | Grad | Call
 
 
-def rewritten(event: Event, path: Callable[[str], str], storage: Callable[[int], int]) -> Event:
+def rewritten(
+    event: Event, path: Callable[[str], str], storage: Callable[[int], int]
+) -> Event:
     """Return an event with other paths and storages."""
     if isinstance(event, Op):
         return event
@@ -131,9 +133,13 @@ def rewritten(event: Event, path: Callable[[str], str], storage: Callable[[int],
     if isinstance(event, Grad):
         return Grad(path(event.path), storage(event.storage), event.call)
     if isinstance(event, (Enter, Exit)):
-        return event._replace(path=path(event.path), storages=tuple(map(storage, event.storages)))
+        return event._replace(
+            path=path(event.path), storages=tuple(map(storage, event.storages))
+        )
     if isinstance(event, Call):
-        exchanged_pairs = tuple((inside, storage(outside)) for inside, outside in event.exchanged)
+        exchanged_pairs = tuple(
+            (inside, storage(outside)) for inside, outside in event.exchanged
+        )
         return event._replace(path=path(event.path), exchanged=exchanged_pairs)
     return event._replace(path=path(event.path))
 
@@ -203,10 +209,16 @@ class Tape:
         storage_number = storages.__getitem__
         for event in self.folds[call.fold].parts.get(call.phase, ()):
             if isinstance(event, Call):
-                yield from self._call(event, module_path, storage_number, inner_instances, numbers)
+                yield from self._call(
+                    event, module_path, storage_number, inner_instances, numbers
+                )
                 continue
             # Note: negative numbers are those of the caller, which may not know all of them.
-            if isinstance(event, Alloc) and event.storage <= 0 and event.storage not in storages:
+            if (
+                isinstance(event, Alloc)
+                and event.storage <= 0
+                and event.storage not in storages
+            ):
                 continue
             if isinstance(event, Free) and (
                 event.storage not in storages
@@ -237,7 +249,9 @@ def _is_repeated(
     nodes_around = [*tree.upwards(path)]
     if any(call_counts[node_path] > 1 for node_path in nodes_around):
         return True
-    folded_path = next((node_path for node_path in nodes_around if node_path in fold_indices), path)
+    folded_path = next(
+        (node_path for node_path in nodes_around if node_path in fold_indices), path
+    )
     return folded_path != path and _is_repeated(
         path[len(folded_path) + 1 :], levels, fold_indices[folded_path]
     )
@@ -266,7 +280,9 @@ def categories_of(events: Iterable[Any]) -> dict[int, int]:
                 forward_end = position
         elif isinstance(event, Alloc):
             made_at[event.storage] = position
-            storage_categories[position] = LOSS_TENSOR if current_path == LOSS else TEMPORARY
+            storage_categories[position] = (
+                LOSS_TENSOR if current_path == LOSS else TEMPORARY
+            )
         elif isinstance(event, (Free, Grad)):
             alloc_position = made_at.get(event.storage)
             if alloc_position is None:
@@ -296,7 +312,9 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Form:
-        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)
+        return cls(
+            tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad
+        )
 
     def empty(self) -> torch.Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")

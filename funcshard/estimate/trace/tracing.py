@@ -80,7 +80,13 @@ class ModelCall(NamedTuple):
         args, kwargs, buffers, targets = map_tensors(
             _fake_like, (self.args, dict(self.kwargs), dict(self.buffers), self.targets)
         )
-        return args, kwargs, buffers, targets, functools.partial(_loss_of, self.loss, targets)
+        return (
+            args,
+            kwargs,
+            buffers,
+            targets,
+            functools.partial(_loss_of, self.loss, targets),
+        )
 
 
 def trace_model(
@@ -107,7 +113,10 @@ def trace_model(
         accelerator: whether attention and dropout run as on a GPU.
     """
     # Note: fake tensors on the CPU behave like real ones, storages and their lifetimes included.
-    with call.without_data(), AcceleratorKernels() if accelerator else contextlib.nullcontext():
+    with (
+        call.without_data(),
+        AcceleratorKernels() if accelerator else contextlib.nullcontext(),
+    ):
         args, kwargs, buffers, targets, loss = call.faked()
         depth = 2 if fold else 0
         # Note: that a module can't be folded shows only when backward has run. Then the model is
@@ -121,7 +130,9 @@ def trace_model(
             try:
                 return model_tracer.run(buffers, args, kwargs, loss)
             except CannotFoldError as error:
-                depth = min(depth, 2 if error.paths else 1) if attempt_index < _ATTEMPTS else 0
+                depth = (
+                    min(depth, 2 if error.paths else 1) if attempt_index < _ATTEMPTS else 0
+                )
                 call.whole_paths.update(error.paths)
         raise AssertionError("a trace that folds nothing raises no such error")
 
@@ -193,13 +204,17 @@ class _Tracer:
         self.never: set[Hashable] = set()  # kinds and inputs that are never folded
         self.fold_paths: list[str] = []
         self.ran: dict[str, int | None] = {}  # modules of a kind that ran: the fold of each
-        self.stubbed: dict[Any, Traced] = {}  # by path and inputs: the module that stood for one
+        self.stubbed: dict[
+            Any, Traced
+        ] = {}  # by path and inputs: the module that stood for one
         self.dtypes = leaf_dtypes(plan)
         self.modules: list[nn.Module] = []
         # The hook of the checkpoint in which a module of a kind ran last.
         self.checkpoint: weakref.ref[Any] | None = None
         self.paths = self.skeleton.paths()
-        again_indices = {self.paths[path] for path in remat | compiled if path in self.paths}
+        again_indices = {
+            self.paths[path] for path in remat | compiled if path in self.paths
+        }
         self.kinds, self.differing = kinds_of(self.skeleton, self._form_of, again_indices)
         if not depth:
             self.kinds = {}
@@ -207,18 +222,24 @@ class _Tracer:
         self.below = order_below(self.skeleton.specs)
         self.names = {index: path for path, index in self.paths.items()}
         self.making = False
-        self.outside: set[str] = set()  # modules whose parameters code outside of them reads
+        self.outside: set[str] = (
+            set()
+        )  # modules whose parameters code outside of them reads
         # Attributes that modules read which may represent others.
         self.reading: list[set[tuple[int, str]]] = []
         self.nested = depth > 1
-        self.inside: dict[str, Counter[int]] = {}  # by path of a folded module: the kinds inside it
+        self.inside: dict[
+            str, Counter[int]
+        ] = {}  # by path of a folded module: the kinds inside it
         # Why not inside compiled modules: tensors that a module makes there live until they return.
         # Why not modules whose calls are apart, and those around them: their gradients come when a
         # call is over.
         nodes_around = {node_path for path in apart for node_path in tree.upwards(path)}
         # Why not around many recomputed modules: none of those could represent another one inside.
         again_counts = Counter(node_path for path in remat for node_path in _around(path))
-        nodes_around.update(path for path, count in again_counts.items() if count >= _NESTED)
+        nodes_around.update(
+            path for path, count in again_counts.items() if count >= _NESTED
+        )
         for path, index in self.paths.items():
             if (
                 path in nodes_around
@@ -247,7 +268,9 @@ class _Tracer:
         around, _, name = path.rpartition(".")
         if self.recorder.phase == "backward" or not name.isdecimal():
             return
-        storages = {self.recorder.number(tensor) for tensor in inputs if tensor.requires_grad}
+        storages = {
+            self.recorder.number(tensor) for tensor in inputs if tensor.requires_grad
+        }
         # Why: its backward runs first, so it makes the gradient to which all others add.
         if storages & self.list_inputs[around]:
             self._trace_whole([p for p in self.paths if p.rpartition(".")[0] == around][-1])
@@ -264,7 +287,9 @@ class _Tracer:
         for part in self.recorder.parts(tensors_in(tensors)):
             self.recorder.number(part, known=True)
 
-    def run(self, buffers: dict[str, torch.Tensor], args: Any, kwargs: Any, loss: Loss) -> Tape:
+    def run(
+        self, buffers: dict[str, torch.Tensor], args: Any, kwargs: Any, loss: Loss
+    ) -> Tape:
         recorder, apply = self.recorder, self.apply
         precision = self.plan.precision
         self.know((args, kwargs, self.anchor, buffers))
@@ -274,7 +299,9 @@ class _Tracer:
             warnings.catch_warnings(),
         ):
             # Why: from torch 2.15 on, a selective checkpoint warns of hooks around it, even these.
-            warnings.filterwarnings("ignore", "A saved_tensors_hooks context", FutureWarning)
+            warnings.filterwarnings(
+                "ignore", "A saved_tensors_hooks context", FutureWarning
+            )
             modules = self._modules(apply.copies(buffers))
             args, kwargs = cast_inputs(precision, True, args, kwargs)
             out = apply.run(modules[0], args, kwargs)
@@ -290,7 +317,9 @@ class _Tracer:
             self._backward(loss_value)
         # Note: code outside of a folded module uses its parameters, so a stub can't stand for it.
         folded_paths = {*self.fold_paths, *(path for path, _ in self.stubbed)}
-        if wrong_paths := self.outside & folded_paths:  # autograd adds a gradient from there
+        if (
+            wrong_paths := self.outside & folded_paths
+        ):  # autograd adds a gradient from there
             raise CannotFoldError(wrong_paths)
         return fold_log(recorder.log, self.fold_paths)
 
@@ -349,7 +378,9 @@ class _Tracer:
                 )
                 module_call = functools.partial(self._call, index, path, module_forward)
                 if path in self.remat:
-                    module_call = functools.partial(_recomputed, weakref.ref(module), module_call)
+                    module_call = functools.partial(
+                        _recomputed, weakref.ref(module), module_call
+                    )
                 module_state["forward"] = module_call
         self._make(0)
         return self.modules
@@ -357,7 +388,10 @@ class _Tracer:
     def _table(self, index: int) -> Table:
         state = self.modules[index].__dict__
         watched = {key: state.pop(key) for key in self.differing.get(index, ())}
-        names, note = self.skeleton.specs[index].parameters, functools.partial(self._note, index)
+        names, note = (
+            self.skeleton.specs[index].parameters,
+            functools.partial(self._note, index),
+        )
         return Table(names, self.recorder, self._param, watched, note)
 
     def _note(self, index: int, name: str | None) -> None:
@@ -401,7 +435,9 @@ class _Tracer:
             self.params[name] = param
         return self.params[name]
 
-    def _call(self, index: int, path: str, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def _call(
+        self, index: int, path: str, forward: Any, /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Run one module, or let a stub replace it."""
         recorder = self.recorder
         inputs = tensors_in((args, kwargs))
@@ -410,7 +446,9 @@ class _Tracer:
         input_forms = None
         if fold_around is None:
             self._watch_inputs(path, inputs)
-        if index in self.kinds and (fold_around is None or self._nests(fold_around.path, index)):
+        if index in self.kinds and (
+            fold_around is None or self._nests(fold_around.path, index)
+        ):
             input_forms = self._described(args, kwargs)
         if input_forms is None or self._hooked(index) or path in self.outside:
             return run_module()[0]
@@ -468,10 +506,14 @@ class _Tracer:
     def _buffers(self, index: int) -> list[torch.Tensor]:
         """Return the buffers of a module and those below it."""
         specs = [self.skeleton.specs[module_index] for module_index in self.below(index)]
-        names = [name for spec in specs for name in spec.buffers.values() if name is not None]
+        names = [
+            name for spec in specs for name in spec.buffers.values() if name is not None
+        ]
         return [self.buffers[name] for name in names]
 
-    def _stub(self, index: int, path: str, traced: Traced, inputs: list[torch.Tensor]) -> Any:
+    def _stub(
+        self, index: int, path: str, traced: Traced, inputs: list[torch.Tensor]
+    ) -> Any:
         recorder, below = self.recorder, self.below(index)
         for place, name, _ in traced.reads:
             self._note(below[place], name)
@@ -536,7 +578,10 @@ class _Tracer:
                 if storage in self.recorder.params:
                     return None
                 input_values.append(
-                    (Form.of(value), storage_places.setdefault(storage, len(storage_places)))
+                    (
+                        Form.of(value),
+                        storage_places.setdefault(storage, len(storage_places)),
+                    )
                 )
                 tensor_count += 1
             else:
@@ -577,7 +622,9 @@ class _Tracer:
         with recorder.call(path) as frame, self._watch_checkpoint() as is_held:
             frame.compiled = frame.compiled or path in self.compiled
             # Note: a checkpoint inside the module itself runs it again, as a part of its backward.
-            in_own_backward = frame.again and frame.parent is not None and frame.parent.path == path
+            in_own_backward = (
+                frame.again and frame.parent is not None and frame.parent.path == path
+            )
             if not in_own_backward:
                 frame.fold = fold
             recorder.emit(Enter(path, tuple(map(recorder.number, inputs)), is_held))
@@ -588,7 +635,9 @@ class _Tracer:
                 with self._own_leaves(path, frame):
                     out = self._computed(path, forward, args, kwargs)
             except BaseException:
-                if frame.again:  # a checkpoint stops when it has computed all that backward needs
+                if (
+                    frame.again
+                ):  # a checkpoint stops when it has computed all that backward needs
                     # Note: the exception is how torch's checkpoint stops early, so the module has
                     # ended.
                     recorder.emit(Exit(path, ()))
@@ -627,7 +676,11 @@ class _Tracer:
             name: self._param(name) for _, _, name in param_places if self.dtypes[name][1]
         }
         own_params = Leaves.apply(
-            self.recorder, frame.number, [*trained_params], self.anchor, *trained_params.values()
+            self.recorder,
+            frame.number,
+            [*trained_params],
+            self.anchor,
+            *trained_params.values(),
         )
         own_leaves = dict(zip(trained_params, own_params, strict=True))
         del own_params
@@ -689,7 +742,9 @@ class _Tracer:
         storages = [storage_id(tensor) for tensor in outputs]
         # Note: a stub's outputs have their own new storages.
         taken_storages = {*recorder.params, *map(storage_id, inputs)}
-        is_fresh = len(set(storages)) == len(storages) and taken_storages.isdisjoint(storages)
+        is_fresh = len(set(storages)) == len(storages) and taken_storages.isdisjoint(
+            storages
+        )
         leaf_tensors = [value for value in values if isinstance(value, torch.Tensor)]
         if not is_fresh or len(leaf_tensors) != len(tensors_in(out)):
             return None

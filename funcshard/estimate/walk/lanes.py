@@ -79,7 +79,9 @@ class HardwareClock:
             )
         # Note: the rank waits for each collective of the model.
         each_bytes, ranks = work.bytes // work.kernels, self.mesh_axes.get(axis, 1)
-        seconds, source = self.collective(Event(kind, None, "", "", each_bytes, axis, ranks))
+        seconds, source = self.collective(
+            Event(kind, None, "", "", each_bytes, axis, ranks)
+        )
         return work.kernels * seconds, source
 
     def collective(self, event: Event) -> tuple[float, str]:
@@ -125,7 +127,9 @@ class Lanes:
     def update(self, nbytes: int) -> None:
         """Read and write device memory, as the optimizer does."""
         seconds, source = update_time(self._clock.hardware, nbytes)
-        self.spans.append(Span("compute", "optimizer", "", self.now, seconds, nbytes, 0, source))
+        self.spans.append(
+            Span("compute", "optimizer", "", self.now, seconds, nbytes, 0, source)
+        )
         self.now += seconds
 
     def copy(self, lane: str, nbytes: int) -> None:

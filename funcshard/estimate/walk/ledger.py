@@ -37,7 +37,9 @@ class Moment(NamedTuple):
     @property
     def memory(self) -> dict[str, int]:
         """Bytes by category, without zeros."""
-        return {name: size for name, size in zip(CATEGORIES, self.sizes, strict=True) if size}
+        return {
+            name: size for name, size in zip(CATEGORIES, self.sizes, strict=True) if size
+        }
 
     @property
     def total(self) -> int:
@@ -156,11 +158,21 @@ _MEASURED = "benchmarks/measured_h100.json"
 # simulated one. benchmarks/published.py computes the pools. The last two are the least and
 # the most of nineteen runs on one H100.
 RESERVED_RUNS = (
-    ReservedRun("Llama 2 7B, FSDP1, full checkpoints", 34_512_631_387, 28_943_208_456, _TITAN),
-    ReservedRun("Llama 2 7B, FSDP1, selective checkpoints", 68_606_866_001, 57_732_911_112, _TITAN),
-    ReservedRun("Llama 2 7B, FSDP2, full checkpoints", 33_308_465_064, 28_556_779_528, _TITAN),
-    ReservedRun("Llama 2 7B, FSDP2, selective checkpoints", 63_790_200_709, 57_346_482_184, _TITAN),
-    ReservedRun("Llama 8B, bfloat16, recomputed", 68_581_064_704, 66_343_480_832, _MEASURED),
+    ReservedRun(
+        "Llama 2 7B, FSDP1, full checkpoints", 34_512_631_387, 28_943_208_456, _TITAN
+    ),
+    ReservedRun(
+        "Llama 2 7B, FSDP1, selective checkpoints", 68_606_866_001, 57_732_911_112, _TITAN
+    ),
+    ReservedRun(
+        "Llama 2 7B, FSDP2, full checkpoints", 33_308_465_064, 28_556_779_528, _TITAN
+    ),
+    ReservedRun(
+        "Llama 2 7B, FSDP2, selective checkpoints", 63_790_200_709, 57_346_482_184, _TITAN
+    ),
+    ReservedRun(
+        "Llama 8B, bfloat16, recomputed", 68_581_064_704, 66_343_480_832, _MEASURED
+    ),
     ReservedRun("Llama 3B, mixed, recomputed", 79_391_883_264, 52_781_827_584, _MEASURED),
 )
 

@@ -115,7 +115,10 @@ def simulate_operator(
         elif isinstance(item, Event):
             assert item.unit is not None, "the log has collectives of units alone"
             unit_name = item.unit
-            lane, unit_sizes = "gather" if item.kind == "all_gather" else "reduce", sizes[item.unit]
+            lane, unit_sizes = (
+                "gather" if item.kind == "all_gather" else "reduce",
+                sizes[item.unit],
+            )
             if unit_sizes.offload:
                 lanes.copy(lane, unit_sizes.buffers[item.buffer].shard)
             events.append(item)
@@ -155,7 +158,9 @@ def _record(
         sent_data = op.data
         if op.kind == "reduce_scatter" and len(op.data) > 1:
             # Note: parts are copied, and cast to the dtype of the result.
-            sent_data = concatenate(op.data, group.empty(group.size * op.out.numel(), op.out))
+            sent_data = concatenate(
+                op.data, group.empty(group.size * op.out.numel(), op.out)
+            )
         if op.kind == "all_gather":
             gathered.add(recorder.number(op.out))
         event = events[-1]  # which a collective emits before it begins
@@ -196,7 +201,9 @@ def _record(
 def _empty_shards(plan: Plan) -> dict[str, dict[str, torch.Tensor]]:
     return {
         unit.name: {
-            buffer.key: torch.empty(buffer.shard_numel, dtype=buffer.shard_dtype, device="cpu")
+            buffer.key: torch.empty(
+                buffer.shard_numel, dtype=buffer.shard_dtype, device="cpu"
+            )
             for buffer in unit.buffers
         }
         for unit in plan.unit_list

@@ -116,7 +116,11 @@ class Runtime:
         # Note: shards are cast straight into the gathered buffer, and parameters then get their own
         # tensors. A reduction first drops the input of the one before.
         return cls(
-            sent_lives=False, copies_out=True, frees_first=True, streams=True, replicates_apart=True
+            sent_lives=False,
+            copies_out=True,
+            frees_first=True,
+            streams=True,
+            replicates_apart=True,
         )
 
     @classmethod
@@ -217,7 +221,8 @@ def sizes_by_unit(plan: Plan, *, accelerator: bool) -> dict[str, UnitSizes]:
     first_units = representatives(plan.unit_list)
     distinct_units = {unit.name: unit for unit in first_units.values()}
     distinct_sizes = {
-        name: sizes_of(unit, accelerator=accelerator) for name, unit in distinct_units.items()
+        name: sizes_of(unit, accelerator=accelerator)
+        for name, unit in distinct_units.items()
     }
     return {name: distinct_sizes[unit.name] for name, unit in first_units.items()}
 
@@ -226,7 +231,8 @@ def sizes_of(unit: UnitPlan, *, accelerator: bool) -> UnitSizes:
     """Return the sizes of a unit; see ``sizes_by_unit``."""
     on_host = unit.offload and accelerator
     buffer_sizes = {
-        buffer.key: _buffer_sizes(unit, buffer, accelerator=accelerator) for buffer in unit.buffers
+        buffer.key: _buffer_sizes(unit, buffer, accelerator=accelerator)
+        for buffer in unit.buffers
     }
     cut_buffers = [sizes for sizes in buffer_sizes.values() if sizes.cut]
     trained_buffers = [sizes for sizes in buffer_sizes.values() if sizes.trainable]
@@ -261,12 +267,18 @@ def _buffer_sizes(unit: UnitPlan, buffer: BufferPlan, *, accelerator: bool) -> B
     is_cut = buffer.shards > 1
     # Note: a shard on the host is copied to the device even if its dtype stays.
     is_cast = on_host or gathered_dtype != buffer.shard_dtype
-    sent_bytes, gathered_numel, decoding_bytes = shard_numel * gathered_itemsize, padded_numel, 0
+    sent_bytes, gathered_numel, decoding_bytes = (
+        shard_numel * gathered_itemsize,
+        padded_numel,
+        0,
+    )
     if buffer.packing is not None:
         sent_bytes, gathered_numel = padded_numel * buffer.itemsize, buffer.model_numel
         decoding_bytes = _decoding(buffer.packing, gathered_numel, accelerator=accelerator)
     mesh_axes = [
-        axis for axis, size in unit.mesh_axes.items() if size > 1 and axis not in buffer.local
+        axis
+        for axis, size in unit.mesh_axes.items()
+        if size > 1 and axis not in buffer.local
     ]
     trained_factor = int(buffer.trainable)  # a factor: frozen buffers have no gradients
     casts_grads = reduced_dtype != gathered_dtype
@@ -276,7 +288,8 @@ def _buffer_sizes(unit: UnitPlan, buffer: BufferPlan, *, accelerator: bool) -> B
         key=buffer.key,
         trainable=buffer.trainable,
         cut=is_cut,
-        repeated=any(axis != "shard" for axis in mesh_axes) or (bool(mesh_axes) and not is_cut),
+        repeated=any(axis != "shard" for axis in mesh_axes)
+        or (bool(mesh_axes) and not is_cut),
         shard=shard_numel * buffer.itemsize,
         sent=sent_bytes * (is_cut and is_cast),
         # Note: without a cast, the leaves of an uncut buffer are views of the shard.
@@ -289,7 +302,9 @@ def _buffer_sizes(unit: UnitPlan, buffer: BufferPlan, *, accelerator: bool) -> B
         * (casts_grads and not is_cut),
         cast_grads=trained_factor * buffer.numel * gathered_itemsize * casts_grads,
         reduced=reduced_bytes,
-        kept=reduced_bytes if keeps_dtype else trained_factor * shard_numel * buffer.itemsize,
+        kept=reduced_bytes
+        if keeps_dtype
+        else trained_factor * shard_numel * buffer.itemsize,
     )
 
 

@@ -83,7 +83,9 @@ def simulate_step(
     schedule = dataclasses.replace(
         schedule,
         order=tuple(name for name in program.order if name in units),
-        backward=tuple((moment, name) for moment, name in program.backward if name in units),
+        backward=tuple(
+            (moment, name) for moment, name in program.backward if name in units
+        ),
     )
     predicted = predict_step(
         plan,
@@ -166,7 +168,9 @@ class _Walk:
         self.units, self.not_saved = plan.units, program.not_saved
         self.sizes = sizes_by_unit(plan, accelerator=runtime.accelerator)
         # Reductions of one backward, and those still to come in this one, by unit.
-        self.reductions = Counter(place.unit for place in program.reached if place.what == "reduce")
+        self.reductions = Counter(
+            place.unit for place in program.reached if place.what == "reduce"
+        )
         self.left = Counter[str]()
         self.backwards = 0  # number of backwards that have begun
         # A unit that is called several times may be held for several calls at a time.
@@ -184,12 +188,16 @@ class _Walk:
         self.running = deque[_Reduction]()
         self.graded = set[tuple[str, str]]()  # buffers with a reduced gradient
         self.held_changes: list[tuple[int, str, int]] = []  # moments before, unit, bytes
-        self.copied = 0  # bytes of a gathered buffer that was copied out and is not freed yet
+        self.copied = (
+            0  # bytes of a gathered buffer that was copied out and is not freed yet
+        )
         self.lingering: list[int] = []  # bytes of freed units that still count
 
     # --- the whole step ---------------------------------------------------------------------------
 
-    def run(self, steps: Iterator[Run | Reached], predicted: Sequence[Event | Reached]) -> None:
+    def run(
+        self, steps: Iterator[Run | Reached], predicted: Sequence[Event | Reached]
+    ) -> None:
         reached_place = Reached("start", "")
         # Note: predicted events follow the place at which they start. So the walk comes to a place,
         # then issues its collectives, and settles it when the next place follows.
@@ -257,7 +265,9 @@ class _Walk:
         name = event.unit
         # Why ready: the unit may be gathered for its next call, while it is there for this one.
         is_ahead = (
-            reached.unit != name or reached.what == "backward" or bool(self.ready[reached.unit])
+            reached.unit != name
+            or reached.what == "backward"
+            or bool(self.ready[reached.unit])
         )
         # Note: a CPU waits for the unit before it gathers ahead; a GPU's host issues both first.
         if is_ahead and not self.runtime.accelerator and not self.arrived:
@@ -423,7 +433,10 @@ class _Walk:
             # Note: gradients are joined for later micro-batches.
             self.ledger.add("reduction", buffer.full + buffer.cast_grads)
             self.note("join", name)
-            if (name, buffer.key) in self.summed:  # it is added to that of the micro-batch before
+            if (
+                name,
+                buffer.key,
+            ) in self.summed:  # it is added to that of the micro-batch before
                 self.ledger.free("reduction", buffer.full)
             self.summed.add((name, buffer.key))
             if is_last and not more_coming:
@@ -476,7 +489,10 @@ class _Walk:
         self.ledger.free("reduction", buffer.reduced)
         if on_host:
             self.lanes.copy("reduce", buffer.reduced)
-        if (name, buffer.key) in self.graded:  # it is added to that of the micro-batch before
+        if (
+            name,
+            buffer.key,
+        ) in self.graded:  # it is added to that of the micro-batch before
             self.note("accumulate", name)
             self.ledger.free("gradient shards", kept_bytes)
         self.graded.add((name, buffer.key))
@@ -528,7 +544,9 @@ class _Walk:
         if temporaries == "all" or (temporaries == "foreach" and self.runtime.accelerator):
             return sum(shards)
         # Why three: the result for the shard before lives while the next one takes two tensors.
-        return max(before + 2 * size for before, size in zip([0, *shards], shards, strict=False))
+        return max(
+            before + 2 * size for before, size in zip([0, *shards], shards, strict=False)
+        )
 
     # --- moments ----------------------------------------------------------------------------------
 

@@ -87,7 +87,12 @@ class _Gather:
         event = self.start.meta["event"]
         # Why the payload too: micro-batches gather equal data, and an updated shard is other data.
         # Note: the arguments 4 and 5 are the axis and its ranks.
-        return event.unit, event.buffer, *self.start.args[4:6], _value_of(self.start.args[0])
+        return (
+            event.unit,
+            event.buffer,
+            *self.start.args[4:6],
+            _value_of(self.start.args[0]),
+        )
 
 
 class _Candidate(NamedTuple):
@@ -139,7 +144,9 @@ def _gathers(graph: fx.Graph, storages: GraphStorages) -> list[_Gather]:
     for start, (wait,) in starts_and_waits(graph):
         # Note: with ``reshard_after_forward=n``, a gather whose data comes from another gather has
         # no sources.
-        if is_unit_gather(start) and (source_nodes := _sources(start.all_input_nodes[0], storages)):
+        if is_unit_gather(start) and (
+            source_nodes := _sources(start.all_input_nodes[0], storages)
+        ):
             unit_gathers.append(_Gather(start, wait, storages.of[wait][0], source_nodes))
     return unit_gathers
 
@@ -191,7 +198,9 @@ def _chosen(candidates: list[_Candidate], limit: int) -> list[_Candidate]:
     held_bytes: Counter[int] = Counter()
     chosen_candidates = set()
     for candidate in sorted(candidates, key=lambda candidate: len(candidate.moments)):
-        if all(held_bytes[moment] + candidate.bytes <= limit for moment in candidate.moments):
+        if all(
+            held_bytes[moment] + candidate.bytes <= limit for moment in candidate.moments
+        ):
             held_bytes.update(dict.fromkeys(candidate.moments, candidate.bytes))
             # Note: gathers that follow each other closely hold memory for the shortest time.
             chosen_candidates.add(candidate)

@@ -9,7 +9,12 @@ from torch import fx
 from funcshard._utils.options import check_bytes, check_count
 from funcshard.graph.effects import communicates, dependencies, is_pure, is_view
 from funcshard.graph.memory import GraphStorages, Timeline, held_until, memory_of
-from funcshard.graph.step_graph import StepGraph, collective_of, is_unit_gather, starts_and_waits
+from funcshard.graph.step_graph import (
+    StepGraph,
+    collective_of,
+    is_unit_gather,
+    starts_and_waits,
+)
 from funcshard.graph.traced import Traced, applied
 
 
@@ -113,7 +118,9 @@ def _timeline(step_graph: StepGraph, budget: int | str | None) -> tuple[Timeline
 # --- gathers --------------------------------------------------------------------------------------
 
 
-def _gather_earlier(step_graph: StepGraph, by: int | None, budget: int | str | None) -> None:
+def _gather_earlier(
+    step_graph: StepGraph, by: int | None, budget: int | str | None
+) -> None:
     timeline, most_bytes = _timeline(step_graph, budget)
     needed_before = dependencies(step_graph.graph, timeline.storages)
     freed_after: dict[str, fx.Node] = {}  # by unit
@@ -149,7 +156,9 @@ def _move_start(
         if node.op == "placeholder" or (communicates(node) and node is not start):
             break
         # Note: a wait stands for a unit whose computation the gather overtakes.
-        overtaken += collective_of(node) == "wait" and is_unit_gather(node.all_input_nodes[0])
+        overtaken += collective_of(node) == "wait" and is_unit_gather(
+            node.all_input_nodes[0]
+        )
         if timeline.live[node] + held_bytes > most or (by is not None and overtaken > by):
             break
         if node in moved:

@@ -9,7 +9,11 @@ from typing import Any
 from torch import fx
 
 from funcshard._utils import tree
-from funcshard._utils.torch_operators import list_arguments, operator_arguments, operator_name
+from funcshard._utils.torch_operators import (
+    list_arguments,
+    operator_arguments,
+    operator_name,
+)
 from funcshard.graph.effects import communicates, dependencies, written_storages
 from funcshard.graph.memory import GraphStorages
 from funcshard.graph.step_graph import Place, StepGraph, starts_and_waits
@@ -72,7 +76,9 @@ def _update_early(step_graph: StepGraph) -> None:
     moved_nodes: set[fx.Node] = set()
     last_moved: dict[fx.Node, fx.Node] = {}  # by the arrival after which it was moved
     # Why in this order: operations that several updates need move to the first of them.
-    for node in sorted(update_nodes, key=lambda update: node_position[last_arrival[update]]):
+    for node in sorted(
+        update_nodes, key=lambda update: node_position[last_arrival[update]]
+    ):
         arrival = last_arrival[node]
         needed_group: set[fx.Node] = set()
         waiting_nodes = [node]
@@ -83,10 +89,14 @@ def _update_early(step_graph: StepGraph) -> None:
                 needed_group.add(needed_node)
                 waiting_nodes += needed_before[needed_node]
         # Why: ranks would issue it at another place among their collectives.
-        collectives = [group_node for group_node in needed_group if communicates(group_node)]
+        collectives = [
+            group_node for group_node in needed_group if communicates(group_node)
+        ]
         unit_count = len({arrivals[wait] for wait in awaited_by[node]})
         if unit_count > 1:
-            failure_reasons.append(f"{node.name!r}, which needs gradients of {unit_count} units")
+            failure_reasons.append(
+                f"{node.name!r}, which needs gradients of {unit_count} units"
+            )
         elif collectives:
             failure_reasons.append(
                 f"a collective, {collectives[0].name!r}, on which the update of "
@@ -143,7 +153,9 @@ def _updates(step_graph: StepGraph, storages: GraphStorages) -> list[fx.Node]:
         output_nodes[r.number] for r in state_results if isinstance(r, Place)
     )
     for node in step_graph.graph.nodes:
-        written_makers = {storages.made[storage].op for storage in written_storages(node, storages)}
+        written_makers = {
+            storages.made[storage].op for storage in written_storages(node, storages)
+        }
         # Note: a fused optimizer returns nothing, and writes into the old state.
         if "placeholder" in written_makers:
             update_nodes[node] = None
