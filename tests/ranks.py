@@ -387,7 +387,7 @@ def _run(job: _Job) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)
-        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # torch's own, in forward mode
+        warnings.filterwarnings("ignore", r"`torch.jit.\w+` is deprecated")  # torch's own, in forward mode
         return job.fn(mesh, *job.args)
 
 

@@ -61,8 +61,9 @@ def gather_earlier(
     """
     if by is not None:
         check_count("by", by, of="units")
+    limit = None if budget is None else check_bytes("budget", budget, example="1GiB")
     return applied(
-        traced, lambda step_graph: _gather_earlier(step_graph, by, budget), "gather_earlier"
+        traced, lambda step_graph: _gather_earlier(step_graph, by, limit), "gather_earlier"
     )
 
 
@@ -102,25 +103,24 @@ def wait_later(traced: Traced, *, budget: int | str | None = None) -> Traced:
 
     Source: the overlap of reductions with backward in DistributedDataParallel.
     """
-    return applied(traced, lambda step_graph: _wait_later(step_graph, budget), "wait_later")
+    limit = None if budget is None else check_bytes("budget", budget, example="1GiB")
+    return applied(traced, lambda step_graph: _wait_later(step_graph, limit), "wait_later")
 
 
-def _timeline(step_graph: StepGraph, budget: int | str | None) -> tuple[Timeline, int]:
+def _timeline(step_graph: StepGraph, budget: int | None) -> tuple[Timeline, int]:
     """Return the timeline of a graph, and the most bytes that it may hold besides arguments."""
     memory = memory_of(step_graph)
     most_bytes = memory.temporary
     if budget is not None:
         # Note: the caller holds the arguments all the time, so they come off the budget.
-        most_bytes = check_bytes("budget", budget, example="1GiB") - memory.arguments
+        most_bytes = budget - memory.arguments
     return Timeline(GraphStorages.find(step_graph.graph)), most_bytes
 
 
 # --- gathers --------------------------------------------------------------------------------------
 
 
-def _gather_earlier(
-    step_graph: StepGraph, by: int | None, budget: int | str | None
-) -> None:
+def _gather_earlier(step_graph: StepGraph, by: int | None, budget: int | None) -> None:
     timeline, most_bytes = _timeline(step_graph, budget)
     needed_before = dependencies(step_graph.graph, timeline.storages)
     freed_after: dict[str, fx.Node] = {}  # by unit
@@ -185,7 +185,7 @@ def _own_inputs(node: fx.Node) -> set[fx.Node]:
 # --- waits ----------------------------------------------------------------------------------------
 
 
-def _wait_later(step_graph: StepGraph, budget: int | str | None) -> None:
+def _wait_later(step_graph: StepGraph, budget: int | None) -> None:
     timeline, most_bytes = _timeline(step_graph, budget)
     # Why the last first: a wait that stays behind would stop those before it.
     for start, (wait,) in reversed(list(starts_and_waits(step_graph.graph))):
