@@ -266,14 +266,10 @@ def _check_gathered(out: Any) -> None:
         # Note: by UNGATHERED, backward visits only what leads to placeholders, which raise.
         if tensor.requires_grad and tensor.layout is torch.strided:
             with no_transforms():
-                # Why a view: no hook of the tensor must run.
-                view, grad = (
-                    tensor.view_as(tensor),
-                    tensor.new_ones(()).expand(tensor.shape),
-                )
-                torch.autograd.grad(
-                    view, UNGATHERED, grad, retain_graph=True, allow_unused=True
-                )
+                # Why a sum: for a gradient of another shape torch imports sympy, which makes each
+                # later step slower. And no hook of the tensor runs.
+                total = tensor.sum().real
+                torch.autograd.grad(total, UNGATHERED, retain_graph=True, allow_unused=True)
 
 
 def _begin_backward_with(out: Any, prefetcher: Prefetcher) -> None:
@@ -646,7 +642,7 @@ def check_order(mesh: Mesh, reached: str, prefetcher: Prefetcher) -> None:
 _ENTRY = "_funcshard_entry"  # the key of the entry in the module's __dict__
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class UnitEntry:
     """How a module of one call enters its unit.
 
@@ -802,9 +798,11 @@ def forward_with_leaves(
 ) -> Any:
     """Run ``forward`` while the tables below ``module`` hold the gathered ``leaves``."""
     recomputes = torch.is_grad_enabled() and gathered.source is not None
-    # Dictionary, key, and the value that the dictionary holds after forward.
-    afterwards: list[tuple[dict[str, Any], str, Any]] = []
-    filled_tables: list[tuple[dict[str, Any], tuple[Any, ...], dict[str, int]]] = []
+    # The owner's attributes, its table before and after forward, the table during forward, what
+    # that was filled with, and which leaves these are.
+    filled_tables: list[
+        tuple[dict[str, Any], Any, Any, tuple[Any, ...], dict[str, int]]
+    ] = []
     referring: list[tuple[dict[str, Any], str]] = []
     leaves_by_id: dict[int, Any] = {}
     placeholders_by_id: dict[int, Any] = {}
@@ -813,46 +811,47 @@ def forward_with_leaves(
             owner = module
             for name in path:
                 owner = owner._modules[name]  # type: ignore[assignment]
-            referring += [(owner.__dict__, alias) for alias in aliases]
-            table = owner._parameters
+            state = owner.__dict__
+            referring += [(state, alias) for alias in aliases]
+            outer_table = state["_parameters"]
             # Why another table afterwards: a checkpoint inside the unit runs parts of this forward
             # again from backward, and then has to read the leaves, gathered again. All other code
             # has to read the placeholders. Why another one during forward: the table that is there
             # may be such a one, which would answer in backward with leaves that it gathers itself.
-            later_table = table
-            if recomputes:
-                later_table = _RecomputeParams(table)
-                later_table.gathered, later_table.numbers = gathered, entries
-            afterwards.append((owner.__dict__, "_parameters", later_table))
-            table = owner.__dict__["_parameters"] = dict(table)
+            table = dict(outer_table)
             for key, leaf_index in entries.items():
                 before, leaf = table.get(key), leaves[leaf_index]
                 # Note: a module at two paths holds its leaves already, and so does one that a
                 # checkpoint runs again while it runs, for a ``torch.autograd.grad`` inside it.
-                is_replaced = (
-                    not hasattr(before, "funcshard_placeholder") and before is not leaf
-                )
-                if is_replaced and graph_task_id() == -1:
+                if (
+                    not hasattr(before, "funcshard_placeholder")
+                    and before is not leaf
+                    and graph_task_id() == -1
+                ):
                     raise _replaced(gathered.unit, leaf_index)
-                table[key] = leaf  # type: ignore[assignment]
-            filled_tables.append((table, tuple(table.values()), entries))
+                table[key] = leaf
+            if recomputes:
+                outer_table = _RecomputeParams(outer_table)
+                outer_table.gathered, outer_table.numbers = gathered, entries
+            filled_tables.append(
+                (state, outer_table, table, tuple(table.values()), entries)
+            )
+            state["_parameters"] = table
         if referring:
-            for (table, _, entries), (_, _, table_before) in zip(
-                filled_tables, afterwards, strict=True
-            ):
+            for _, outer_table, table, _, entries in filled_tables:
                 for key in entries:
-                    leaves_by_id.setdefault(id(table_before.get(key)), table[key])
-                    placeholders_by_id.setdefault(id(table[key]), table_before.get(key))
+                    leaves_by_id.setdefault(id(outer_table.get(key)), table[key])
+                    placeholders_by_id.setdefault(id(table[key]), outer_table.get(key))
             _exchange(referring, leaves_by_id)
         out = forward(args, kwargs)
-        for table, values, entries in filled_tables:
+        for *_, table, values, entries in filled_tables:
             if not all(map(operator.is_, table.values(), values)):
                 _check_leaves(table, entries, leaves, gathered.unit)
         return out
     finally:
         # Why reversed: a module at two paths is filled twice, the second time over its leaves.
-        for table, key, value in reversed(afterwards):
-            table[key] = value
+        for state, outer_table, *_ in reversed(filled_tables):
+            state["_parameters"] = outer_table
         if referring:
             _exchange(referring, placeholders_by_id)
 
