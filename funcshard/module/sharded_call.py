@@ -264,12 +264,12 @@ def _check_gathered(out: Any) -> None:
     """Raise if outputs are functions of placeholders."""
     for tensor in map(unwrapped, tensors_in(out)):
         # Note: by UNGATHERED, backward visits only what leads to placeholders, which raise.
-        if tensor.requires_grad and tensor.layout is torch.strided:
+        if tensor.requires_grad and tensor.layout is torch.strided and not tensor.is_nested:
             with no_transforms():
-                # Why a sum: for a gradient of another shape torch imports sympy, which makes each
-                # later step slower. And no hook of the tensor runs.
-                total = tensor.sum().real
-                torch.autograd.grad(total, UNGATHERED, retain_graph=True, allow_unused=True)
+                # Why a number: given a gradient, torch imports sympy, which makes each later step
+                # slower. Why a sum: the tensor may be empty. No hook of the tensor runs.
+                first = tensor[(slice(1),) * tensor.ndim].sum().real
+                torch.autograd.grad(first, UNGATHERED, retain_graph=True, allow_unused=True)
 
 
 def _begin_backward_with(out: Any, prefetcher: Prefetcher) -> None:
@@ -642,7 +642,7 @@ def check_order(mesh: Mesh, reached: str, prefetcher: Prefetcher) -> None:
 _ENTRY = "_funcshard_entry"  # the key of the entry in the module's __dict__
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class UnitEntry:
     """How a module of one call enters its unit.
 

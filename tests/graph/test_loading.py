@@ -163,6 +163,13 @@ def test_other_meshes_and_files_are_refused_on_every_rank(file: Path, tmp_path: 
         fs.simulate(lambda mesh: fs.load_traced(file if mesh.rank else tmp_path / "none", mesh), 2)
 
 
+def test_a_plan_is_compared_with_that_of_the_file_also_beside_a_step(file: Path) -> None:
+    other_plan = fs.make_plan({"other": torch.ones(3)}, 1)
+    for step in (None, made(fs.Mesh())[0]):
+        with pytest.raises(ValueError, match=rf"; found plan {other_plan.fingerprint()}: trace the step again"):
+            fs.load_traced(file, fs.Mesh(), plan=other_plan, step=step)
+
+
 def forged(file: Path, path: Path, change: Callable[[str], str]) -> Path:
     """Write a changed file whose checksum is right."""
     text = file.read_text().partition("\n")[2]

@@ -240,6 +240,18 @@ def test_a_module_may_use_a_transform_inside_its_forward(strategy):
     check_equal(net, torch.linspace(-1, 1, 4), ["*"], strategy=strategy)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_model_may_return_a_nested_tensor():
+    """torch's error about its sizes came from a check of ours."""
+    net = Runs(lambda net, x: torch.nested.as_nested_tensor([net.layer(x)]), layer=nn.Linear(3, 3))
+    apply, params, buffers = fs.make_functional(net)
+    plan = fs.make_plan(params, 1, units=["layer"])
+    sharded, shards = fs.fully_shard(apply, plan, fs.Mesh()), fs.shard(params, plan, fs.Mesh())
+    loss_fn = lambda shards, x: sharded(shards, buffers, x).unbind()[0].sin().sum()  # noqa: E731
+    loss, _ = fs.value_and_grad(loss_fn, mesh=fs.Mesh())(shards, torch.ones(2, 3))
+    assert torch.equal(loss, net.layer(torch.ones(2, 3)).sin().sum())
+
+
 def freezes(net, x):
     net.second.weight.requires_grad_(net.second.weight.requires_grad)  # as it is
     net.first.weight.requires_grad_(False)
